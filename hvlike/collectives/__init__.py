@@ -1,0 +1,1 @@
+"""Named tensors go in, handles come out: requests, agreement, plans, and one file a collective."""

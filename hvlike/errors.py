@@ -1,0 +1,75 @@
+"""Every exception hvlike raises, in one tree.
+
+    HvlikeError
+    ├── NotInitializedError        (also ValueError)    a call before init() or after shutdown()
+    ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded
+    ├── ForkedProcessError                              a call from a child process of a rank
+    ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
+    │   ├── DuplicateNameError                          the name is already in flight on this rank
+    │   └── UnknownHandleError                          never created here, or already synchronised
+    └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
+        ├── MismatchError                               the ranks asked for different things
+        │   ├── ShapeMismatchError
+        │   └── DeadlockError                           every rank waits for something another one never asked for
+        ├── PeerLeftError                               a rank needed for this has ended its program
+        ├── ShutdownError                               hvlike was shut down while this was in flight
+        └── StalledError                                a wait ran past its limit
+
+`HorovodInternalError` keeps Horovod's name so that code which catches it goes on working.
+"""
+
+
+class HvlikeError(Exception):
+    """Base of all exceptions of this package."""
+
+
+class NotInitializedError(HvlikeError, ValueError):
+    """A call that needs init() came before it, or after shutdown()."""
+
+
+class LaunchError(HvlikeError, RuntimeError):
+    """The job was started in a way that cannot work; the text says what to change."""
+
+
+class ForkedProcessError(HvlikeError, RuntimeError):
+    """A child process of a rank (a DataLoader worker, say) called into hvlike."""
+
+
+class UsageError(HvlikeError, ValueError):
+    """A wrong argument. Raised on the calling rank only, before anything is sent."""
+
+
+class DuplicateNameError(UsageError):
+    """The same kind of operation is already in flight on this rank under this name."""
+
+
+class UnknownHandleError(UsageError):
+    """The handle was not created here or has already been synchronised."""
+
+
+class HorovodInternalError(HvlikeError, RuntimeError):
+    """The ranks together could not complete an operation; raised on every rank that asked for it."""
+
+
+class MismatchError(HorovodInternalError):
+    """The ranks asked for different things under one name."""
+
+
+class ShapeMismatchError(MismatchError):
+    """The ranks passed tensors of different shapes under one name."""
+
+
+class DeadlockError(MismatchError):
+    """Every rank waits for an operation that some other rank has not asked for."""
+
+
+class PeerLeftError(HorovodInternalError):
+    """A rank that has to take part has already ended its program."""
+
+
+class ShutdownError(HorovodInternalError):
+    """hvlike was shut down while the operation was in flight."""
+
+
+class StalledError(HorovodInternalError, TimeoutError):
+    """A wait ran past its limit; the text says for whom."""

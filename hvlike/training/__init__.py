@@ -1,0 +1,1 @@
+"""What users wrap: optimizers, broadcast of state, gradient clipping."""

@@ -1,0 +1,1 @@
+"""The only package that touches MPI: processes, shared memory, doorbells, the loop, messages."""
