@@ -1,0 +1,54 @@
+"""Which ranks share a node, and what follows from it: local and cross ranks. Pure functions over integers.
+
+    rank          0  1  2  3  4
+    node id       0  0  2  2  2        (the lowest rank on the node)
+    local_rank    0  1  0  1  2        position on the node
+    local_size    2  2  3  3  3
+    cross_rank    0  0  1  1  0        position among the ranks with the same local_rank
+    cross_size    2  2  2  2  1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of a job, seen from one rank."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+    """Every node holds the same number of ranks."""
+
+
+def group(node_ids: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by node; `node_ids[r]` is any value equal exactly for the ranks on the node of rank r."""
+    nodes: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(node_ids):
+        nodes.setdefault(node, []).append(rank)
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+def describe(node_ids: Sequence[Hashable], rank: int) -> Topology:
+    """The topology as `rank` sees it. Raises: IndexError for a rank that `node_ids` does not have."""
+    nodes = group(node_ids)
+    home = next((node for node in nodes if rank in node), None)
+    if home is None:
+        raise IndexError(f"rank {rank} of {len(node_ids)}")
+    local_rank = home.index(rank)
+    cross = [node[local_rank] for node in nodes if len(node) > local_rank]
+    return Topology(
+        nodes=nodes,
+        local_rank=local_rank,
+        local_size=len(home),
+        cross_rank=cross.index(rank),
+        cross_size=len(cross),
+        homogeneous=len({len(node) for node in nodes}) == 1,
+    )

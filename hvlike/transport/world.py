@@ -1,0 +1,230 @@
+"""World: the ranks of a job, who they are and where they run. Owns the MPI communicators of hvlike.
+
+A World duplicates the communicator it starts from, so no message of hvlike can meet one of the user's own mpi4py
+code. MPI itself stays up when a World is closed (it can be started only once in a process), so a World can be
+started, closed and started again.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import multiprocessing
+import operator
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from hvlike.errors import LaunchError, UsageError
+from hvlike.transport import forks, launchers, topology
+from hvlike.transport import mpi as mpi_library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger("hvlike")
+
+_INVALID_COMM = "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object."
+_GROUP_TAG = 17
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks that train together, seen from this one. Made by `World.start`."""
+
+    mpi: ModuleType
+    """The module mpi4py.MPI."""
+    comm: MPI.Intracomm
+    """All ranks; private to hvlike, errors raise."""
+    node_comm: MPI.Intracomm
+    """The ranks that share memory with this one, in rank order."""
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
+    homogeneous: bool
+    host: str
+    thread_level: int
+    """MPI.THREAD_SERIALIZED or MPI.THREAD_MULTIPLE."""
+
+    @classmethod
+    def start(
+        cls,
+        comm: Sequence[int] | MPI.Comm | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        patience: float = 60.0,
+    ) -> World:
+        """Start MPI if it does not run yet and set up the communicators of hvlike.
+
+        comm: None for all ranks; ranks of COMM_WORLD (rank i of the new world is the i-th of the list); or an
+            intracommunicator of mpi4py, which is duplicated and stays the caller's.
+        ranks_per_node: split each real node into nodes of so many ranks, to try multi-node code on one machine.
+        patience: seconds after which a rank that still waits for the others says so in the log, again and again.
+        Collective: every rank of `comm`, and only these, calls it. Blocks until all have.
+        Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent).
+        """
+        _check_process()
+        mpi = mpi_library.load()
+        library = mpi.Get_library_version().strip().splitlines()[0]
+        launchers.check(os.environ, mpi.COMM_WORLD.Get_size(), library)
+        source = _check_comm(mpi, comm)
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
+        private = _make_private(mpi, source, patience)
+        node = _split_by_node(mpi, private, ranks_per_node)
+        rank = private.Get_rank()
+        place = topology.describe(_gather_node_ids(mpi, private, node), rank)
+        _prime(private)
+        _prime(node)
+        return cls(
+            mpi=mpi,
+            comm=private,
+            node_comm=node,
+            rank=rank,
+            size=private.Get_size(),
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            cross_rank=place.cross_rank,
+            cross_size=place.cross_size,
+            nodes=place.nodes,
+            homogeneous=place.homogeneous,
+            host=mpi.Get_processor_name(),
+            thread_level=mpi.Query_thread(),
+        )
+
+    def close(self) -> None:
+        """Free the communicators; MPI goes on. Collective. A second call does nothing."""
+        for comm in (self.node_comm, self.comm):
+            if comm != self.mpi.COMM_NULL and not self.mpi.Is_finalized():
+                comm.Free()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} on {self.host}"
+
+
+def _check_process() -> None:
+    forks.check()
+    # A spawned child inherits the rank's place in the job: MPI_Init there kills the rank.
+    if multiprocessing.parent_process() is not None and launchers.detect(os.environ) is not None:
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, a child that multiprocessing started from a rank. MPI "
+            "started there would end the whole job. Call init() in the main process only; if this is a DataLoader "
+            'worker or a spawned helper, put the call under `if __name__ == "__main__":`.'
+        )
+
+
+def _check_comm(mpi: ModuleType, comm: object) -> MPI.Intracomm | tuple[int, ...]:
+    """What the user passed to init(), as a communicator to duplicate or a tuple of world ranks."""
+    if comm is None:
+        return cast("MPI.Intracomm", mpi.COMM_WORLD)
+    if isinstance(comm, mpi.Comm):
+        if comm == mpi.COMM_NULL:
+            raise UsageError("init(comm=...) got MPI.COMM_NULL: this rank is not in that communicator and must not call.")
+        if not isinstance(comm, mpi.Intracomm):
+            raise UsageError("init(comm=...) got an intercommunicator; pass an intracommunicator (comm.Merge() makes one).")
+        return cast("MPI.Intracomm", comm)
+    if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
+        raise UsageError(f"{_INVALID_COMM} Got {type(comm).__name__}.")
+    try:
+        ranks = tuple(operator.index(rank) for rank in comm)
+    except TypeError as error:
+        raise UsageError(f"{_INVALID_COMM} Got a list with {error}.") from error
+    _check_ranks(ranks, mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    return ranks
+
+
+def _check_ranks(ranks: tuple[int, ...], rank: int, size: int) -> None:
+    if not ranks:
+        raise UsageError("init(comm=[]) names no rank; pass None for all ranks.")
+    outside = sorted({each for each in ranks if not 0 <= each < size})
+    if outside:
+        raise UsageError(f"init(comm={list(ranks)}) names the ranks {outside}, but the job has ranks 0 to {size - 1}.")
+    if len(set(ranks)) != len(ranks):
+        twice = sorted({each for each in ranks if ranks.count(each) > 1})
+        raise UsageError(f"init(comm={list(ranks)}) names the ranks {twice} more than once; name each rank once.")
+    if rank not in ranks:
+        raise UsageError(
+            f"rank {rank} called init(comm={list(ranks)}), a list without itself. Each rank passes the list of its own "
+            f"group; a rank that takes no part does not call init(), or calls init(comm=[{rank}]) to be alone."
+        )
+
+
+def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...], patience: float) -> MPI.Intracomm:
+    with _impatience(mpi, patience):
+        if isinstance(source, tuple):
+            world = mpi.COMM_WORLD.Get_group()
+            members = world.Incl(source)
+            private = mpi.COMM_WORLD.Create_group(members, _GROUP_TAG)
+            members.Free()
+            world.Free()
+        else:
+            # Idup rather than Dup: a rank that waits here for others uses no CPU and can be interrupted.
+            private, request = source.Idup()
+            pause = 1e-5
+            while not request.Test():
+                time.sleep(pause)
+                pause = min(pause * 2, 0.01)
+    private.Set_errhandler(mpi.ERRORS_RETURN)
+    private.Set_name("hvlike")
+    return cast("MPI.Intracomm", private)
+
+
+@contextmanager
+def _impatience(mpi: ModuleType, patience: float) -> Iterator[None]:
+    """While the body runs, say every `patience` seconds that this rank waits in init()."""
+    done = threading.Event()
+    started = time.monotonic()
+
+    def complain() -> None:
+        while not done.wait(patience):
+            logger.warning(
+                "rank %d of %d on %s has waited %.0f s in init() for other ranks: every rank of the communicator must "
+                "call init(), with the same comm argument. Look for a rank that is still busy or has not called it.",
+                mpi.COMM_WORLD.Get_rank(),
+                mpi.COMM_WORLD.Get_size(),
+                mpi.Get_processor_name(),
+                time.monotonic() - started,
+            )
+
+    thread = threading.Thread(target=complain, name="hvlike-init", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _split_by_node(mpi: ModuleType, comm: MPI.Intracomm, ranks_per_node: int | None) -> MPI.Intracomm:
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
+    if ranks_per_node is not None:
+        whole, node = node, node.Split(node.Get_rank() // ranks_per_node, key=node.Get_rank())
+        whole.Free()
+    node.Set_errhandler(mpi.ERRORS_RETURN)
+    node.Set_name("hvlike-node")
+    return cast("MPI.Intracomm", node)
+
+
+def _gather_node_ids(mpi: ModuleType, comm: MPI.Intracomm, node: MPI.Intracomm) -> list[int]:
+    """For each rank the lowest rank on its node."""
+    lowest = array.array("i", [comm.Get_rank()])
+    node.Bcast([lowest, mpi.INT], root=0)
+    node_ids = array.array("i", [0] * comm.Get_size())
+    comm.Allgather([lowest, mpi.INT], [node_ids, mpi.INT])
+    return node_ids.tolist()
+
+
+def _prime(comm: MPI.Intracomm) -> None:
+    # mpi4py issue 784: the first pickled collective can deadlock while other threads run; here none of ours does.
+    comm.bcast(None, root=0)
+    comm.allgather(None)
