@@ -1,0 +1,66 @@
+"""The hierarchical plane: reduce inside each node, across the nodes, and inside each node again.
+
+    node A   rank 0: chunks a c    rank 1: chunks b d        1. shared reduce-scatter: owners hold the node's sums
+                 |                     |                     2. network: equal local ranks reduce theirs across
+    node B   rank 2: chunks a c    rank 3: chunks b d        3. shared gather: owners hand the results out
+
+All ranks of a node drive the network at once, each for its own chunks. Where the nodes hold different numbers
+of ranks the first rank of each node owns everything and crosses for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.network import Network
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.group import Group
+from hvlike.transport.routine import Routine
+
+
+class HierarchicalPlane:
+    """A group on several nodes."""
+
+    def __init__(self, group: Group, shared: SharedPlane | None, cross: Network | None, whole: Network) -> None:
+        """shared: None on a node with one member; cross: None where another rank crosses for this one."""
+        self._group = group
+        self._shared = shared
+        self._cross = cross
+        self._whole = whole
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce flat contiguous CPU tensors in place."""
+        if self._shared is None:
+            yield from self._alone(tensors, arithmetic)
+            return
+        owner = None if self._group.homogeneous else 0
+        chunks = yield from self._shared.reduce_scatter(tensors, arithmetic, owner)
+        if self._cross is not None:
+            mine = [tensors[each.piece][each.start : each.stop] for each in chunks if each.owner == self._group.local_rank]
+            yield from self._cross.allreduce(mine, arithmetic.continuation)
+        yield from self._shared.gather_runs(tensors, [chunk[:4] for chunk in chunks], arithmetic)
+
+    def _alone(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """This node has one member: there is nothing to reduce before it goes across."""
+        if self._cross is None:
+            return
+        if all(len(node) == 1 for node in self._group.nodes):
+            yield from self._cross.allreduce(tensors, arithmetic)
+            return
+        # On other nodes the contributions were prescaled when they were reduced, so here too.
+        for tensor in tensors:
+            arithmetic.accumulate(arithmetic.view(tensor), [])
+        yield from self._cross.allreduce(tensors, arithmetic.continuation)
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """Write each tensor of bytes from its owner to all others."""
+        yield from self._whole.gather(list(zip(owners, tensors, strict=True)))
+
+    def close(self) -> None:
+        """Free the communicators. Collective over the group."""
+        self._whole.close()
+        if self._cross is not None:
+            self._cross.close()

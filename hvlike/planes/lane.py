@@ -1,0 +1,112 @@
+"""A lane: one plane of a group and the jobs that wait for it, run one by one in the order they came.
+
+Every rank must submit the same jobs in the same order. That order is agreed per lane, so whatever has an
+order of its own (the negotiated requests of a process set, the plan of an optimizer) has a lane of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from hvlike.errors import LaunchError, ShutdownError
+from hvlike.planes.chunks import chunk_bytes
+from hvlike.planes.hierarchical import HierarchicalPlane
+from hvlike.planes.network import Network
+from hvlike.planes.plane import Plane, SoloPlane
+from hvlike.planes.region import Region, region_bytes
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.group import Group
+from hvlike.transport.loop import Task
+from hvlike.transport.routine import Routine
+
+# A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
+_BUDGETS = (2 << 20, 512 << 10, 64 << 10)
+
+Job = Callable[[Plane], Routine[None]]
+
+
+class Lane:
+    """Runs jobs on one plane, in order."""
+
+    def __init__(self, fabric: Fabric, group: Group, plane: Plane) -> None:
+        self.group = group
+        self._fabric = fabric
+        self._plane = plane
+        self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
+        self._running: Task[None] | None = None
+        self.broken: BaseException | None = None
+
+    def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
+        """Run `job(plane)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
+        self._fabric.loop.post(lambda: self._enqueue(job, after), wake=wake)
+
+    def _enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
+        self._jobs.append((job, after))
+        if self._running is None:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._jobs:
+            self._running = None
+            return
+        job, after = self._jobs.popleft()
+        routine = self._refuse(self.broken) if self.broken else job(self._plane)
+        self._running = self._fabric.loop.start(routine, lambda task: self._ended(task, after), wake=False)
+
+    def _ended(self, task: Task[None], after: Callable[[Task[None]], None]) -> None:
+        if task.error is not None:
+            # The ranks no longer agree on where they are in the lane.
+            self.broken = self.broken or task.error
+        after(task)
+        self._next()
+
+    def _refuse(self, error: BaseException) -> Routine[None]:
+        raise error
+        yield
+
+    def fail(self, error: BaseException) -> None:
+        """End what runs and what waits with `error`. From inside the loop."""
+        self.broken = self.broken or error
+        if self._running is not None:
+            self._fabric.loop.cancel(self._running, error)
+
+    def close(self) -> None:
+        """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""
+        self.fail(ShutdownError("hvlike was shut down, or the process set removed, while this was in flight"))
+        self._plane.close()
+
+
+def open_lane(fabric: Fabric, group: Group, number: int) -> Routine[Lane]:
+    """Make lane `number` of a group. Collective over the group; lanes of one group in the same order everywhere.
+
+    Raises: LaunchError when the ranks of a node cannot share memory.
+    """
+    if group.size == 1:
+        return Lane(fabric, group, SoloPlane())
+    shared = None
+    if group.local_size > 1:
+        shared = yield from _open_shared(fabric, group, number)
+    if len(group.nodes) == 1 and shared is not None:
+        return Lane(fabric, group, shared)
+    cross = None
+    whole = Network((yield from fabric.duplicate(group.comm)))
+    if group.cross_comm != fabric.world.mpi.COMM_NULL:
+        cross = Network((yield from fabric.duplicate(group.cross_comm)))
+    return Lane(fabric, group, HierarchicalPlane(group, shared, cross, whole))
+
+
+def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPlane]:
+    for budget in _BUDGETS:
+        chunk = chunk_bytes(group.local_size, budget)
+        nbytes = region_bytes(group.local_size, chunk)
+        key = ("lane", group.number, number, budget)
+        segment = yield from fabric.share(group, key, nbytes)
+        if segment is not None:
+            bells = [fabric.bells[group.ranks[position]] for position in group.node]
+            return SharedPlane(Region(segment, group.local_rank, group.local_size, chunk, bells, fabric.fence))
+    raise LaunchError(
+        f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} bytes: "
+        "give /dev/shm more room (docker run --shm-size=256m)"
+    )

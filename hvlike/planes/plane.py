@@ -1,0 +1,43 @@
+"""What every plane can do, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.transport.routine import Routine
+
+
+class Plane(Protocol):
+    """Reduces and moves flat contiguous tensors among the ranks of a group, one call at a time, in the same order."""
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """Write each tensor of bytes from the rank `owners[i]` of the group to all others."""
+
+    def close(self) -> None:
+        """Give back what the plane holds."""
+
+
+class SoloPlane:
+    """A group of one rank: only the factors are left to apply."""
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Apply the factors in place."""
+        for tensor in tensors:
+            arithmetic.combine(arithmetic.view(tensor), [])
+        return
+        yield
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """Nobody else wants it."""
+        return
+        yield
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,128 @@
+"""The part of a segment in which the ranks of one node reduce together: counters and staging slots.
+
+    counters of rank 0 | counters of rank 1 | ... | slots of rank 0 | slots of rank 1 | ...
+
+Every counter has one writer and only grows:
+
+    staged[o]     chunks this rank has copied into its slots for owner o
+    taken[o]      results of owner o this rank has copied out
+    reduced       chunks this rank has reduced as their owner
+    published     chunks this rank has written into its own slots for everybody (gather)
+    fetched[o]    chunks published by o this rank has copied out
+    stamps[2]     hash of the work this rank is at, by parity of the work's number
+    failed        not 0 once this rank has given the region up
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.chunks import SLOTS
+from hvlike.transport.doorbell import Doorbell
+from hvlike.transport.segment import Segment, words
+from hvlike.transport.semaphore import Fence
+
+_LINE = 128
+# On x86-64 stores become visible in order and loads are not reordered with each other; elsewhere the fence sees to it.
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+def region_bytes(ranks: int, chunk: int) -> int:
+    """Bytes of a region for `ranks` ranks and chunks of `chunk` bytes."""
+    return ranks * _counter_bytes(ranks) + ranks * ranks * SLOTS * chunk
+
+
+def _counter_bytes(ranks: int) -> int:
+    return -(-8 * (3 * ranks + 5) // _LINE) * _LINE
+
+
+class Counters:
+    """The counters of one rank; see the head of this file."""
+
+    __slots__ = ("_words", "fetched", "staged", "taken")
+
+    def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
+        first = rank * _counter_bytes(ranks)
+        self.staged = words(segment, first, ranks)
+        self.taken = words(segment, first + 8 * ranks, ranks)
+        self.fetched = words(segment, first + 16 * ranks, ranks)
+        self._words = words(segment, first + 24 * ranks, 5)
+
+    @property
+    def reduced(self) -> int:
+        """Chunks reduced by this rank."""
+        return self._words[0]
+
+    @reduced.setter
+    def reduced(self, value: int) -> None:
+        self._words[0] = value
+
+    @property
+    def published(self) -> int:
+        """Chunks published by this rank."""
+        return self._words[1]
+
+    @published.setter
+    def published(self, value: int) -> None:
+        self._words[1] = value
+
+    @property
+    def failed(self) -> int:
+        """Not 0 once this rank has given the region up."""
+        return self._words[2]
+
+    @failed.setter
+    def failed(self, value: int) -> None:
+        self._words[2] = value
+
+    def stamp(self, number: int) -> int:
+        """The hash of the piece of work `number` as this rank sees it."""
+        return self._words[3 + number % 2]
+
+    def set_stamp(self, number: int, value: int) -> None:
+        """Say what the piece of work `number` is on this rank."""
+        self._words[3 + number % 2] = value
+
+
+class Region:
+    """One rank's view of the region; `rank` and `ranks` count within the node."""
+
+    def __init__(
+        self, segment: Segment, rank: int, ranks: int, chunk: int, bells: list[Doorbell], fence: Fence
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.chunk = chunk
+        self.peers = [peer for peer in range(ranks) if peer != rank]
+        self.counters = [Counters(segment, each, ranks) for each in range(ranks)]
+        self.mine = self.counters[rank]
+        self._segment = segment
+        self._slots_start = ranks * _counter_bytes(ranks)
+        self._bells = bells
+        self._fence = fence
+        self._typed: dict[tuple[torch.dtype, int, int, int], Piece] = {}
+        self.order: Callable[[], None] = _nothing if _ORDERED_STORES else fence
+
+    def slot(self, arithmetic: Arithmetic, stager: int, owner: int, turn: int) -> Piece:
+        """The slot in which `stager` stages the `turn`-th chunk of `owner`; stager == owner: where owner publishes."""
+        key = (arithmetic.dtype, stager, owner, turn % SLOTS)
+        piece = self._typed.get(key)
+        if piece is None:
+            number = (stager * self.ranks + owner) * SLOTS + turn % SLOTS
+            start = self._slots_start + number * self.chunk
+            piece = self._typed[key] = arithmetic.over(self._segment.array[start : start + self.chunk])
+        return piece
+
+    def nudge(self, ranks: Iterable[int]) -> None:
+        """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""
+        self._fence()
+        for rank in ranks:
+            self._bells[rank].nudge()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,258 @@
+"""The shared plane: ranks of one node reduce and exchange through a small region of shared memory.
+
+The tensors stay where they are. They are cut into chunks, dealt to the ranks in turn. Of a chunk
+that it does not own a rank stages its copy; the owner reduces all copies with its own part, in its
+own memory, and writes the result over the staged copy of its first peer, where all peers take it:
+
+    rank 0   stage B   reduce A   stage D   take B   reduce C  ...
+    rank 1   stage A   reduce B   stage C   take A   reduce D  ...      (A, C owned by 0; B, D by 1)
+
+Every element is reduced on exactly one rank, so the results are bitwise the same everywhere.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvlike.errors import MismatchError
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.region import Region
+from hvlike.transport.routine import Routine, Wait
+
+
+PASSES = 16
+"""How often a reduction moves something before it lets other routines have a turn."""
+
+
+_BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
+
+
+class SharedPlane:
+    """Reductions and gathers among the ranks of one node; every call in the same order on all of them."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._reductions = Turns.start(region.ranks)
+        self._gathers = Turns.start(region.ranks)
+        self._number = 0
+        self._stamp = 0
+        self._compared = False
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
+        yield from self._work(tensors, arithmetic, None, share=True)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None
+    ) -> Routine[list[Chunk]]:
+        """Leave the partial result of every chunk with its owner; `owner`: one rank for all, None: in turn.
+
+        Returns the chunks, with their owners.
+        """
+        return (yield from self._work(tensors, arithmetic, owner, share=False))
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """Write each tensor of bytes from the rank `owners[i]` of the node to all others."""
+        runs = [(piece, 0, len(tensor), owner) for piece, (tensor, owner) in enumerate(zip(tensors, owners, strict=True))]
+        yield from self.gather_runs(tensors, runs, _BYTES)
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def gather_runs(
+        self, tensors: Sequence[torch.Tensor], runs: Sequence[tuple[int, int, int, int]], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Write every run (piece, start, stop, owner) from its owner to all other ranks of the node."""
+        region = self._region
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        publishing: deque[Chunk] = deque()
+        fetching: dict[int, deque[Chunk]] = {}
+        for chunk in self._gathers.split(runs, region.chunk // arithmetic.itemsize):
+            (publishing if chunk.owner == region.rank else fetching.setdefault(chunk.owner, deque())).append(chunk)
+        yield from self._move(
+            lambda: self._publish(pieces, publishing, arithmetic) | self._fetch(pieces, fetching, arithmetic),
+            lambda: bool(publishing or fetching),
+        )
+
+    def _move(self, step: Callable[[], bool], unfinished: Callable[[], bool]) -> Routine[None]:
+        """Repeat `step` until nothing is left, waking the peers after every one that moved something."""
+        region = self._region
+        passes = 0
+        while unfinished():
+            if step():
+                region.nudge(region.peers)
+                passes += 1
+                if passes % PASSES == 0:
+                    yield Wait.AGAIN
+            else:
+                self._check_peers()
+                yield Wait.BELL
+
+    # -- reduction ------------------------------------------------------------------------------
+
+    def _work(
+        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None, *, share: bool
+    ) -> Routine[list[Chunk]]:
+        region = self._region
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        lengths = [len(piece) for piece in pieces]
+        runs = cut(lengths, region.chunk // arithmetic.itemsize)
+        turns = self._reductions
+        chunks = turns.deal(runs) if owner is None else turns.give(runs, owner)
+        if not chunks:
+            return chunks
+        self._enter(lengths, arithmetic)
+        staging = deque(chunk for chunk in chunks if chunk.owner != region.rank)
+        reducing = deque(chunk for chunk in chunks if chunk.owner == region.rank)
+        taking = staging.copy() if share else deque[Chunk]()
+        yield from self._move(
+            lambda: (
+                self._stage(pieces, staging, arithmetic, share)
+                | self._reduce(pieces, reducing, arithmetic, share)
+                | self._take(pieces, taking, arithmetic)
+            ),
+            lambda: bool(staging or reducing or taking),
+        )
+        return chunks
+
+    def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+        """Say which work this is; the owners compare before they add anything."""
+        self._number += 1
+        factors = arithmetic.factors
+        described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
+        self._stamp = hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)) & 0xFFFFFFFFFFFFFFFF
+        self._compared = False
+        self._region.mine.set_stamp(self._number, self._stamp)
+
+    def _compare(self) -> None:
+        """Give the region up if a peer has entered other work: its chunks would be foreign memory."""
+        self._compared = True
+        region = self._region
+        others = [peer for peer in region.peers if region.counters[peer].stamp(self._number) != self._stamp]
+        if others:
+            region.mine.failed = 1
+            region.nudge(region.peers)
+            raise MismatchError(
+                f"the ranks with local ranks {others} reduce other tensors at this point than local rank {region.rank}: "
+                "a planned reduction must have the same tensors, dtypes and factors in the same order on every rank"
+            )
+
+    def _check_peers(self) -> None:
+        region = self._region
+        failed = [peer for peer in region.peers if region.counters[peer].failed]
+        if failed:
+            region.mine.failed = 1
+            raise MismatchError(
+                f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
+            )
+
+    def _stage(self, pieces: list[Piece], staging: deque[Chunk], arithmetic: Arithmetic, share: bool) -> bool:
+        if not staging:
+            return False
+        region = self._region
+        piece, start, stop, owner, turn = staging[0]
+        if not self._slot_is_free(owner, turn):
+            return False
+        slot = region.slot(arithmetic, region.rank, owner, turn)
+        arithmetic.copy(slot[: stop - start], pieces[piece][start:stop])
+        region.order()
+        region.mine.staged[owner] = turn + 1
+        if not share:
+            region.mine.taken[owner] = turn + 1
+        staging.popleft()
+        return True
+
+    def _slot_is_free(self, owner: int, turn: int) -> bool:
+        """The chunk before the last in this slot must have been used by everybody who looks at it."""
+        region = self._region
+        needed = turn - SLOTS + 1
+        if needed <= 0:
+            return True
+        if region.counters[owner].reduced < needed:
+            return False
+        if region.rank != self._first_peer(owner):
+            return True
+        return all(each.taken[owner] >= needed for peer, each in enumerate(region.counters) if peer != owner)
+
+    def _reduce(self, pieces: list[Piece], reducing: deque[Chunk], arithmetic: Arithmetic, share: bool) -> bool:
+        if not reducing:
+            return False
+        region = self._region
+        piece, start, stop, owner, turn = reducing[0]
+        for peer in region.peers:
+            if region.counters[peer].staged[owner] <= turn:
+                return False
+        region.order()
+        if not self._compared:
+            self._compare()
+        length = stop - start
+        own = pieces[piece][start:stop]
+        copies = [region.slot(arithmetic, peer, owner, turn)[:length] for peer in region.peers]
+        if share:
+            arithmetic.combine(own, copies, copies[:1])
+        else:
+            arithmetic.accumulate(own, copies)
+        region.order()
+        region.mine.reduced = turn + 1
+        reducing.popleft()
+        return True
+
+    def _take(self, pieces: list[Piece], taking: deque[Chunk], arithmetic: Arithmetic) -> bool:
+        if not taking:
+            return False
+        region = self._region
+        piece, start, stop, owner, turn = taking[0]
+        if region.counters[owner].reduced <= turn:
+            return False
+        region.order()
+        slot = region.slot(arithmetic, self._first_peer(owner), owner, turn)
+        arithmetic.copy(pieces[piece][start:stop], slot[: stop - start])
+        region.order()
+        region.mine.taken[owner] = turn + 1
+        taking.popleft()
+        return True
+
+    @staticmethod
+    def _first_peer(owner: int) -> int:
+        return 0 if owner else 1
+
+    # -- gather ---------------------------------------------------------------------------------
+
+    def _publish(self, pieces: list[Piece], publishing: deque[Chunk], arithmetic: Arithmetic) -> bool:
+        if not publishing:
+            return False
+        region = self._region
+        piece, start, stop, owner, turn = publishing[0]
+        if any(region.counters[peer].fetched[owner] < turn - SLOTS + 1 for peer in region.peers):
+            return False
+        slot = region.slot(arithmetic, owner, owner, turn)
+        arithmetic.copy(slot[: stop - start], pieces[piece][start:stop])
+        region.order()
+        region.mine.published = turn + 1
+        publishing.popleft()
+        return True
+
+    def _fetch(self, pieces: list[Piece], fetching: dict[int, deque[Chunk]], arithmetic: Arithmetic) -> bool:
+        """Copy out one chunk of every owner that has published its next one."""
+        region = self._region
+        moved = False
+        for owner, chunks in list(fetching.items()):
+            piece, start, stop, _, turn = chunks[0]
+            if region.counters[owner].published <= turn:
+                continue
+            region.order()
+            slot = region.slot(arithmetic, owner, owner, turn)
+            arithmetic.copy(pieces[piece][start:stop], slot[: stop - start])
+            region.order()
+            region.mine.fetched[owner] = turn + 1
+            moved = True
+            chunks.popleft()
+            if not chunks:
+                del fetching[owner]
+        return moved

@@ -1,0 +1,208 @@
+"""Point-to-point messages between ranks: a small header, a pickle, and tensors out of band.
+
+A message is an object (pickled with protocol 5) and any number of contiguous CPU tensors. A small
+message is one MPI message; the tensors of a larger one follow as MPI messages of their own, of at
+most 1 GiB each, received straight into their final storage. Messages of one sender without large
+tensors arrive in order.
+
+A sender on the same node rings the receiver's doorbell after its MPI send and counts the message in
+the segment, so the receiver knows how many are on their way and never polls for local ones.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvlike.transport.doorbell import Doorbell
+from hvlike.transport.dtypes import raw_view
+from hvlike.transport.loop import Loop
+from hvlike.transport.routine import Routine, Wait, complete
+
+Handler = Callable[[int, Any, list[torch.Tensor]], None]
+"""Called in the loop with the sender's rank, the object and the tensors; must return quickly."""
+
+INLINE_BYTES = 4096
+"""Tensors up to this size in all ride in the message itself."""
+
+PIECE_BYTES = 1 << 30
+_FIRST_PAYLOAD_TAG = 16
+_PAYLOAD_TAGS = 1 << 20
+_MESSAGE_TAG = 1
+_HEADER = struct.Struct("<IIQ")  # topic, tag of the payload (0: inline), length of the pickle
+
+
+class MessageCounters:
+    """How many messages local ranks have sent to each other, in the segment; each word has one writer."""
+
+    def __init__(self, table: memoryview, local: dict[int, int], rank: int) -> None:
+        """table: local_size x local_size words, [sender][receiver]; local: rank -> index on the node."""
+        self._table = table
+        self._local = local
+        self._size = len(local)
+        self._me = local[rank]
+        self._received = 0
+
+    def count_sent(self, rank: int) -> None:
+        """One more message has left for the local rank `rank`."""
+        self._table[self._me * self._size + self._local[rank]] += 1
+
+    def count_received(self) -> None:
+        """One more message from a local rank has been taken."""
+        self._received += 1
+
+    def missing(self) -> bool:
+        """True while a local rank has sent a message that has not been taken here."""
+        return sum(self._table[self._me :: self._size]) > self._received
+
+
+class Channel:
+    """Sends and receives messages over one communicator; used from inside the loop, but for `send_soon`."""
+
+    def __init__(self, mpi: Any, comm: Any, loop: Loop, bells: dict[int, Doorbell], counters: MessageCounters) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._loop = loop
+        self._bells = bells
+        self._counters = counters
+        self._remote = len(bells) < comm.size
+        self._rank: int = comm.rank
+        self._handlers: dict[int, Handler] = {}
+        self._sending: list[tuple[int, list[Any], Any]] = []
+        self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
+        self._expecting = False
+        self._next_tag = 0
+        loop.add_source(self._progress)
+
+    def listen(self, topic: int, handler: Handler) -> None:
+        """Have messages of `topic` handled by `handler`; one handler a topic."""
+        self._handlers[topic] = handler
+
+    def send_soon(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """`send` from any thread."""
+        self._loop.post(lambda: self.send(rank, topic, value, tensors))
+
+    def send(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Start sending; returns at once, keeps `tensors` alive and they must not change until they have left.
+
+        tensors: contiguous CPU tensors of any dtype in the table, any size.
+        """
+        if rank == self._rank:
+            self._loop.post(lambda: self._handlers[topic](rank, value, [tensor.clone() for tensor in tensors]))
+            return
+        views = [raw_view(tensor).view(np.uint8) for tensor in tensors]
+        inline = sum(view.nbytes for view in views) <= INLINE_BYTES
+        tag = 0 if inline else self._payload_tag()
+        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        body = pickle.dumps((value, shapes) if tensors else value, protocol=5)
+        flag = 1 if tensors else 0
+        message = b"".join((_HEADER.pack(topic << 1 | flag, tag, len(body)), body, *(views if inline else ())))
+        requests = [self._isend(np.frombuffer(message, np.uint8), rank, _MESSAGE_TAG)]
+        if not inline:
+            requests += [self._isend(piece, rank, tag) for view in views for piece in _pieces(view)]
+        if rank in self._bells:
+            self._counters.count_sent(rank)
+            self._bells[rank].ring()
+        if not all(request.Test() for request in requests):
+            self._sending.append((rank, requests, (message, tensors)))
+
+    @property
+    def quiet(self) -> bool:
+        """True when nothing is on its way from here."""
+        return not self._sending
+
+    def _isend(self, array: NDArray[np.uint8], rank: int, tag: int) -> Any:
+        return self._comm.Isend([array, self._mpi.BYTE], dest=rank, tag=tag)
+
+    def _payload_tag(self) -> int:
+        self._next_tag = (self._next_tag + 1) % _PAYLOAD_TAGS
+        return _FIRST_PAYLOAD_TAG + self._next_tag
+
+    def _progress(self, rung: bool) -> Wait:
+        """The channel's part of a turn of the loop."""
+        wait = self._advance_sends() if self._sending else Wait.BELL
+        if rung:
+            self._expecting = self._counters.missing()
+        if self._expecting or self._remote or self._incoming is not None:
+            if self._receive():
+                self._expecting = self._counters.missing()
+                return Wait.AGAIN
+            if self._expecting or self._incoming is not None:
+                return Wait.POLL
+        return wait
+
+    def _advance_sends(self) -> Wait:
+        for entry in list(self._sending):
+            rank, requests, _ = entry
+            if all(request.Test() for request in requests):
+                self._sending.remove(entry)
+                if rank in self._bells:
+                    self._bells[rank].ring()
+        return Wait.POLL if self._sending else Wait.AGAIN
+
+    def _receive(self) -> bool:
+        """Take every message that is there; True if there was one.
+
+        Messages of one sender are opened in order: nothing more is taken while one is incomplete.
+        """
+        received = False
+        while self._incoming is not None or self._match():
+            incoming = self._incoming
+            if incoming is None or not incoming[2].Test():
+                return received
+            self._incoming = None
+            received = True
+            self._open(incoming[0], incoming[1])
+        return received
+
+    def _match(self) -> bool:
+        """Begin to receive the next message, if there is one."""
+        message = self._comm.Improbe(tag=_MESSAGE_TAG, status=(status := self._mpi.Status()))
+        if message is None:
+            return False
+        source = status.Get_source()
+        buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+        self._incoming = (source, buffer, message.Irecv([buffer, self._mpi.BYTE]))
+        if source in self._bells:
+            self._counters.count_received()
+        return True
+
+    def _open(self, source: int, buffer: NDArray[np.uint8]) -> None:
+        code, tag, length = _HEADER.unpack_from(buffer.data)
+        topic, has_tensors = code >> 1, code & 1
+        body = pickle.loads(buffer.data[_HEADER.size : _HEADER.size + length])
+        if not has_tensors:
+            self._handlers[topic](source, body, [])
+            return
+        value, shapes = body
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+        views = [raw_view(tensor).view(np.uint8) for tensor in tensors]
+        if tag:
+            self._loop.start(self._payload(source, topic, value, tensors, views, tag), wake=False)
+            return
+        start = _HEADER.size + length
+        for view in views:
+            view[:] = buffer[start : start + view.nbytes]
+            start += view.nbytes
+        self._handlers[topic](source, value, tensors)
+
+    def _payload(
+        self, source: int, topic: int, value: Any, tensors: list[torch.Tensor], views: list[NDArray[np.uint8]], tag: int
+    ) -> Routine[None]:
+        requests = [
+            self._comm.Irecv([piece, self._mpi.BYTE], source=source, tag=tag)
+            for view in views
+            for piece in _pieces(view)
+        ]
+        yield from complete(requests)
+        self._handlers[topic](source, value, tensors)
+
+
+def _pieces(view: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [view[start : start + PIECE_BYTES] for start in range(0, view.nbytes, PIECE_BYTES)]

@@ -1,0 +1,109 @@
+"""Everything through which one process talks to the others: world, doorbells, loop, messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hvlike.transport import cores, segment
+from hvlike.transport.channel import Channel, MessageCounters
+from hvlike.transport.doorbell import BELL_BYTES, Doorbell
+from hvlike.transport.group import Group
+from hvlike.transport.loop import Loop
+from hvlike.transport.mailbox import Mailbox
+from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.segment import Offer, Segment
+from hvlike.transport.semaphore import Fence
+from hvlike.transport.world import World
+
+_LETTERS_TOPIC = 1
+
+
+class Fabric:
+    """The transport of one rank, from init to shutdown."""
+
+    def __init__(self, world: World) -> None:
+        """Collective and blocking: every rank of the world builds one.
+
+        Raises: LaunchError on every rank of a node that has no memory to share.
+        """
+        self.world = world
+        self.fence = Fence()
+        size = world.local_size
+        board = segment.share(world.node_comm, size * BELL_BYTES + 8 * size * size)
+        local = next(node for node in world.nodes if world.rank in node)
+        self.local_ranks = local
+        self.bells = {rank: Doorbell(board, index, self.fence) for index, rank in enumerate(local)}
+        self.bell = self.bells[world.rank]
+        self.bell.initialise(os.getpid())
+        affinities = world.node_comm.allgather(cores.available())
+        world.comm.Barrier()
+        self.cores = cores.cores_per_rank(affinities, world.local_rank)
+        self.ticks: list[Callable[[], None]] = []
+        self.loop = Loop(
+            self.bell,
+            spins=cores.spins(self.cores),
+            remote=size < world.size,
+            tick=self._tick,
+        )
+        counters = MessageCounters(
+            segment.words(board, size * BELL_BYTES, size * size),
+            {rank: index for index, rank in enumerate(local)},
+            world.rank,
+        )
+        self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters)
+        self.mailbox = Mailbox(self.channel, _LETTERS_TOPIC)
+
+    def share(self, group: Group, key: Any, nbytes: int) -> Routine[Segment | None]:
+        """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.
+
+        key: names this exchange; used once among these ranks. All members on the node run this.
+        """
+        peers = [group.ranks[position] for position in group.node]
+        if len(peers) == 1:
+            return Segment.private(nbytes)
+        leader, me = peers[0], self.world.rank
+        others = peers[1:]
+        for attempt in range(segment.ATTEMPTS):
+            if me == leader:
+                shared = yield from self._offer(others, (key, attempt), nbytes, attempt)
+            else:
+                offer: Offer | None = yield from self.mailbox.receive(leader, (key, attempt, "offer"))
+                mapped = segment.accept(offer) if offer else None
+                self.mailbox.send(leader, (key, attempt, "mapped"), mapped is not None)
+                agreed = yield from self.mailbox.receive(leader, (key, attempt, "agreed"))
+                shared = mapped if agreed else None
+            if shared is not None:
+                return shared
+        return None
+
+    def _offer(self, others: list[int], key: Any, nbytes: int, attempt: int) -> Routine[Segment | None]:
+        made = segment.make_offer(nbytes, attempt)
+        for rank in others:
+            self.mailbox.send(rank, (*key, "offer"), made.offer if made else None)
+        agreed = made is not None
+        for rank in others:
+            mapped = yield from self.mailbox.receive(rank, (*key, "mapped"))
+            agreed = agreed and mapped
+        if made:
+            made.withdraw()
+        for rank in others:
+            self.mailbox.send(rank, (*key, "agreed"), agreed)
+        return made.segment if made and agreed else None
+
+    def duplicate(self, comm: Any) -> Routine[Any]:
+        """A duplicate of a communicator, without blocking; collective over it, in the same order on all members."""
+        copy, request = comm.Idup()
+        while not request.Test():
+            yield Wait.POLL
+        copy.Set_errhandler(self.world.mpi.ERRORS_RETURN)
+        return copy
+
+    def _tick(self) -> None:
+        for each in self.ticks:
+            each()
+
+    def close(self) -> None:
+        """Stop the loop. Local; the world is closed by whoever started it."""
+        self.loop.close()

@@ -1,0 +1,271 @@
+"""The progress loop of a process: the only code that calls MPI after init.
+
+Whoever waits drives. A thread that waits for a task takes the drive lock, advances every routine
+that can advance and sleeps on the doorbell when none can; other waiting threads sleep until their
+task is done or the lock is free. Only when nobody waits does the background thread drive, and only
+while something is running: an idle process sleeps on its doorbell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from hvlike.errors import ShutdownError
+from hvlike.transport.doorbell import Doorbell
+from hvlike.transport.routine import Routine, Wait
+
+T = TypeVar("T")
+
+TICK_SECONDS = 0.25
+"""The longest a sleeper goes without a look at the health of the job."""
+
+_SHORTEST_POLL = 20e-6
+_LONGEST_POLL = 1e-3
+_LONGEST_IDLE_POLL = 10e-3
+
+
+class Task(Generic[T]):
+    """A routine in the loop, and in time its result or error."""
+
+    __slots__ = ("_after", "done", "error", "result", "routine")
+
+    def __init__(self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None) -> None:
+        self.routine = routine
+        self.done = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self._after = after
+
+    def finish(self, result: T | None, error: BaseException | None) -> None:
+        """Record how it ended, then tell who wanted to know. Runs in the loop."""
+        self.result, self.error = result, error
+        self.done = True
+        if self._after is not None:
+            self._after(self)
+
+
+class Loop:
+    """Advances routines until they end; see the head of this file for who drives."""
+
+    def __init__(self, bell: Doorbell, *, spins: int, remote: bool, tick: Callable[[], None]) -> None:
+        """`spins`: looks before a driver sleeps. `remote`: traffic may come that rings no bell. `tick`: health."""
+        self._bell = bell
+        self._spins = spins
+        self._remote = remote
+        self._tick = tick
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._sources: list[Callable[[bool], Wait]] = []
+        self._tasks: list[Task[Any]] = []
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiters = 0
+        self._driver = 0
+        self._closing = False
+        self._wait = Wait.BELL
+        self._next_tick = 0.0
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hvlike-loop", daemon=True)
+        self._thread.start()
+
+    # -- from any thread ----------------------------------------------------------------------
+
+    def add_source(self, source: Callable[[bool], Wait]) -> None:
+        """Have `source(rung)` called at every turn; it says how it waits, AGAIN if it did something."""
+        self._sources.append(source)
+
+    def post(self, action: Callable[[], None], *, wake: bool = True) -> None:
+        """Run `action` in the loop soon. `wake=False`: the caller is about to wait and so to drive."""
+        self._inbox.append(action)
+        if wake:
+            self._bell.ring()
+
+    def start(self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True) -> Task[T]:
+        """Advance `routine` until it ends; `after(task)` is then called in the loop."""
+        task = Task(routine, after)
+        self.post(lambda: self._tasks.append(task), wake=wake)
+        return task
+
+    def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `done()`, driving the loop if nobody does; False when `seconds` ran out first."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        if self._driver == threading.get_ident():
+            raise RuntimeError(
+                "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
+                "only start operations from such a place, never wait for them"
+            )
+        while not done():
+            if self._failure is not None:
+                raise self._failure
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                return False
+            if self._lock.acquire(blocking=False):
+                self._drive_as_waiter(done, deadline)
+            else:
+                self._follow(done, remaining)
+        return True
+
+    def turn(self) -> None:
+        """Advance what can be advanced, once, unless somebody drives already. Never blocks."""
+        if self._driver != threading.get_ident() and self._lock.acquire(blocking=False):
+            try:
+                self._enter()
+                self._advance(self._bell.rung())
+            finally:
+                self._leave()
+
+    def close(self) -> None:
+        """Stop the thread and fail what is still running with ShutdownError."""
+        self._closing = True
+        self._bell.ring()
+        self._thread.join()
+        with self._lock:
+            while self._inbox:
+                self._inbox.popleft()()
+            for task in list(self._tasks):
+                self._end(task, None, ShutdownError("hvlike was shut down while this was in flight"))
+
+    def cancel(self, task: Task[Any], error: BaseException) -> None:
+        """End `task` with `error`, from inside the loop."""
+        if not task.done:
+            task.routine.close()
+            self._end(task, None, error)
+
+    @property
+    def tasks(self) -> tuple[Task[Any], ...]:
+        """What is running, from inside the loop."""
+        return tuple(self._tasks)
+
+    # -- driving ------------------------------------------------------------------------------
+
+    def _drive_as_waiter(self, done: Callable[[], bool], deadline: float | None) -> None:
+        try:
+            self._enter()
+            self._drive(done, deadline, self._spins)
+        finally:
+            self._leave()
+
+    def _follow(self, done: Callable[[], bool], remaining: float | None) -> None:
+        """Somebody else drives: wait until the task is done or the lock may be free."""
+        with self._changed:
+            self._waiters += 1
+            try:
+                if self._driver == self._thread.ident:
+                    self._bell.ring()
+                self._changed.wait_for(
+                    lambda: done() or not self._lock.locked(),
+                    TICK_SECONDS if remaining is None else min(remaining, TICK_SECONDS),
+                )
+            finally:
+                self._waiters -= 1
+
+    def _run(self) -> None:
+        """The background thread."""
+        poll = _SHORTEST_POLL
+        while not self._closing:
+            rung = self._bell.sleep_idle(min(poll, TICK_SECONDS) if self._remote else TICK_SECONDS)
+            poll = _SHORTEST_POLL if rung else min(2 * poll, _LONGEST_IDLE_POLL)
+            if self._closing or not self._lock.acquire(blocking=False):
+                continue
+            try:
+                self._enter()
+                self._drive(lambda: self._closing or self._waiters > 0 or not self._busy(), None, 0)
+            except BaseException as error:
+                self._failure = error
+                raise
+            finally:
+                self._leave()
+
+    def _busy(self) -> bool:
+        return bool(self._tasks or self._inbox) or self._wait is not Wait.BELL
+
+    def _enter(self) -> None:
+        self._driver = threading.get_ident()
+        self._bell.enter()
+        self._wait = Wait.AGAIN
+
+    def _leave(self) -> None:
+        """Give the drive lock back; whoever still has something to wait for is woken to take it."""
+        self._driver = 0
+        again = self._bell.leave()
+        self._lock.release()
+        if self._waiters:
+            with self._changed:
+                self._changed.notify_all()
+        elif again or self._inbox or self._tasks:
+            self._bell.ring()
+
+    def _drive(self, done: Callable[[], bool], deadline: float | None, spins: int) -> None:
+        looks = 0
+        poll = _SHORTEST_POLL
+        rung = True
+        while not done():
+            self._wait = self._advance(rung)
+            rung = False
+            if self._wait is Wait.AGAIN:
+                looks, poll = 0, _SHORTEST_POLL
+                continue
+            looks += 1
+            if looks <= spins:
+                rung = self._bell.rung()
+                continue
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            rung = self._sleep(done, deadline, poll)
+            poll = min(2 * poll, _LONGEST_POLL)
+
+    def _sleep(self, done: Callable[[], bool], deadline: float | None, poll: float) -> bool:
+        """Look once more, then sleep until rung, until the next poll or until the next health check."""
+        self._bell.prepare_sleep()
+        try:
+            self._wait = self._advance(self._bell.rung())
+            if self._wait is Wait.AGAIN or done():
+                return True
+            seconds = poll if self._wait is Wait.POLL or self._remote else TICK_SECONDS
+            if deadline is not None:
+                seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+            rung = self._bell.sleep(seconds)
+        finally:
+            self._bell.awake()
+        return rung or self._remote
+
+    def _advance(self, rung: bool) -> Wait:
+        """One turn over everything; what the whole of it waits for."""
+        wait = Wait.BELL
+        while self._inbox:
+            self._inbox.popleft()()
+            wait = Wait.AGAIN
+        for source in self._sources:
+            wait = max(wait, source(rung))
+        for task in list(self._tasks):
+            wait = max(wait, self._step(task))
+        if self._next_tick <= (now := time.monotonic()):
+            self._next_tick = now + TICK_SECONDS
+            self._tick()
+        return wait
+
+    def _step(self, task: Task[Any]) -> Wait:
+        if task.done:
+            return Wait.AGAIN
+        try:
+            return task.routine.send(None)
+        except StopIteration as stop:
+            self._end(task, stop.value, None)
+        except Exception as error:
+            self._end(task, None, error)
+        except BaseException as error:
+            self._end(task, None, error)
+            raise
+        return Wait.AGAIN
+
+    def _end(self, task: Task[Any], result: Any, error: BaseException | None) -> None:
+        if task in self._tasks:
+            self._tasks.remove(task)
+        task.finish(result, error)
+        with self._changed:
+            if self._waiters:
+                self._changed.notify_all()
