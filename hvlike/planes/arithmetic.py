@@ -1,0 +1,185 @@
+"""Element-wise arithmetic on flat pieces of tensors, in cache: what every host plane reduces with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from hvlike.errors import UsageError
+from hvlike.planes.kernels import ArrayKernel, BoolKernel, Factors, FloatKernel, HalfKernel, IntegerKernel, Kernel
+from hvlike.planes.ops import ReduceOp, check_supported, op_name
+from hvlike.planes.scratch import BLOCK_BYTES
+from hvlike.transport.dtypes import Array, Kind, check_movable, dtype_name, element_of, raw_view
+
+Piece: TypeAlias = Array | torch.Tensor
+"""A flat run of elements in the kernel's representation: a numpy array, or a tensor for the 16-bit floats."""
+
+_KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
+    Kind.BOOL: BoolKernel,
+    Kind.INTEGER: IntegerKernel,
+    Kind.HALF: HalfKernel,
+    Kind.FLOAT: FloatKernel,
+    Kind.COMPLEX: FloatKernel,
+}
+
+
+class Arithmetic:
+    """One reduction of one dtype with its factors: result = postscale / divisor * reduce(prescale * each).
+
+    `prescale` applies to every contribution before the op, so a product carries it once per contribution and a
+    negative one turns a minimum. Floats are multiplied by one factor postscale / divisor, in float32 for
+    float16, bfloat16, float32 and complex64. Integers: each scaling goes through double and truncates toward zero;
+    with postscale 1 the division is exact. Min and Max of floats propagate NaN. Overflow is silent, as in torch.
+
+    A reduction that goes on elsewhere (on another node) is `accumulate` here, `continuation` there.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        op: ReduceOp,
+        *,
+        divisor: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """Prepare the kernel.
+
+        Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
+        given for bool, when a factor of an integer reduction is not finite, or when the divisor is below 1.
+        """
+        check_supported(op, dtype)
+        factors = Factors(float(prescale), float(postscale), divisor)
+        _check_factors(dtype, op, factors)
+        self.dtype = dtype
+        self.op = op
+        self.factors = factors
+        self.element = element_of(dtype)
+        self.itemsize = self.element.itemsize
+        self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
+        self._block = BLOCK_BYTES // self.itemsize
+
+    @functools.cached_property
+    def continuation(self) -> Arithmetic:
+        """The same arithmetic for partial results whose contributions were prescaled already."""
+        if self.factors.prescale == 1:
+            return self
+        return Arithmetic(self.dtype, self.op, divisor=self.factors.divisor, postscale=self.factors.postscale)
+
+    def view(self, tensor: torch.Tensor) -> Piece:
+        """View a contiguous CPU tensor of this dtype as a piece, without a copy; the piece keeps the memory alive.
+
+        Raises: UsageError for another dtype, or a tensor whose bytes cannot be viewed in place.
+        """
+        if tensor.dtype is not self.dtype:
+            raise UsageError(f"expected a tensor of {dtype_name(self.dtype)}, got {dtype_name(tensor.dtype)}.")
+        check_movable(tensor)
+        return self.over(raw_view(tensor))
+
+    def over(self, buffer: Array) -> Piece:
+        """View raw memory (1-D uint8, aligned to the element, a whole number of them) as a piece, without a copy."""
+        piece: Piece = self._kernel.over(buffer)
+        return piece
+
+    def copy(self, target: Piece, source: Piece) -> None:
+        """Copy `source` to `target`, of equal length."""
+        self._kernel.copy(target, source)
+
+    def combine(self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = ()) -> None:
+        """Reduce `own` and `others`, apply all factors, leave the result in `own` and copy it to `outputs`.
+
+        All pieces have the length of `own`. An output may be one of the others: it is written after all were
+        read. `others` that are no outputs are left as they are. The order of `others` is the order of the sum.
+        """
+        kernel = self._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                for other in others:
+                    kernel.fold(accumulator, other[block])
+                kernel.finish(accumulator)
+                kernel.store(accumulator, mine)
+                for output in outputs:
+                    kernel.copy(output[block], mine)
+
+    def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
+        """Do the first half of `combine`: the partial result, without divisor and postscale, stays in `own`."""
+        kernel = self._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                for other in others:
+                    kernel.fold(accumulator, other[block])
+                kernel.store(accumulator, mine)
+
+    def finish(self, own: Piece, outputs: Sequence[Piece] = ()) -> None:
+        """Do the second half of `combine`: apply divisor and postscale to `own` and copy it to `outputs`.
+
+        The partial results of all nodes must have been reduced with `continuation` before.
+        """
+        kernel = self.continuation._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                kernel.finish(accumulator)
+                kernel.store(accumulator, mine)
+                for output in outputs:
+                    kernel.copy(output[block], mine)
+
+    def accumulator(self, length: int) -> Piece | None:
+        """Return memory in which a reduction of up to `length` elements can go on between calls, if it needs any."""
+        memory: Piece | None = self._kernel.accumulator(length)
+        return memory
+
+    def begin(self, own: Piece, memory: Piece | None) -> Piece:
+        """Start a reduction that goes on between calls: return its accumulator, holding the own contribution."""
+        with np.errstate(all="ignore"):
+            accumulator: Piece = self._kernel.load(own, memory)
+        return accumulator
+
+    def fold(self, accumulator: Piece, other: Piece) -> None:
+        """Reduce one more contribution into the accumulator that `begin` returned."""
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(other)):
+                self._kernel.fold(accumulator[block], other[block])
+
+    def end(self, accumulator: Piece, own: Piece) -> None:
+        """Apply divisor and postscale, and write the result to `own`, rounded once."""
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                self._kernel.finish(accumulator[block])
+                self._kernel.store(accumulator[block], own[block])
+
+    def _blocks(self, length: int) -> Iterator[slice]:
+        if length <= self._block:
+            yield slice(0, length)
+            return
+        for start in range(0, length, self._block):
+            yield slice(start, min(start + self._block, length))
+
+
+def _check_factors(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> None:
+    if op is ReduceOp.ADASUM:
+        raise UsageError("Adasum is no element-wise reduction; it cannot be used here. Use Average or Sum.")
+    if factors.divisor < 1:
+        raise UsageError(f"expected a divisor of at least 1, got {factors.divisor}.")
+    kind = element_of(dtype).kind
+    plain = factors.prescale == 1 and factors.postscale == 1
+    if kind is Kind.BOOL and not (plain and factors.divisor == 1):
+        raise UsageError(
+            f"op {op_name(op)} on bool takes no factors, got prescale {factors.prescale}, postscale "
+            f"{factors.postscale}, divisor {factors.divisor}; convert the tensor to a number first."
+        )
+    if kind is Kind.INTEGER and not (math.isfinite(factors.prescale) and math.isfinite(factors.postscale)):
+        raise UsageError(
+            f"expected finite factors for {dtype_name(dtype)}, got prescale {factors.prescale} and postscale "
+            f"{factors.postscale}."
+        )

@@ -1,0 +1,218 @@
+"""Element-wise kernels, one class per kind of number: load a contribution, fold others into it, store the result.
+
+Each works on an accumulator. For the types numpy computes, the accumulator is the own piece itself; for the
+16-bit floats it is a float32 tensor, so that a sum is rounded once. numpy's add and copy are memcpy-fast and
+cost half a microsecond less per call than torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.scratch import SCRATCH, ordinary_tensor
+from hvlike.transport.dtypes import Array, Element
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What each contribution is multiplied with, and what the result is multiplied with and divided by."""
+
+    prescale: float
+    postscale: float
+    divisor: int
+
+    @property
+    def post(self) -> float:
+        """The one factor with which a floating-point result is multiplied."""
+        return self.postscale / self.divisor
+
+
+class Kernel(Generic[P]):
+    """Arithmetic on pieces of one dtype under one op. Pieces are flat, of equal length, and sliceable."""
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        self.element = element
+        self.op = op
+        self.factors = factors
+
+    def over(self, buffer: Array) -> P:
+        """Return the typed piece over the bytes of `buffer` (uint8, aligned to the element)."""
+        raise NotImplementedError
+
+    def accumulator(self, length: int) -> P | None:
+        """Return memory for an accumulator that outlives this call, or None where the own piece serves."""
+        raise NotImplementedError
+
+    def load(self, own: P, accumulator: P | None) -> P:
+        """Return the accumulator, holding the prescaled own contribution (None: in scratch or in place)."""
+        raise NotImplementedError
+
+    def fold(self, accumulator: P, other: P) -> None:
+        """Reduce one more contribution, prescaled, into the accumulator."""
+        raise NotImplementedError
+
+    def finish(self, accumulator: P) -> None:
+        """Apply divisor and postscale to the accumulator."""
+        raise NotImplementedError
+
+    def store(self, accumulator: P, own: P) -> None:
+        """Write the accumulator into the own piece, rounded once."""
+        raise NotImplementedError
+
+    def copy(self, target: P, source: P) -> None:
+        """Copy a piece."""
+        raise NotImplementedError
+
+
+class ArrayKernel(Kernel[Array]):
+    """The types numpy computes: accumulates in place. Subclasses say how factors are applied."""
+
+    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
+        ReduceOp.AVERAGE: np.add,
+        ReduceOp.SUM: np.add,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.PRODUCT: np.multiply,
+    }
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        self._reduce = self.reductions[op]
+
+    def over(self, buffer: Array) -> Array:
+        view: Array = buffer.view(self.element.storage)
+        return view
+
+    def accumulator(self, length: int) -> None:
+        return None
+
+    def load(self, own: Array, accumulator: Array | None) -> Array:
+        if self.factors.prescale != 1:
+            self.scale(own, own)
+        return own
+
+    def fold(self, accumulator: Array, other: Array) -> None:
+        if self.factors.prescale != 1:
+            scaled = SCRATCH.array("contribution", self.element.storage, len(other))
+            self.scale(other, scaled)
+            other = scaled
+        self._reduce(accumulator, other, out=accumulator)
+
+    def store(self, accumulator: Array, own: Array) -> None:
+        pass  # the accumulator is the own piece
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def scale(self, source: Array, out: Array) -> None:
+        """Write prescale * source to `out`, which may be `source`."""
+        raise NotImplementedError
+
+
+class BoolKernel(ArrayKernel):
+    """Truth values: numpy's add and maximum are "or", multiply and minimum are "and". Factors are refused before."""
+
+    def finish(self, accumulator: Array) -> None:
+        pass
+
+
+class IntegerKernel(ArrayKernel):
+    """Integers: factors in double, truncated toward zero; a plain division is exact."""
+
+    def scale(self, source: Array, out: Array) -> None:
+        wide = SCRATCH.array("double", np.dtype(np.float64), len(source))
+        np.multiply(source, self.factors.prescale, out=wide)
+        np.copyto(out, wide, casting="unsafe")
+
+    def finish(self, accumulator: Array) -> None:
+        factors = self.factors
+        if factors.postscale != 1 or factors.divisor > np.iinfo(accumulator.dtype).max:
+            wide = SCRATCH.array("double", np.dtype(np.float64), len(accumulator))
+            np.multiply(accumulator, factors.postscale, out=wide)
+            np.divide(wide, factors.divisor, out=wide)
+            np.copyto(accumulator, wide, casting="unsafe")
+        elif factors.divisor != 1:
+            self._divide(accumulator, factors.divisor)
+
+    def _divide(self, values: Array, divisor: int) -> None:
+        if values.dtype.kind == "i":
+            # floor((x + divisor - 1) / divisor) is the quotient rounded up: toward zero where x is negative.
+            shift = SCRATCH.array("contribution", values.dtype, len(values))
+            np.less(values, 0, out=shift, casting="unsafe")
+            np.multiply(shift, divisor - 1, out=shift)
+            np.add(values, shift, out=values)
+        np.floor_divide(values, divisor, out=values)
+
+
+class FloatKernel(ArrayKernel):
+    """float32, float64 and complex: one multiplication by a factor of the same width."""
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        # A complex number is scaled as two real ones: a complex product would make NaN of infinity.
+        self._real = np.dtype(np.float32) if element.storage in (np.float32, np.complex64) else np.dtype(np.float64)
+        with np.errstate(over="ignore"):
+            self._pre = self._real.type(factors.prescale)
+            self._post = self._real.type(factors.post)
+
+    def scale(self, source: Array, out: Array) -> None:
+        np.multiply(source.view(self._real), self._pre, out=out.view(self._real))
+
+    def finish(self, accumulator: Array) -> None:
+        if self.factors.post != 1:
+            real = accumulator.view(self._real)
+            np.multiply(real, self._post, out=real)
+
+
+class HalfKernel(Kernel[torch.Tensor]):
+    """float16 and bfloat16: everything is computed in float32 and rounded once, by torch."""
+
+    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
+        ReduceOp.AVERAGE: torch.add,
+        ReduceOp.SUM: torch.add,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.PRODUCT: torch.mul,
+    }
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        self._reduce = self.reductions[op]
+
+    def over(self, buffer: Array) -> torch.Tensor:
+        return ordinary_tensor(buffer).view(self.element.dtype)
+
+    def accumulator(self, length: int) -> torch.Tensor:
+        return ordinary_tensor(np.empty(length, np.float32))
+
+    def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        wide = SCRATCH.wide("accumulator", len(own)) if accumulator is None else accumulator[: len(own)]
+        return self._widen(own, wide)
+
+    def fold(self, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+        wide = self._widen(other, SCRATCH.wide("contribution", len(other)))
+        self._reduce(accumulator, wide, out=accumulator)
+
+    def finish(self, accumulator: torch.Tensor) -> None:
+        if self.factors.post != 1:
+            accumulator.mul_(self.factors.post)
+
+    def store(self, accumulator: torch.Tensor, own: torch.Tensor) -> None:
+        own.copy_(accumulator)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def _widen(self, narrow: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        wide.copy_(narrow)
+        if self.factors.prescale != 1:
+            wide.mul_(self.factors.prescale)
+        return wide
