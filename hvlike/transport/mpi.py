@@ -54,7 +54,8 @@ def _import() -> ModuleType:
             raise
         raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + INSTALL_HINT) from error
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(f"mpi4py found no MPI library it can load ({error}). {INSTALL_HINT}") from error
+        reason = "; ".join(str(error).splitlines())
+        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from error
     return MPI
 
 

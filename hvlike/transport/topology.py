@@ -1,11 +1,11 @@
 """Which ranks share a node, and what follows from it: local and cross ranks. Pure functions over integers.
 
-    rank          0  1  2  3  4
-    node id       0  0  2  2  2        (the lowest rank on the node)
-    local_rank    0  1  0  1  2        position on the node
-    local_size    2  2  3  3  3
-    cross_rank    0  0  1  1  0        position among the ranks with the same local_rank
-    cross_size    2  2  2  2  1
+rank          0  1  2  3  4
+node id       0  0  2  2  2        (the lowest rank on the node)
+local_rank    0  1  0  1  2        position on the node
+local_size    2  2  3  3  3
+cross_rank    0  0  1  1  0        position among the ranks with the same local_rank
+cross_size    2  2  2  2  1
 """
 
 from __future__ import annotations

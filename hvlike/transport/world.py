@@ -129,9 +129,13 @@ def _check_comm(mpi: ModuleType, comm: object) -> MPI.Intracomm | tuple[int, ...
         return cast("MPI.Intracomm", mpi.COMM_WORLD)
     if isinstance(comm, mpi.Comm):
         if comm == mpi.COMM_NULL:
-            raise UsageError("init(comm=...) got MPI.COMM_NULL: this rank is not in that communicator and must not call.")
+            raise UsageError(
+                "init(comm=...) got MPI.COMM_NULL: this rank is not in that communicator and must not call."
+            )
         if not isinstance(comm, mpi.Intracomm):
-            raise UsageError("init(comm=...) got an intercommunicator; pass an intracommunicator (comm.Merge() makes one).")
+            raise UsageError(
+                "init(comm=...) got an intercommunicator; pass an intracommunicator (comm.Merge() makes one)."
+            )
         return cast("MPI.Intracomm", comm)
     if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
         raise UsageError(f"{_INVALID_COMM} Got {type(comm).__name__}.")
