@@ -1,0 +1,113 @@
+"""How the tests behave under mpirun: one reporter, one record per rank, and no rank left waiting for a failed one."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import hypothesis
+import pytest
+
+# Which launcher started us is read from the environment: plain runs must not start MPI for it.
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+
+# scripts/test names a folder here; each rank writes one line per executed test into its own file there.
+RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
+PEERS_SECONDS = 20.0
+
+# All ranks must draw the same examples.
+hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("ranks")
+
+
+@pytest.fixture(scope="session")
+def hvd() -> Iterator[ModuleType]:
+    """hvlike, initialised once for the whole run."""
+    import hvlike
+
+    hvlike.init()
+    yield hvlike
+    hvlike.shutdown()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let rank 0 alone report; other ranks speak up when a test fails."""
+    if RANK > 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+        # Lives as long as the process.
+        silence = open(os.devnull, "w")  # noqa: SIM115
+        config.pluginmanager.register(pytest.TerminalReporter(config, silence), "terminalreporter")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record the outcome of a test; after a failure make sure that the other ranks are not left waiting."""
+    if report.failed:
+        record("failed", report.nodeid)
+        if SIZE > 1:
+            print(
+                f"\nrank {RANK} of {SIZE} failed {report.nodeid} ({report.when})\n{report.longreprtext}",
+                file=sys.stderr,
+            )
+            for title, text in report.sections:
+                print(f"--- {title} of rank {RANK}\n{text}", file=sys.stderr)
+            sys.stderr.flush()
+            wait_for_peers(report.nodeid)
+    elif report.passed and report.when == "call":
+        record("passed", report.nodeid)
+    elif report.skipped:
+        record("skipped", report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Show a failed import on ranks that have no reporter."""
+    if report.failed and RANK > 0:
+        print(f"\nrank {RANK} could not collect {report.nodeid}\n{report.longreprtext}", file=sys.stderr)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the job when this rank stopped early: its peers would wait for it in the next test."""
+    session = getattr(config, "hvlike_exit_status", pytest.ExitCode.OK)
+    if SIZE > 1 and session not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
+        end_job(f"rank {RANK} stopped before the end of the tests (pytest exit status {int(session)})")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep the exit status for pytest_unconfigure, which runs after the reporter has said why."""
+    session.config.hvlike_exit_status = exitstatus
+
+
+def record(outcome: str, nodeid: str) -> None:
+    """Append one line to this rank's file, at once: the job may be ended in the next moment."""
+    if RECORDS:
+        with (Path(RECORDS) / f"rank-{RANK}").open("a") as file:
+            file.write(f"{outcome}\t{nodeid}\n")
+
+
+def wait_for_peers(nodeid: str) -> None:
+    """Go on only when every rank has finished this test too; a rank that still waits inside it would wait for ever."""
+    end = time.monotonic() + PEERS_SECONDS
+    while RECORDS and time.monotonic() < end:
+        files = [Path(RECORDS) / f"rank-{rank}" for rank in range(SIZE)]
+        if all(file.exists() and f"\t{nodeid}\n" in file.read_text() for file in files):
+            return
+        time.sleep(0.05)
+    # Without records nothing is known about the others: leave those that fail too the time to print their report.
+    time.sleep(1.0)
+    end_job(f"rank {RANK} ends the job: {nodeid} failed here, and other ranks may wait in it for ever")
+
+
+def end_job(reason: str) -> None:
+    """End all ranks at once."""
+    print(f"\n{reason}", file=sys.stderr, flush=True)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(1)
+    os._exit(1)
