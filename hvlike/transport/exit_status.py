@@ -13,6 +13,7 @@ before the replacement. The status stays None then.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -28,7 +29,7 @@ class _ObservedExit(SystemExit):
     observer: ExitObserver
 
     @property
-    def code(self) -> Any:  # type: ignore[override]  # typeshed has an attribute, the point is to be asked
+    def code(self) -> Any:
         value = _CODE.__get__(self)
         if sys._getframe().f_back is None:
             self.observer.record(to_status(value))
@@ -85,8 +86,7 @@ class ExitObserver:
             self._on_exit(status)
 
     def _make_exit(self, original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        # A function named exit, with the original's text, so that help(sys.exit) reads as before.
-        def exit(status: Any = None, /) -> NoReturn:
+        def observed_exit(status: Any = None, /) -> NoReturn:
             # threading silences SystemExit itself but prints the traceback of a subclass.
             if isinstance(status, SystemExit) or threading.current_thread() is not threading.main_thread():
                 original(status)
@@ -95,7 +95,6 @@ class ExitObserver:
             error.observer = self
             raise error
 
-        exit.__doc__ = original.__doc__
-        exit.__module__ = "sys"
-        exit.__qualname__ = "exit"
-        return exit
+        # help(sys.exit) reads as before.
+        functools.update_wrapper(observed_exit, original)
+        return observed_exit

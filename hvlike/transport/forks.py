@@ -36,5 +36,5 @@ def check() -> None:
     if _Mark.forked:
         raise ForkedProcessError(
             f"process {os.getpid()} was forked from a rank (process {os.getppid()}), a DataLoader worker for instance, "
-            "and MPI works only in the rank itself. Make this call in the main process, and hand its result to the child."
+            "and MPI works only in the rank itself. Make this call there and hand its result to the child."
         )

@@ -22,10 +22,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from hvlike.transport import launchers
+from hvlike.transport import forks, launchers, mpi
 from hvlike.transport.exit_status import ExitObserver
 from hvlike.transport.parents import ParentWatch
 
@@ -47,10 +48,13 @@ class Member(Protocol):
 
 
 class Guard:
-    """Watches how this rank ends. Process-wide: one installed guard at a time.
+    """Watches how this rank ends.
 
     States: idle -> install() -> watching -> uninstall() -> idle. In a job of one process install() does nothing.
+    A process has at most one guard that watches: install() sends an earlier one home.
     """
+
+    _on_duty: ClassVar[Guard | None] = None
 
     def __init__(self, world: Member, farewell: Callable[[], None]) -> None:
         """farewell: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
@@ -70,6 +74,9 @@ class Guard:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
         if self._watching or self._world.mpi.COMM_WORLD.Get_size() == 1:
             return
+        if Guard._on_duty is not None:
+            Guard._on_duty.uninstall()
+        Guard._on_duty = self
         self._watching = True
         self._last_error = getattr(sys, "last_value", None)
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
@@ -85,6 +92,7 @@ class Guard:
         if not self._watching:
             return
         self._watching = False
+        Guard._on_duty = None
         # A bound method is made anew at each look, so compare by value.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
@@ -200,6 +208,29 @@ class Guard:
                     continue
         if not self._world.mpi.Is_finalized():
             self._world.mpi.COMM_WORLD.Abort(status)
+
+
+@dataclass(frozen=True)
+class _Newcomer:
+    """A rank that has MPI but no World."""
+
+    mpi: ModuleType
+    rank: int
+    size: int
+    host: str
+
+
+def watch_failed_start() -> None:
+    """Install a guard on a rank whose init() has failed: the others wait in theirs, and MPI_Finalize for them.
+
+    Call it where init() lets an exception pass. The guard of a later, successful init() takes over.
+    """
+    module = mpi.running()
+    if forks.is_forked() or module is None:
+        return
+    everybody = module.COMM_WORLD
+    newcomer = _Newcomer(module, everybody.Get_rank(), everybody.Get_size(), module.Get_processor_name())
+    Guard(newcomer, lambda: None).install()
 
 
 def _is_interactive() -> bool:

@@ -33,7 +33,9 @@ class _Sign:
     beside: str | None = None
 
 
-_SAME_MPI = "Start the job with the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"
+_SAME_MPI = (
+    "Start the job with the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"
+)
 
 # The innermost launcher first: mpirun inside a batch step sets its own variables and leaves those of the step.
 # SLURM_NTASKS is not a sign, sbatch sets it for a script that no launcher has started.
@@ -47,7 +49,9 @@ _SIGNS = (
     _Sign("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", _SAME_MPI),
     _Sign("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", _SAME_MPI),
     _Sign("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", _SAME_MPI),
-    _Sign("LSF's jsrun", "JSM_NAMESPACE_SIZE", "Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun"),
+    _Sign(
+        "LSF's jsrun", "JSM_NAMESPACE_SIZE", "Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun"
+    ),
     _Sign(
         "Flux",
         "FLUX_JOB_SIZE",

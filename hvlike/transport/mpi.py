@@ -40,10 +40,10 @@ def load() -> ModuleType:
     return mpi
 
 
-def is_started() -> bool:
-    """Whether MPI runs in this process, told without importing it."""
+def running() -> ModuleType | None:
+    """The module mpi4py.MPI if MPI runs in this process, else None; imports nothing."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 def _import() -> ModuleType:
