@@ -1,0 +1,75 @@
+"""Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
+
+from hvlike.collectives.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from hvlike.collectives.barrier import barrier
+from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvlike.collectives.compression import Compression
+from hvlike.collectives.handles import Handle, poll, synchronize
+from hvlike.collectives.lifecycle import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_threads_supported,
+    rank,
+    shutdown,
+    size,
+)
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
+from hvlike.errors import HorovodInternalError, HvlikeError
+from hvlike.version import __version__
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Handle",
+    "HorovodInternalError",
+    "HvlikeError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "__version__",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_threads_supported",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

@@ -1,13 +1,13 @@
 """Every exception hvlike raises, in one tree.
 
     HvlikeError
-    ├── NotInitializedError        (also ValueError)    a call before init() or after shutdown()
     ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded
     ├── ForkedProcessError                              a call from a child process of a rank
     ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
     │   ├── DuplicateNameError                          the name is already in flight on this rank
     │   └── UnknownHandleError                          never created here, or already synchronised
     └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
+        ├── NotInitializedError    (also ValueError)    a call before init() or after shutdown()
         ├── MismatchError                               the ranks asked for different things
         │   ├── ShapeMismatchError
         │   └── DeadlockError                           every rank waits for something another one never asked for
@@ -21,10 +21,6 @@
 
 class HvlikeError(Exception):
     """Base of all exceptions of this package."""
-
-
-class NotInitializedError(HvlikeError, ValueError):
-    """A call that needs init() came before it, or after shutdown()."""
 
 
 class LaunchError(HvlikeError, RuntimeError):
@@ -49,6 +45,10 @@ class UnknownHandleError(UsageError):
 
 class HorovodInternalError(HvlikeError, RuntimeError):
     """The ranks together could not complete an operation; raised on every rank that asked for it."""
+
+
+class NotInitializedError(HorovodInternalError, ValueError):
+    """A call that needs init() came before it, or after shutdown()."""
 
 
 class MismatchError(HorovodInternalError):

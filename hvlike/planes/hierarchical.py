@@ -39,7 +39,9 @@ class HierarchicalPlane:
         owner = None if self._group.homogeneous else 0
         chunks = yield from self._shared.reduce_scatter(tensors, arithmetic, owner)
         if self._cross is not None:
-            mine = [tensors[each.piece][each.start : each.stop] for each in chunks if each.owner == self._group.local_rank]
+            mine = [
+                tensors[each.piece][each.start : each.stop] for each in chunks if each.owner == self._group.local_rank
+            ]
             yield from self._cross.allreduce(mine, arithmetic.continuation)
         yield from self._shared.gather_runs(tensors, [chunk[:4] for chunk in chunks], arithmetic)
 

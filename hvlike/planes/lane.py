@@ -63,8 +63,13 @@ class Lane:
         self._next()
 
     def _refuse(self, error: BaseException) -> Routine[None]:
+        yield from ()
         raise error
-        yield
+
+    @property
+    def idle(self) -> bool:
+        """True when no job runs or waits."""
+        return self._running is None and not self._jobs
 
     def fail(self, error: BaseException) -> None:
         """End what runs and what waits with `error`. From inside the loop."""
@@ -107,6 +112,6 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPla
             bells = [fabric.bells[group.ranks[position]] for position in group.node]
             return SharedPlane(Region(segment, group.local_rank, group.local_size, chunk, bells, fabric.fence))
     raise LaunchError(
-        f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} bytes: "
-        "give /dev/shm more room (docker run --shm-size=256m)"
+        f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
+        "bytes: give /dev/shm more room (docker run --shm-size=256m)"
     )

@@ -31,13 +31,11 @@ class SoloPlane:
         """Apply the factors in place."""
         for tensor in tensors:
             arithmetic.combine(arithmetic.view(tensor), [])
-        return
-        yield
+        yield from ()
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Nobody else wants it."""
-        return
-        yield
+        yield from ()
 
     def close(self) -> None:
         """Nothing is held."""

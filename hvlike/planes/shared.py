@@ -25,7 +25,6 @@ from hvlike.planes.ops import ReduceOp
 from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine, Wait
 
-
 PASSES = 16
 """How often a reduction moves something before it lets other routines have a turn."""
 
@@ -59,7 +58,9 @@ class SharedPlane:
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Write each tensor of bytes from the rank `owners[i]` of the node to all others."""
-        runs = [(piece, 0, len(tensor), owner) for piece, (tensor, owner) in enumerate(zip(tensors, owners, strict=True))]
+        runs = [
+            (piece, 0, len(tensor), owner) for piece, (tensor, owner) in enumerate(zip(tensors, owners, strict=True))
+        ]
         yield from self.gather_runs(tensors, runs, _BYTES)
 
     def close(self) -> None:
@@ -139,8 +140,8 @@ class SharedPlane:
             region.mine.failed = 1
             region.nudge(region.peers)
             raise MismatchError(
-                f"the ranks with local ranks {others} reduce other tensors at this point than local rank {region.rank}: "
-                "a planned reduction must have the same tensors, dtypes and factors in the same order on every rank"
+                f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
+                f"{region.rank}: a planned reduction must have the same tensors, dtypes and factors in the same order on every rank"
             )
 
     def _check_peers(self) -> None:

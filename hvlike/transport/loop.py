@@ -83,7 +83,9 @@ class Loop:
         if wake:
             self._bell.ring()
 
-    def start(self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True) -> Task[T]:
+    def start(
+        self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
+    ) -> Task[T]:
         """Advance `routine` until it ends; `after(task)` is then called in the loop."""
         task = Task(routine, after)
         self.post(lambda: self._tasks.append(task), wake=wake)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from hvlike.errors import LaunchError
 
-
 _COOKIE_BYTES = 16
 
 
@@ -79,7 +78,7 @@ class SegmentOffer:
         if not self._memfd:
             os.unlink(self._path)
         if self.segment is not None:
-            self.segment.array[: _COOKIE_BYTES] = 0
+            self.segment.array[:_COOKIE_BYTES] = 0
 
 
 def accept(offer: Offer) -> Segment | None:
@@ -146,5 +145,3 @@ def address_of(segment: Segment, offset: int) -> int:
 def words(segment: Segment, offset: int, count: int) -> memoryview:
     """`count` 8-byte counters from byte `offset` on; an index costs some 15 ns."""
     return segment.array[offset : offset + 8 * count].data.cast("Q")
-
-

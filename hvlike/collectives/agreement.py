@@ -1,0 +1,174 @@
+"""The coordinator's table: which ranks have asked for what, and what follows. Pure logic, no messages.
+
+A request runs when every member has asked for it with the same signature. When all have asked but
+differently, it fails on every rank with an error that names the ranks and both values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvlike.collectives.plan import find_plan_mismatch, merge_proposals
+from hvlike.collectives.request import Key, Signature
+from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError
+from hvlike.planes.ops import ReduceOp, op_name
+
+
+@dataclass
+class Verdict:
+    """What all members are told about one request: run it with `extra`, or fail with `error`."""
+
+    key: Key
+    signature: Signature
+    extra: Any = None
+    error: HorovodInternalError | None = None
+    uniform: bool = True
+    """Every rank sent the very same signature."""
+
+
+@dataclass
+class Agreement:
+    """The requests of one group that not all members have asked for yet. Positions count within the group."""
+
+    ranks: tuple[int, ...]
+    pending: dict[Key, dict[int, Signature]] = field(default_factory=dict)
+
+    def submit(self, position: int, key: Key, signature: Signature) -> Verdict | None:
+        """The member at `position` asks; the verdict if it was the last one."""
+        asked = self.pending.setdefault(key, {})
+        asked[position] = signature
+        if len(asked) < len(self.ranks):
+            return None
+        del self.pending[key]
+        return self.judge(key, asked)
+
+    def judge(self, key: Key, asked: Mapping[int, Signature]) -> Verdict:
+        """Compare what all members ask for."""
+        signatures = [asked[position] for position in range(len(self.ranks))]
+        first = signatures[0]
+        uniform = all(signature == first for signature in signatures)
+        error = None if uniform else find_mismatch(key[1], self.ranks, signatures)
+        extra = None if error else summarise(signatures)
+        return Verdict(key, first, extra, error, uniform)
+
+    def missing(self, key: Key) -> list[int]:
+        """The ranks that have not asked for `key` yet."""
+        asked = self.pending.get(key, {})
+        return [rank for position, rank in enumerate(self.ranks) if position not in asked]
+
+    def withdraw(self, key: Key) -> None:
+        """Forget a request that failed before all have asked."""
+        self.pending.pop(key, None)
+
+
+def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[Signature]) -> HorovodInternalError | None:
+    """The error for signatures that may not stand together, or None where their difference is allowed."""
+    kind = signatures[0].kind
+    if kind == "plan":
+        return find_plan_mismatch(name, ranks, [signature.detail for signature in signatures])
+    for check in _CHECKS:
+        if kind in check.kinds or not check.kinds:
+            values = [check.value(signature) for signature in signatures]
+            if any(value != values[0] for value in values):
+                said = _who_said_what(ranks, values, check.show)
+                text = f"Mismatched {kind.upper()} {check.what} for {name!r}: {said}. {check.fix}"
+                return check.error(text)
+    return None
+
+
+def summarise(signatures: Sequence[Signature]) -> Any:
+    """What every member must know of the others to run the request."""
+    first = signatures[0]
+    if first.kind == "allgather":
+        return tuple(tuple(shape[0] if shape else 1 for shape in signature.shapes) for signature in signatures)
+    if first.kind == "plan":
+        return merge_proposals([signature.detail for signature in signatures])
+    # Tensors whose elements lie in the same order in memory on all ranks can be reduced in that order.
+    return tuple(
+        all(signature.strides[index] == stride for signature in signatures)
+        for index, stride in enumerate(first.strides)
+    )
+
+
+def _who_said_what(ranks: Sequence[int], values: Sequence[Any], show: Callable[[Any], str]) -> str:
+    """rank 0 has [3], ranks 1, 2 have [4]"""
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(show(value), []).append(rank)
+    return ", ".join(f"{name_ranks(members)} passed {shown}" for shown, members in groups.items())
+
+
+def name_ranks(ranks: Iterable[int], most: int = 16) -> str:
+    """rank 3; ranks 0, 2; ranks 0, 1, ... (64 in all)"""
+    listed = sorted(ranks)
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    shown = ", ".join(str(rank) for rank in listed[:most])
+    return f"ranks {shown}" + (f", ... ({len(listed)} in all)" if len(listed) > most else "")
+
+
+@dataclass(frozen=True)
+class _Check:
+    what: str
+    value: Callable[[Signature], Any]
+    fix: str
+    kinds: tuple[str, ...] = ()
+    error: type[MismatchError] = MismatchError
+    show: Callable[[Any], str] = str
+
+
+def _show_shapes(shapes: Any) -> str:
+    return str(list(shapes[0])) if len(shapes) == 1 else str([list(shape) for shape in shapes])
+
+
+def _show_dtypes(dtypes: tuple[str, ...]) -> str:
+    return ", ".join(dtypes)
+
+
+_CHECKS: tuple[_Check, ...] = (
+    _Check(
+        "CPU/GPU device selection",
+        lambda each: each.device,
+        "Move the tensors to the same kind of device on every rank.",
+        show=lambda device: str(device).upper(),
+    ),
+    _Check(
+        "group lengths",
+        lambda each: len(each.shapes),
+        "Pass the same number of tensors on every rank.",
+        show=lambda length: f"{length} tensors",
+    ),
+    _Check("data types", lambda each: each.dtypes, "Convert to one dtype before the call.", show=_show_dtypes),
+    _Check(
+        "reduction operation",
+        lambda each: each.op,
+        "Pass the same op on every rank.",
+        show=lambda op: op_name(ReduceOp(op)),
+    ),
+    _Check(
+        "prescale and/or postscale factors",
+        lambda each: (each.prescale, each.postscale),
+        "Pass the same factors on every rank.",
+    ),
+    _Check(
+        "root ranks", lambda each: each.root, "Pass the same root_rank on every rank.", show=lambda root: f"root {root}"
+    ),
+    _Check(
+        "tensor shapes",
+        lambda each: tuple(shape[1:] for shape in each.shapes),
+        "Only the first dimension may differ.",
+        kinds=("allgather",),
+        error=ShapeMismatchError,
+        show=lambda shapes: _show_shapes(shapes) + " after the first dimension",
+    ),
+    _Check(
+        "tensor shapes",
+        lambda each: each.shapes,
+        "Pass tensors of one shape, or pad them; for uneven batches see hvd.join().",
+        kinds=("allreduce", "broadcast"),
+        error=ShapeMismatchError,
+        show=_show_shapes,
+    ),
+)

@@ -1,0 +1,28 @@
+"""barrier: nobody goes on before all have come. The agreement itself is the barrier; no data moves."""
+
+from __future__ import annotations
+
+from hvlike.collectives.handles import Handle, synchronize
+from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.request import Signature
+from hvlike.collectives.submission import begin, submit
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Wait until every rank of the set has called this.
+
+    Collective: every rank of the set. Blocks. Operations of other names may be in flight meanwhile.
+    Raises: PeerLeftError, ShutdownError, DeadlockError (all HorovodInternalError).
+    Source: MPI 4.1 section 6.3; horovod.torch.barrier.
+    """
+    synchronize(_start(process_set, wake=False))
+
+
+def barrier_async(process_set: ProcessSet | None = None) -> Handle:
+    """Start a `barrier`; `synchronize(handle)` waits for it."""
+    return _start(process_set)
+
+
+def _start(process_set: ProcessSet | None, *, wake: bool = True) -> Handle:
+    membership, name = begin("barrier", None, process_set)
+    return submit(membership, Signature("barrier"), name, [], lambda request: None, wake=wake)

@@ -1,0 +1,93 @@
+"""A bucket of a plan: tensors that are reduced by one job, compressed on the way where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.operand import Operand
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.lane import Job
+from hvlike.planes.ops import ReduceOp, op_name
+from hvlike.planes.packing import Packer
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is done to every tensor of a planned reduction."""
+
+    op: ReduceOp
+    size: int
+    prescale: float
+    postscale: float
+    compression: CompressorLike
+
+    def arithmetic(self, dtype: torch.dtype) -> Arithmetic:
+        """The arithmetic for tensors of this dtype."""
+        divisor = self.size if self.op is ReduceOp.AVERAGE else 1
+        return Arithmetic(dtype, self.op, divisor=divisor, prescale=self.prescale, postscale=self.postscale)
+
+    @property
+    def compresses(self) -> bool:
+        """True when the tensors travel in another form."""
+        return self.compression is not Compression.none
+
+    @property
+    def is_trivial(self) -> bool:
+        """True when a single rank has nothing to do."""
+        return self.prescale * self.postscale == 1
+
+    def describe(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, as plain values."""
+        return (op_name(self.op), self.prescale, self.postscale, repr(self.compression))
+
+
+class Bucket:
+    """Some entries of a plan and what is kept for them from step to step."""
+
+    def __init__(self, entries: Sequence[int], strides: Sequence[tuple[int, ...] | None], settings: Settings) -> None:
+        """strides: the agreed order in memory of each entry of the plan."""
+        self.entries = tuple(entries)
+        self._strides = [strides[index] for index in entries]
+        self._settings = settings
+        self._packers: dict[torch.dtype, Packer] = {}
+        self._arithmetics: dict[torch.dtype, Arithmetic] = {}
+
+    def job(self, tensors: Sequence[torch.Tensor]) -> Job:
+        """The job that reduces these tensors, one for each entry, in place."""
+
+        def run(plane: Plane) -> Routine[None]:
+            compression = self._settings.compression
+            originals = [tensor.detach() for tensor in tensors]
+            contexts: list[Any] = []
+            work = originals
+            if self._settings.compresses:
+                pairs = [compression.compress(tensor) for tensor in originals]
+                work = [pair[0] for pair in pairs]
+                contexts = [pair[1] for pair in pairs]
+            operands = [Operand(tensor, strides) for tensor, strides in zip(work, self._strides, strict=True)]
+            yield from self._reduce(plane, [operand.flat for operand in operands])
+            for operand in operands:
+                operand.write_back()
+            if self._settings.compresses:
+                for original, reduced, context in zip(originals, work, contexts, strict=True):
+                    restored = compression.decompress(reduced, context)
+                    if restored is not original:
+                        original.copy_(restored)
+
+        return run
+
+    def _reduce(self, plane: Plane, flats: Sequence[torch.Tensor]) -> Routine[None]:
+        """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
+        for dtype in dict.fromkeys(flat.dtype for flat in flats):
+            if dtype not in self._packers:
+                self._packers[dtype] = Packer()
+                self._arithmetics[dtype] = self._settings.arithmetic(dtype)
+            same = [flat for flat in flats if flat.dtype is dtype]
+            yield from self._packers[dtype].allreduce(plane, same, self._arithmetics[dtype])

@@ -1,0 +1,203 @@
+"""The running hvlike of this process: made by init(), ended by shutdown()."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hvlike.collectives.agreement import name_ranks
+from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
+from hvlike.collectives.membership import Membership, Switchboard
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.config import read_knobs
+from hvlike.errors import HorovodInternalError, NotInitializedError, ShutdownError, UsageError
+from hvlike.transport import forks
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.group import Group
+from hvlike.transport.guard import Guard
+from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.world import World
+
+_LEFT_BEHIND_SECONDS = 1.0
+_FINISH_SECONDS = 5.0
+
+
+class Context:
+    """World, transport and process sets of one rank, from init to shutdown."""
+
+    def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+        """Collective and blocking: every rank of `comm`."""
+        knobs = read_knobs(os.environ)
+        self.world = World.start(comm, ranks_per_node=knobs.ranks_per_node, patience=knobs.init_patience)
+        self.guard = Guard(self.world, lambda: self.close(EXIT))
+        try:
+            self._check_same(process_sets)
+            self.fabric = Fabric(self.world)
+        except BaseException:
+            self.world.close()
+            raise
+        self._sets: list[ProcessSet] = []
+        self._memberships: dict[int, Membership] = {}
+        self._switchboard = Switchboard(self.fabric)
+        self._farewell = Farewell(self.fabric, self._lose)
+        self.fabric.ticks.append(self.guard.watch_parent)
+        global_process_set.ranks = list(range(self.world.size))
+        for process_set in (global_process_set, *process_sets):
+            self._register(process_set)
+        self.guard.install()
+        if self.world.mpi.COMM_WORLD.Get_size() == 1:
+            # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
+            atexit.register(self.close)
+
+    def membership(self, process_set: ProcessSet | None, what: str) -> Membership:
+        """The process set an operation runs in; None: all ranks.
+
+        what: the operation, for the error texts.
+        Raises: UsageError for a set that is not registered, or of which this rank is not a member.
+        """
+        forks.check()
+        if process_set is None or process_set is global_process_set:
+            return self._memberships[0]
+        if not isinstance(process_set, ProcessSet):
+            raise UsageError(f"{what}: expected a ProcessSet, got {type(process_set).__name__}.")
+        number = process_set.process_set_id
+        if number is None or number >= len(self._sets) or self._sets[number] is not process_set:
+            raise UsageError(
+                f"{what}: Process set provided does not exist, or has not been registered: {process_set}. Pass it to "
+                "init(process_sets=[...]) on every rank."
+            )
+        membership = self._memberships.get(number)
+        if membership is None:
+            raise UsageError(
+                f"{what}: Rank {self.world.rank} is not a member of the provided process set, which has "
+                f"{name_ranks(process_set.ranks or [])}."
+            )
+        return membership
+
+    def close(self, reason: str = SHUTDOWN) -> None:
+        """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
+        loop = self.fabric.loop
+        loop.wait(lambda: all(each.lanes[0].idle for each in self._memberships.values()), _FINISH_SECONDS)
+        error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
+        loop.post(lambda: self._fail_all(error), wake=False)
+        self._farewell.part(reason)
+        self.guard.uninstall()
+        atexit.unregister(self.close)
+        loop.close()
+        for number in sorted(self._memberships):
+            self._memberships[number].close()
+        for process_set in self._sets:
+            process_set.removed()
+        self.world.close()
+
+    def _fail_all(self, error: HorovodInternalError) -> None:
+        for membership in self._memberships.values():
+            membership.fail(error)
+
+    def _register(self, process_set: ProcessSet) -> None:
+        """Give a set its number. Collective over the world: members and others, in the same order."""
+        number = len(self._sets)
+        ranks = process_set.ranks or []
+        self._sets.append(process_set)
+        process_set.registered(number, ranks, self.world.rank)
+        if self.world.rank in ranks:
+            self._memberships[number] = Membership(self.fabric, Group(self.world, number, ranks), self._switchboard)
+
+    def _check_same(self, process_sets: Sequence[ProcessSet]) -> None:
+        """All ranks must name the same sets, each of them a new one of ranks that exist."""
+        seen = [list(range(self.world.size))]
+        for process_set in process_sets:
+            if process_set.ranks is None:
+                process_set.ranks = _ranks_of(process_set.mpi_comm, self.world)
+        everybody = self.world.comm.allgather([each.ranks for each in process_sets])
+        different = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+        if different:
+            raise UsageError(
+                f"Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank {different[0]} passed "
+                f"{everybody[different[0]]}. Pass the same process sets in the same order on every rank."
+            )
+        for number, ranks in enumerate(everybody[0]):
+            if ranks in seen:
+                raise UsageError(
+                    f"Horovod could not be initialized because process_sets entry number {number} is a duplicate "
+                    f"of the global or an earlier process set: {ranks}."
+                )
+            if ranks[-1] >= self.world.size:
+                raise UsageError(
+                    f"process_sets entry number {number} names rank {ranks[-1]}, but the job has ranks 0 to "
+                    f"{self.world.size - 1}: {ranks}."
+                )
+            seen.append(ranks)
+
+    def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some ranks have left; in the loop."""
+        for membership in self._memberships.values():
+            if set(errors) & set(membership.group.ranks):
+                membership.negotiator.lose(errors)
+                self.fabric.loop.start(self._abandon(membership, errors), wake=False)
+
+    def _abandon(self, membership: Membership, errors: dict[int, HorovodInternalError]) -> Routine[None]:
+        """End what still runs with a rank that has left, once all it had written could be taken."""
+        until = time.monotonic() + _LEFT_BEHIND_SECONDS
+        while time.monotonic() < until:
+            yield Wait.BELL
+        for lane in membership.lanes:
+            if not lane.idle:
+                gone = next(rank for rank in errors if rank in membership.group.ranks)
+                lane.fail(errors[gone])
+
+
+def _ranks_of(comm: Any, world: World) -> list[int]:
+    """The ranks of a communicator in our numbering."""
+    members, everybody = comm.Get_group(), world.comm.Get_group()
+    try:
+        ranks = world.mpi.Group.Translate_ranks(members, list(range(members.Get_size())), everybody)
+    finally:
+        members.Free()
+        everybody.Free()
+    if world.mpi.UNDEFINED in list(ranks):
+        raise UsageError("ProcessSet: the communicator has members outside the ranks that hvlike was started with.")
+    return sorted(ranks)
+
+
+class _Process:
+    """Holds the context of this process."""
+
+    context: Context | None = None
+
+
+_process = _Process()
+
+
+def current() -> Context:
+    """The running context.
+
+    Raises: NotInitializedError before init() and after shutdown(); ForkedProcessError in a child process.
+    """
+    context = _process.context
+    if context is None:
+        forks.check()
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    return context
+
+
+def start(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+    """Make the context unless it is there."""
+    if _process.context is None:
+        _process.context = Context(comm, process_sets)
+
+
+def stop() -> None:
+    """End the context if it is there."""
+    context, _process.context = _process.context, None
+    if context is not None:
+        forks.check()
+        context.close()
+
+
+def is_running() -> bool:
+    """True between init() and shutdown()."""
+    return _process.context is not None

@@ -1,0 +1,71 @@
+"""A user's tensor as the flat piece of host memory that a plane works on, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvlike.planes.ops import ReduceOp
+
+_NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)
+
+
+def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor: (2, 3, 4) -> (12, 4, 1)."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if the elements fill a piece of memory, each exactly once, in whatever order (channels_last, transposed)."""
+    step = 1
+    for stride, length in sorted(
+        (stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1
+    ):
+        if length == 0:
+            return True
+        if stride != step:
+            return False
+        step *= length
+    return True
+
+
+def working_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The dtype to reduce in: a mean of narrow integers would overflow while it is summed."""
+    return torch.int32 if op is ReduceOp.AVERAGE and dtype in _NARROW_INTEGERS else dtype
+
+
+class Operand:
+    """`flat` holds the elements of `tensor` in the order of `strides`; it shares its memory where possible."""
+
+    __slots__ = ("_tensor", "_work", "flat")
+
+    def __init__(self, tensor: torch.Tensor, strides: Sequence[int] | None, dtype: torch.dtype | None = None) -> None:
+        """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own."""
+        source = tensor.detach()
+        agreed = tuple(strides) if strides is not None else row_by_row(source.shape)
+        dtype = dtype or source.dtype
+        in_place = (
+            source.dtype is dtype
+            and source.device.type == "cpu"
+            and not source.is_conj()
+            and not source.is_neg()
+            and (source.is_contiguous() if strides is None else tuple(source.stride()) == agreed)
+        )
+        if in_place:
+            self._tensor = self._work = source
+        else:
+            self._tensor = source
+            self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
+            self._work.copy_(source)
+        self.flat = self._work.as_strided((self._work.numel(),), (1,))
+
+    def write_back(self) -> None:
+        """Put what `flat` holds into the tensor, where that is not the same memory."""
+        if self._work is not self._tensor:
+            self._tensor.copy_(self._work)

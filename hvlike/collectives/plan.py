@@ -1,0 +1,149 @@
+"""The plan of a set of gradients: which are reduced together and in which order. Pure functions.
+
+Made once, after the first backward, from the order in which the gradients arrived on the first rank;
+from then on every rank follows it without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hvlike.errors import MismatchError, ShapeMismatchError
+
+OVERLAPPED_BUCKET_BYTES = 8 << 20
+"""Bucket size where communication can run beside backward."""
+
+SINGLE_BUCKET_BYTES = 64 << 20
+"""Bucket size where it cannot, so that fewer buckets cost less."""
+
+
+class Proposal(NamedTuple):
+    """What one rank says of its gradients after its first backward."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    sparse: tuple[bool, ...]
+    order: tuple[int, ...]
+    """Entries in the order they arrived here; entries that did not arrive come last."""
+    bucket_bytes: int
+    settings: tuple[Any, ...]
+    """What else has to be equal: op, factors, compression, groups."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do in every step."""
+
+    buckets: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    """The order of the elements in memory on which all ranks agree, by entry; None: row by row."""
+    sparse: tuple[int, ...]
+
+
+def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
+    """What all ranks can agree on: the first rank's order, sparse where any rank is, strides where all are alike."""
+    first = proposals[0]
+    sparse = tuple(any(each.sparse[index] for each in proposals) for index in range(len(first.names)))
+    strides = tuple(
+        stride if all(each.strides[index] == stride for each in proposals) else None
+        for index, stride in enumerate(first.strides)
+    )
+    return first._replace(sparse=sparse, strides=strides)
+
+
+def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Sequence[int]]) -> Plan:
+    """The plan that follows from the merged proposals; groups are never cut apart."""
+    sparse = tuple(index for index, is_sparse in enumerate(agreed.sparse) if is_sparse)
+    order = [index for index in agreed.order if not agreed.sparse[index]]
+    sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(agreed.shapes, itemsizes, strict=True)]
+    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, agreed.bucket_bytes)
+    return Plan(tuple(tuple(bucket) for bucket in buckets), agreed.strides, sparse)
+
+
+def units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What is reduced together, in the order in which it is complete: a group counts when its last member arrives."""
+    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    present = set(order)
+    waiting = {number: [index for index in group if index in present] for number, group in enumerate(groups)}
+    missing = {number: len(members) for number, members in waiting.items()}
+    result = []
+    for index in order:
+        number = group_of.get(index)
+        if number is None:
+            result.append([index])
+            continue
+        missing[number] -= 1
+        if not missing[number]:
+            result.append(waiting[number])
+    return result
+
+
+def fill_buckets(
+    parts: Sequence[Sequence[int]], sizes: Sequence[int], dtypes: Sequence[str], limit: int
+) -> list[list[int]]:
+    """Join parts, in order, to buckets of at most `limit` bytes and one dtype each; a larger part is one alone."""
+    buckets: list[list[int]] = []
+    filled = 0
+    kinds: set[str] = set()
+    for part in parts:
+        size = sum(sizes[index] for index in part)
+        kind = {dtypes[index] for index in part}
+        if buckets and kind == kinds and filled + size <= limit:
+            buckets[-1].extend(part)
+            filled += size
+        else:
+            buckets.append(list(part))
+            filled, kinds = size, kind
+    return buckets
+
+
+def equal_parts(count: int, groups: int) -> list[list[int]]:
+    """Entries 0 to count-1 as `groups` runs of nearly equal length: 5 in 2 -> [0 1 2] [3 4]."""
+    groups = min(groups, count)
+    size, longer = divmod(count, groups) if groups else (0, 0)
+    result = []
+    start = 0
+    for number in range(groups):
+        stop = start + size + (number < longer)
+        result.append(list(range(start, stop)))
+        start = stop
+    return result
+
+
+def find_plan_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Proposal]) -> MismatchError | None:
+    """The error for ranks whose gradients differ, naming the first that does; None when all fit together."""
+    first = proposals[0]
+    for rank, other in zip(ranks, proposals, strict=True):
+        if len(other.names) != len(first.names):
+            only = sorted(set(first.names) ^ set(other.names))[:5]
+            return MismatchError(
+                f"Mismatched parameters in {name!r}: rank {ranks[0]} has {len(first.names)}, rank {rank} has "
+                f"{len(other.names)}; only one of them has {', '.join(map(repr, only))}. Build the same model, with "
+                "the same requires_grad flags, on every rank."
+            )
+        for index, entry in enumerate(first.names):
+            for what, value, error in _COMPARED:
+                mine, its = value(first)[index], value(other)[index]
+                if mine != its:
+                    return error(
+                        f"Mismatched {what} of parameter {index} ({entry!r}) in {name!r}: rank {ranks[0]} has {mine}, "
+                        f"rank {rank} has {its}. Build the same model on every rank."
+                    )
+        if other.settings != first.settings:
+            return MismatchError(
+                f"Mismatched settings of {name!r}: rank {ranks[0]} has {first.settings}, rank {rank} has "
+                f"{other.settings}. Wrap the optimizer with the same arguments on every rank."
+            )
+    return None
+
+
+_COMPARED: tuple[tuple[str, Callable[[Proposal], Sequence[Any]], type[MismatchError]], ...] = (
+    ("names", lambda each: each.names, MismatchError),
+    ("shapes", lambda each: [list(shape) for shape in each.shapes], ShapeMismatchError),
+    ("data types", lambda each: each.dtypes, MismatchError),
+)

@@ -1,0 +1,223 @@
+"""Planned reduction: the same tensors, step after step, with no agreement message between the ranks.
+
+    first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
+    mark_ready(i)     counts; the last tensor of a bucket completes it. Where a core is spare, complete buckets
+                      start at once, in the order of the plan; else they wait for finish()
+    finish()          contributes what is missing, starts what is left, and drives the loop until all is reduced
+
+The tensors are reduced where they are. The lane of the plan is its own, so its order is the plan and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvlike.collectives.bucket import Bucket, Settings
+from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.context import current
+from hvlike.collectives.plan import OVERLAPPED_BUCKET_BYTES, SINGLE_BUCKET_BYTES, Plan, Proposal, equal_parts, make_plan
+from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.reductions import Average
+from hvlike.collectives.request import Request, Signature, order_in_memory
+from hvlike.collectives.sparse import SparseSum
+from hvlike.collectives.submission import submit
+from hvlike.errors import HorovodInternalError
+from hvlike.planes.lane import Lane
+from hvlike.planes.ops import ReduceOp
+from hvlike.transport.cores import has_spare_core
+from hvlike.transport.dtypes import dtype_name
+from hvlike.transport.loop import Task
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the set: a gradient and the name of its parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PlannedReducer:
+    """Reduces one set of tensors over and over; see the head of this file."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        name: str,
+        op: ReduceOp = Average,
+        process_set: ProcessSet | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        compression: CompressorLike = Compression.none,
+        groups: int | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Local; the plan is agreed in the first `finish`.
+
+        name: the same on every rank, different from that of every other reducer alive.
+        groups: entries that are reduced together: a number of equal runs, or lists of entries.
+        Raises: UsageError for a process set this rank is not in.
+        """
+        self.name = name
+        self._entries = list(entries)
+        self._membership = current().membership(process_set, "Planned reduction")
+        size = self._membership.group.size
+        self._settings = Settings(op, size, prescale, postscale, compression)
+        self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
+        self._process_set = process_set
+        self._lock = threading.Lock()
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._early = has_spare_core(current().fabric.cores)
+        self._plan: Plan | None = None
+        self._lane: Lane | None = None
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, int] = {}
+        self._missing: list[int] = []
+        self._started = 0
+        self._unfinished = 0
+        self._error: BaseException | None = None
+        self._step = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """True when something was marked ready since the last finish."""
+        return bool(self._tensors)
+
+    def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
+        """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
+        with self._lock:
+            self._tensors[index] = tensor
+            if self._plan is None or index not in self._bucket_of:
+                return
+            bucket = self._bucket_of[index]
+            self._missing[bucket] -= 1
+            if self._early and not self._missing[bucket]:
+                self._start_complete(wake=True)
+
+    def finish(self, missing: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Wait until all tensors are reduced, in place.
+
+        missing: gives the tensor that stands for one not marked ready in this step; it is reduced in place too.
+        Returns the tensors that take the place of those that could not be reduced in place, by index.
+        Collective over the process set. Blocks.
+        Raises: MismatchError, ShapeMismatchError when the ranks have different tensors; PeerLeftError, ShutdownError,
+            DeadlockError (all HorovodInternalError).
+        """
+        if self._membership.group.size == 1 and self._settings.is_trivial:
+            self._tensors.clear()
+            return {}
+        for index in range(len(self._entries)):
+            if index not in self._tensors:
+                self._tensors[index] = missing(index)
+        try:
+            plan = self._plan or self._agree()
+            replaced = self._densify(plan)
+            sparse = self._start_sparse(plan)
+            self._reduce_dense()
+            for index, total in sparse.items():
+                replaced[index] = total.result()
+            return replaced
+        finally:
+            self._tensors = {}
+            self._missing = [len(bucket.entries) for bucket in self._buckets]
+            self._started = 0
+            self._step += 1
+
+    def close(self) -> None:
+        """Forget the plan. Local; nothing may be in flight. The lane itself is given back by shutdown()."""
+        self._plan = None
+        self._buckets = []
+
+    # -- the plan -------------------------------------------------------------------------------
+
+    def _agree(self) -> Plan:
+        """Propose what this rank has; the plan that all ranks derive from all proposals."""
+        present = list(self._tensors)
+        proposal = Proposal(
+            names=tuple(entry.name for entry in self._entries),
+            shapes=tuple(entry.shape for entry in self._entries),
+            dtypes=tuple(dtype_name(entry.dtype) for entry in self._entries),
+            strides=tuple(self._strides(index) for index in range(len(self._entries))),
+            sparse=tuple(self._tensors[index].is_sparse for index in range(len(self._entries))),
+            order=tuple(present),
+            bucket_bytes=OVERLAPPED_BUCKET_BYTES if self._early else SINGLE_BUCKET_BYTES,
+            settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
+        )
+        signature = Signature("plan", detail=proposal)
+        handle = submit(self._membership, signature, self.name, [], _outputs_of, wake=False)
+        self._lane, agreed = handle.result()
+        self._membership.lanes.append(self._lane)
+        itemsizes = [entry.dtype.itemsize for entry in self._entries]
+        plan = make_plan(agreed, itemsizes, self._groups)
+        self._buckets = [Bucket(indices, plan.strides, self._settings) for indices in plan.buckets]
+        self._bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket}
+        self._missing = [0] * len(self._buckets)
+        self._plan = plan
+        return plan
+
+    def _strides(self, index: int) -> tuple[int, ...] | None:
+        tensor = self._tensors[index]
+        return None if tensor.is_sparse else order_in_memory(tensor)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _densify(self, plan: Plan) -> dict[int, torch.Tensor]:
+        """Sparse tensors where the plan has dense ones are reduced as dense ones and take their place."""
+        replaced = {}
+        for index, tensor in self._tensors.items():
+            if tensor.is_sparse and index not in plan.sparse:
+                replaced[index] = self._tensors[index] = tensor.to_dense()
+        return replaced
+
+    def _start_sparse(self, plan: Plan) -> dict[int, SparseSum]:
+        return {
+            index: SparseSum(self._tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
+            for index in plan.sparse
+        }
+
+    def _reduce_dense(self) -> None:
+        with self._lock:
+            self._missing = [0] * len(self._buckets)
+            self._start_complete(wake=False)
+        negotiator = self._membership.negotiator
+        loop = current().fabric.loop
+        key = ("step", f"{self._step} of {self.name}")
+        loop.post(lambda: negotiator.stoppable(key, self._stop), wake=False)
+        negotiator.wait(key, lambda: self._unfinished == 0, None)
+        loop.post(lambda: negotiator.stoppable(key, None), wake=False)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _start_complete(self, *, wake: bool) -> None:
+        """Start the buckets that are complete, as far as all before them are; with the lock held."""
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            bucket = self._buckets[self._started]
+            tensors = [self._tensors[index] for index in bucket.entries]
+            self._started += 1
+            self._unfinished += 1
+            lane = self._lane
+            if lane is not None:
+                lane.submit(bucket.job(tensors), self._bucket_ended, wake=wake)
+
+    def _bucket_ended(self, task: Task[None]) -> None:
+        if task.error is not None:
+            self._error = self._error or task.error
+        with self._lock:
+            self._unfinished -= 1
+
+    def _stop(self, error: HorovodInternalError) -> None:
+        """End a wait that can never succeed; in the loop."""
+        if self._lane is not None:
+            self._lane.fail(error)
+
+
+def _outputs_of(request: Request) -> Any:
+    return request.outputs

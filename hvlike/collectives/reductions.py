@@ -1,0 +1,58 @@
+"""What a caller says about a reduction, checked and completed: op, deprecated `average`, factors."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from hvlike.errors import UsageError
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.ops import ReduceOp, op_name, reduce_op
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """op and factors: result = postscale * op over ranks of (prescale * tensor)."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+
+def choose_op(average: bool | None, op: int | None) -> ReduceOp:
+    """The reduction from Horovod's two ways to say it; neither: Average.
+
+    Raises: UsageError when both are given or op is none of the constants.
+    """
+    if average is not None:
+        if op is not None:
+            raise UsageError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        return Average if average else Sum
+    return Average if op is None else reduce_op(op)
+
+
+def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[torch.dtype]) -> None:
+    """Refuse a reduction that is not defined on these dtypes, or factors it cannot take."""
+    if reduction.op is Adasum:
+        raise UsageError(
+            f"{kind} {name!r}: op=Adasum is not available in this version; use op=hvd.Average or op=hvd.Sum."
+        )
+    for dtype in dict.fromkeys(dtypes):
+        try:
+            Arithmetic(dtype, reduction.op, prescale=reduction.prescale, postscale=reduction.postscale)
+        except UsageError as error:
+            raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None

@@ -1,0 +1,64 @@
+"""The way from a public call to a request in flight, the same for every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvlike.collectives.context import current
+from hvlike.collectives.handles import Handle
+from hvlike.collectives.membership import Membership
+from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.request import Request, Signature, signature_of
+from hvlike.errors import UsageError
+from hvlike.transport.dtypes import element_of
+
+
+def submit(
+    membership: Membership,
+    signature: Signature,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    finish: Callable[[Request], Any],
+    *,
+    wake: bool = True,
+) -> Handle:
+    """Put an operation in flight. `wake=False`: the caller waits for the handle at once."""
+    request = Request(name, signature, tensors, finish)
+    membership.negotiator.submit(request, wake=wake)
+    return request.handle
+
+
+def begin(kind: str, name: str | None, process_set: ProcessSet | None) -> tuple[Membership, str]:
+    """The process set and the name of a call; an unnamed one is numbered even if it turns out to be wrong.
+
+    Else this rank would meet the others' next operation in place of the one they have begun.
+    """
+    membership = current().membership(process_set, kind.capitalize())
+    return membership, membership.negotiator.names.next(kind) if name is None else str(name)
+
+
+def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
+    """Refuse what cannot be communicated, before anything is sent."""
+    for index, tensor in enumerate(tensors):
+        which = repr(name) if len(tensors) == 1 else f"{name!r} (tensor {index})"
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"{kind} {which}: expected a torch.Tensor, got {type(tensor).__name__}.")
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{kind} {which}: expected a dense tensor, got layout {tensor.layout}; convert it with to_dense()."
+            )
+        if tensor.device.type == "meta":
+            raise UsageError(f"{kind} {which}: the tensor is on the meta device and has no data.")
+        try:
+            element_of(tensor.dtype)
+        except UsageError as error:
+            raise UsageError(f"{kind} {which}: {error}") from None
+    devices = {tensor.device.type for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(f"{kind} {name!r}: all tensors of a group must be on one device, got {sorted(devices)}.")
+
+
+__all__ = ["begin", "check_tensors", "signature_of", "submit"]

@@ -1,0 +1,46 @@
+"""The knobs: every environment variable hvlike reads, in one table, read once by init()."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvlike.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The values of this run."""
+
+    ranks_per_node: int | None = None
+    """HVLIKE_RANKS_PER_NODE: treat every so many ranks of a host as a node of their own (to try multi-node code)."""
+    init_patience: float = 60.0
+    """HVLIKE_INIT_PATIENCE_SECONDS: how long init() waits for other ranks before it says so."""
+
+
+def read_knobs(environment: Mapping[str, str]) -> Knobs:
+    """The knobs set in `environment`, the others at their defaults.
+
+    Raises: UsageError for a value that is no number or out of range; the text names variable and value.
+    """
+    ranks = _number(environment, "HVLIKE_RANKS_PER_NODE", least=1)
+    patience = _number(environment, "HVLIKE_INIT_PATIENCE_SECONDS", least=0.001)
+    if ranks is not None and ranks != int(ranks):
+        raise UsageError(f"HVLIKE_RANKS_PER_NODE={ranks}: expected a whole number.")
+    return Knobs(
+        ranks_per_node=None if ranks is None else int(ranks),
+        init_patience=Knobs.init_patience if patience is None else patience,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, *, least: float) -> float | None:
+    text = environment.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r}: expected a number.") from None
+    if not value >= least:
+        raise UsageError(f"{name}={text!r}: expected at least {least:g}.")
+    return value

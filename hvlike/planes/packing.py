@@ -1,0 +1,54 @@
+"""Flattening small tensors together, so that they cost one copy and one chunk instead of one each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
+
+SMALL_BYTES = 64 * 1024
+"""Tensors below this many bytes are packed; a larger one is worth chunks of its own."""
+
+
+def small_ones(lengths: Sequence[int], itemsize: int) -> list[int]:
+    """Which tensors of `lengths` elements to pack: all small ones, if there are at least two."""
+    small = [index for index, length in enumerate(lengths) if 0 < length * itemsize < SMALL_BYTES]
+    return small if len(small) > 1 else []
+
+
+class Packer:
+    """Packs the small ones of flat tensors into one buffer, which it keeps for the next time."""
+
+    def __init__(self) -> None:
+        self._lengths: tuple[int, ...] = ()
+        self._dtype: torch.dtype | None = None
+        self._small: list[int] = []
+        self._large: list[int] = []
+        self._buffer = torch.empty(0)
+        self._views: list[torch.Tensor] = []
+
+    def allreduce(self, plane: Plane, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce flat contiguous CPU tensors of one dtype in place, the small ones together."""
+        self._fit(tuple(len(flat) for flat in flats), arithmetic.dtype)
+        if not self._small:
+            yield from plane.allreduce(flats, arithmetic)
+            return
+        small = [flats[index] for index in self._small]
+        torch._foreach_copy_(self._views, small)
+        yield from plane.allreduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
+        torch._foreach_copy_(small, self._views)
+
+    def _fit(self, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+        if lengths == self._lengths and dtype is self._dtype:
+            return
+        self._lengths, self._dtype = lengths, dtype
+        self._small = small_ones(lengths, dtype.itemsize)
+        packed = set(self._small)
+        self._large = [index for index in range(len(lengths)) if index not in packed]
+        sizes = [lengths[index] for index in self._small]
+        self._buffer = torch.empty(sum(sizes), dtype=dtype)
+        self._views = list(torch.split(self._buffer, sizes)) if sizes else []
