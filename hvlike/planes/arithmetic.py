@@ -71,6 +71,13 @@ class Arithmetic:
             return self
         return Arithmetic(self.dtype, self.op, divisor=self.factors.divisor, postscale=self.factors.postscale)
 
+    def on(self, dtype: torch.dtype) -> Arithmetic:
+        """The same reduction with the same factors on another dtype."""
+        factors = self.factors
+        return Arithmetic(
+            dtype, self.op, divisor=factors.divisor, prescale=factors.prescale, postscale=factors.postscale
+        )
+
     def view(self, tensor: torch.Tensor) -> Piece:
         """View a contiguous CPU tensor of this dtype as a piece, without a copy; the piece keeps the memory alive.
 

@@ -1,0 +1,334 @@
+"""Pairwise exchange: every rank owns one shard, reduces what the others send for it, and sends them the result.
+
+Three ranks, shards A B C owned by ranks 0 1 2, two messages a shard (A1 A2 ...), seen from rank 0:
+
+    send contributions      B1 to 1, C1 to 2, B2 to 1, C2 to 2
+    receive contributions   A1 from 2, A1 from 1, A2 from 2, A2 from 1     folded in this order
+    send results            A1 to 1, A1 to 2, A2 to 1, A2 to 2             each once all contributions are folded
+    receive results         C1 from 2, B1 from 1, C2 from 2, B2 from 1     each once the own contribution has left
+
+Every row goes on by itself, in its order, a few messages at a time. The orders agree: whatever is earliest of all
+that waits, over all ranks, can move, so the exchange cannot block itself. Each element is reduced on one rank in one
+order: bitwise the same everywhere and from run to run. A ring would take as many bytes and 2 (n - 1) steps in a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.partition import Message, message_length
+from hvlike.transport.dtypes import Array
+from hvlike.transport.natives import Natives
+from hvlike.transport.routine import Routine, Wait
+
+_CONTRIBUTION_TAG = 1
+_RESULT_TAG = 2
+
+
+class Buffers:
+    """Message buffers that are kept between exchanges: fresh memory costs as much as the arithmetic."""
+
+    def __init__(self) -> None:
+        self._free: list[Array] = []
+        self._size = 0
+        self._wide: tuple[Any, Piece] | None = None
+
+    def require(self, size: int) -> None:
+        """Have all buffers hold at least `size` bytes. Only while none is taken."""
+        if size > self._size:
+            self._free.clear()
+            self._size = size
+
+    def take(self) -> Array:
+        """Return a free buffer of bytes."""
+        return self._free.pop() if self._free else np.empty(self._size, np.uint8)
+
+    def give(self, buffer: Array) -> None:
+        """Give a buffer back."""
+        self._free.append(buffer)
+
+    def accumulator(self, arithmetic: Arithmetic, length: int) -> Piece | None:
+        """Return memory for the arithmetic of one message, None where it works in place."""
+        key = arithmetic.element.kind
+        if self._wide is None or self._wide[0] is not key or len(self._wide[1]) < length:
+            memory = arithmetic.accumulator(length)
+            if memory is None:
+                return None
+            self._wide = (key, memory)
+        return self._wide[1]
+
+
+class Exchange:
+    """One reduction by pairwise exchange: what its four rows of messages share."""
+
+    def __init__(
+        self,
+        comm: Any,
+        natives: Natives,
+        buffers: Buffers,
+        arithmetic: Arithmetic,
+        pieces: Sequence[Piece],
+        raw: Sequence[Array],
+        messages: Sequence[Sequence[Message]],
+        window: int,
+    ) -> None:
+        """pieces, raw: the tensors as pieces and as bytes; messages[r]: those of the shard of rank r."""
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.byte = natives.byte
+        self.buffers = buffers
+        self.arithmetic = arithmetic
+        self.pieces = pieces
+        self.raw = raw
+        self.messages = messages
+        self.contributed = [0] * self.size
+        """Messages of each rank's shard for which the own contribution has left."""
+        self.finished = 0
+        """Messages of the own shard that hold the result."""
+        self._rows: list[Row] = [
+            ContributionReceiver(self, window),
+            ContributionSender(self, window),
+            ResultSender(self, window),
+            ResultReceiver(self, window),
+        ]
+
+    def run(self) -> Routine[None]:
+        """Exchange and reduce; yields while nothing can move."""
+        rows = self._rows
+        while rows:
+            moved = False
+            for row in rows:
+                moved |= row.step()
+            rows = [row for row in rows if row.unfinished]
+            if rows:
+                yield Wait.AGAIN if moved else Wait.POLL
+
+    @property
+    def requests(self) -> list[Any]:
+        """The MPI requests in flight; each keeps its memory alive."""
+        return [request for row in self._rows for request in row.requests]
+
+    def nbytes(self, message: Message) -> int:
+        """Bytes of a message."""
+        return message_length(message) * self.arithmetic.itemsize
+
+    def bytes_of(self, message: Message) -> list[Array]:
+        """The places of a message in the tensors, as bytes."""
+        itemsize = self.arithmetic.itemsize
+        return [self.raw[piece][start * itemsize : stop * itemsize] for piece, start, stop in message]
+
+    def pack(self, message: Message) -> tuple[Array, Array | None]:
+        """Return the bytes of a message in a row, and the buffer they were copied to if they were not so already."""
+        places = self.bytes_of(message)
+        if len(places) == 1:
+            return places[0], None
+        buffer = self.buffers.take()
+        return np.concatenate(places, out=buffer[: self.nbytes(message)]), buffer
+
+    def unpack(self, message: Message, buffer: Array) -> None:
+        """Copy the bytes of a message to their places."""
+        offset = 0
+        for place in self.bytes_of(message):
+            np.copyto(place, buffer[offset : offset + len(place)])
+            offset += len(place)
+
+
+class Row(ABC):
+    """Messages of one direction and purpose, started and ended in order, at most `window` at a time."""
+
+    shift = 1
+    """1: the peer of step s is rank + s; -1: it is rank - s."""
+
+    def __init__(self, exchange: Exchange, window: int) -> None:
+        self.exchange = exchange
+        self.window = window
+        self.requests: deque[Any] = deque()
+        self._started: deque[tuple[int, int]] = deque()
+        self._waiting = deque(self._order())
+
+    def _order(self) -> list[tuple[int, int]]:
+        """All (message number, peer) of the row."""
+        exchange = self.exchange
+        peers = [(exchange.rank + self.shift * step) % exchange.size for step in range(1, exchange.size)]
+        last = max(map(len, exchange.messages))
+        return [(number, peer) for number in range(last) for peer in peers if number < self._count(peer)]
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether messages of this row are in flight or to come."""
+        return bool(self.requests or self._waiting)
+
+    def step(self) -> bool:
+        """End and start what can be; say whether anything moved."""
+        moved = False
+        while self.requests and self.requests[0].Test():
+            self.requests.popleft()
+            self.end(*self._started.popleft())
+            moved = True
+        while self._waiting and len(self.requests) < self.window and self.ready(*self._waiting[0]):
+            each = self._waiting.popleft()
+            self.requests.append(self.start(*each))
+            self._started.append(each)
+            moved = True
+        return moved
+
+    @abstractmethod
+    def _count(self, peer: int) -> int:
+        """How many messages go to or come from `peer`."""
+
+    def ready(self, number: int, peer: int) -> bool:
+        """Whether message `number` may be started."""
+        return True
+
+    @abstractmethod
+    def start(self, number: int, peer: int) -> Any:
+        """Start message `number` and return its request."""
+
+    @abstractmethod
+    def end(self, number: int, peer: int) -> None:
+        """Do what follows once message `number` has arrived or left."""
+
+
+class ContributionSender(Row):
+    """Sends the own contribution for every other rank's shard."""
+
+    def __init__(self, exchange: Exchange, window: int) -> None:
+        super().__init__(exchange, window)
+        self._packed: deque[Array | None] = deque()
+
+    def _count(self, peer: int) -> int:
+        return len(self.exchange.messages[peer])
+
+    def start(self, number: int, peer: int) -> Any:
+        exchange = self.exchange
+        data, buffer = exchange.pack(exchange.messages[peer][number])
+        self._packed.append(buffer)
+        return exchange.comm.Isend([data, exchange.byte], peer, _CONTRIBUTION_TAG)
+
+    def end(self, number: int, peer: int) -> None:
+        buffer = self._packed.popleft()
+        if buffer is not None:
+            self.exchange.buffers.give(buffer)
+        self.exchange.contributed[peer] += 1
+
+
+class ContributionReceiver(Row):
+    """Receives the others' contributions for the own shard and folds them, one message after the other."""
+
+    shift = -1
+
+    def __init__(self, exchange: Exchange, window: int) -> None:
+        super().__init__(exchange, window)
+        own = exchange.messages[exchange.rank]
+        longest = max(map(message_length, own), default=0)
+        self._memory = exchange.buffers.accumulator(exchange.arithmetic, longest)
+        self._slots: deque[Array] = deque()
+        self._accumulators: list[Piece] = []
+        self._folded = 0
+
+    def _count(self, peer: int) -> int:
+        return len(self.exchange.messages[self.exchange.rank])
+
+    def start(self, number: int, peer: int) -> Any:
+        exchange = self.exchange
+        buffer = exchange.buffers.take()
+        self._slots.append(buffer)
+        size = exchange.nbytes(exchange.messages[exchange.rank][number])
+        return exchange.comm.Irecv([buffer[:size], exchange.byte], peer, _CONTRIBUTION_TAG)
+
+    def end(self, number: int, peer: int) -> None:
+        exchange = self.exchange
+        arithmetic = exchange.arithmetic
+        own = [exchange.pieces[piece][start:stop] for piece, start, stop in exchange.messages[exchange.rank][number]]
+        if not self._folded:
+            self._begin(own)
+        buffer = self._slots.popleft()
+        contribution = arithmetic.over(buffer[: sum(map(len, own)) * arithmetic.itemsize])
+        offset = 0
+        for accumulator in self._accumulators:
+            arithmetic.fold(accumulator, contribution[offset : offset + len(accumulator)])
+            offset += len(accumulator)
+        exchange.buffers.give(buffer)
+        self._folded += 1
+        if self._folded == exchange.size - 1:
+            for accumulator, piece in zip(self._accumulators, own, strict=True):
+                arithmetic.end(accumulator, piece)
+            self._folded = 0
+            exchange.finished += 1
+
+    def _begin(self, own: Sequence[Piece]) -> None:
+        """Load the own contribution; where memory is needed each run has its part of it."""
+        self._accumulators = []
+        offset = 0
+        for piece in own:
+            memory = None if self._memory is None else self._memory[offset:]
+            self._accumulators.append(self.exchange.arithmetic.begin(piece, memory))
+            offset += len(piece)
+
+
+class ResultSender(Row):
+    """Sends the results of the own shard to all others."""
+
+    def __init__(self, exchange: Exchange, window: int) -> None:
+        super().__init__(exchange, window)
+        self._packed: deque[tuple[Array, Array | None]] = deque()
+        self._last_peer = (exchange.rank - 1) % exchange.size
+        self._last_packed = -1
+
+    def _count(self, peer: int) -> int:
+        return len(self.exchange.messages[self.exchange.rank])
+
+    def ready(self, number: int, peer: int) -> bool:
+        return self.exchange.finished > number
+
+    def start(self, number: int, peer: int) -> Any:
+        exchange = self.exchange
+        if number > self._last_packed:
+            self._packed.append(exchange.pack(exchange.messages[exchange.rank][number]))
+            self._last_packed = number
+        data, _ = self._packed[-1]
+        return exchange.comm.Isend([data, exchange.byte], peer, _RESULT_TAG)
+
+    def end(self, number: int, peer: int) -> None:
+        if peer == self._last_peer:
+            _, buffer = self._packed.popleft()
+            if buffer is not None:
+                self.exchange.buffers.give(buffer)
+
+
+class ResultReceiver(Row):
+    """Receives the results of every other shard, straight into the tensors where a message is in one place."""
+
+    shift = -1
+
+    def __init__(self, exchange: Exchange, window: int) -> None:
+        super().__init__(exchange, window)
+        self._slots: deque[Array | None] = deque()
+
+    def _count(self, peer: int) -> int:
+        return len(self.exchange.messages[peer])
+
+    def ready(self, number: int, peer: int) -> bool:
+        # MPI still reads the own contribution from the place where the result goes.
+        return self.exchange.contributed[peer] > number
+
+    def start(self, number: int, peer: int) -> Any:
+        exchange = self.exchange
+        message = exchange.messages[peer][number]
+        slot = exchange.buffers.take() if len(message) > 1 else None
+        self._slots.append(slot)
+        target = exchange.bytes_of(message)[0] if slot is None else slot[: exchange.nbytes(message)]
+        return exchange.comm.Irecv([target, exchange.byte], peer, _RESULT_TAG)
+
+    def end(self, number: int, peer: int) -> None:
+        slot = self._slots.popleft()
+        if slot is not None:
+            self.exchange.unpack(self.exchange.messages[peer][number], slot)
+            self.exchange.buffers.give(slot)

@@ -1,0 +1,159 @@
+"""The network plane: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
+
+Small reductions are MPI's own, on one flat buffer, where MPI computes the type right; all others are a pairwise
+exchange (exchange.py). 16-bit floats are summed in float32 either way and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.exchange import Buffers, Exchange
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.partition import message_elements, messages, shards
+from hvlike.planes.scratch import ordinary_tensor
+from hvlike.transport.dtypes import Array, Kind, raw_view
+from hvlike.transport.natives import Natives
+from hvlike.transport.routine import Routine, complete
+
+SMALL_BYTES = 4 << 20
+"""Below this MPI's own reduction is as fast as the exchange, or faster."""
+SMALL_HALF_BYTES = 256 << 10
+"""The same for 16-bit floats, which MPI's reduction moves as float32: twice the bytes."""
+LARGEST_MESSAGE = 1 << 20
+SMALLEST_MESSAGE = 64 << 10
+BUFFER_BYTES = 16 << 20
+"""About how much memory the messages being received take, at any number of ranks."""
+BROADCAST_BYTES = 1 << 30
+"""Counts of 2^31 fail in Open MPI."""
+
+_MPI_OPS = {
+    ReduceOp.AVERAGE: "SUM",
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PRODUCT: "PROD",
+}
+
+# MPI may still write to the memory of a request that nobody waits for any more: it must never be freed.
+_ABANDONED: list[Any] = []
+
+
+class Network:
+    """Reductions and gathers over one communicator; one call at a time, in the same order on all its ranks."""
+
+    def __init__(self, comm: Any) -> None:
+        """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on."""
+        self._comm = comm
+        self._size: int = comm.Get_size()
+        self._natives = Natives()
+        self._buffers = Buffers()
+        self._flat: Array = np.empty(0, np.uint8)
+        self._broken = False
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce flat contiguous CPU tensors in place; the same lengths on every rank; bitwise the same everywhere."""
+        pieces = [arithmetic.view(tensor) for tensor in tensors if tensor.numel()]
+        if self._size == 1:
+            for piece in pieces:
+                arithmetic.combine(piece, [])
+        elif pieces:
+            size = sum(map(len, pieces)) * arithmetic.itemsize
+            half = arithmetic.element.kind is Kind.HALF
+            wide = arithmetic.on(torch.float32) if half else arithmetic
+            native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
+            if native is not None and size <= (SMALL_HALF_BYTES if half else SMALL_BYTES):
+                yield from self._reduce_flat(pieces, wide, *native)
+            else:
+                raw = [raw_view(tensor) for tensor in tensors if tensor.numel()]
+                yield from self._exchange(pieces, raw, arithmetic)
+
+    def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Routine[None]:
+        """Write each flat contiguous CPU tensor of (owner, tensor) from its owner to all other ranks."""
+        if self._size == 1:
+            return
+        requests: list[Any] = []
+        for owner, tensor in pieces:
+            raw = raw_view(tensor)
+            for start in range(0, len(raw), BROADCAST_BYTES):
+                run = raw[start : start + BROADCAST_BYTES]
+                requests.append(self._comm.Ibcast([run, self._natives.byte], owner))
+        yield from self._keep(complete(requests), lambda: requests)
+
+    def close(self) -> None:
+        """Free the communicator, unless messages of a routine that was given up may still arrive on it."""
+        if self._comm is not None and not self._broken:
+            self._comm.Free()
+        self._comm = None
+
+    def _reduce_flat(self, pieces: Sequence[Piece], arithmetic: Arithmetic, datatype: Any, op: Any) -> Routine[None]:
+        """Reduce by MPI on one flat buffer; `arithmetic` is that of the buffer, wider than 16-bit pieces."""
+        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
+            yield from self._reduce_by_mpi(pieces[0], arithmetic, datatype, op)
+            return
+        length = sum(map(len, pieces))
+        size = length * arithmetic.itemsize
+        if len(self._flat) < size:
+            self._flat = np.empty(size, np.uint8)
+        flat = self._flat[:size].view(arithmetic.element.storage)
+        places = _split(flat, pieces)
+        for place, piece in zip(places, pieces, strict=True):
+            _convert(place, piece)
+        yield from self._reduce_by_mpi(flat, arithmetic, datatype, op)
+        for place, piece in zip(places, pieces, strict=True):
+            _convert(piece, place)
+
+    def _reduce_by_mpi(self, flat: Array, arithmetic: Arithmetic, datatype: Any, op: Any) -> Routine[None]:
+        if arithmetic.factors.prescale != 1:
+            arithmetic.accumulate(flat, [])
+        request = self._comm.Iallreduce(self._natives.in_place, [flat.view(np.uint8), len(flat), datatype], op)
+        yield from self._keep(complete([request]), lambda: [request])
+        arithmetic.finish(flat)
+
+    def _exchange(self, pieces: Sequence[Piece], raw: Sequence[Array], arithmetic: Arithmetic) -> Routine[None]:
+        lengths = [len(piece) for piece in pieces]
+        elements = message_elements(
+            sum(lengths), self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE
+        )
+        parts = [messages(shard, elements) for shard in shards(lengths, self._size)]
+        size = elements * arithmetic.itemsize
+        self._buffers.require(size)
+        window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
+        exchange = Exchange(self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window)
+        yield from self._keep(exchange.run(), lambda: exchange.requests)
+
+    def _keep(self, routine: Routine[None], requests: Callable[[], Sequence[Any]]) -> Routine[None]:
+        """Run `routine`; if it is given up or fails, keep its requests and their memory for ever."""
+        ended = False
+        try:
+            yield from routine
+            ended = True
+        finally:
+            if not ended:
+                _ABANDONED.extend(requests())
+                self._broken = True
+
+
+def _split(flat: Array, pieces: Sequence[Piece]) -> list[Array]:
+    """Places in `flat` for the pieces, one after the other."""
+    places = []
+    offset = 0
+    for piece in pieces:
+        places.append(flat[offset : offset + len(piece)])
+        offset += len(piece)
+    return places
+
+
+def _convert(target: Piece, source: Piece) -> None:
+    """Copy a piece; to or from float32 where one side is a 16-bit float."""
+    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(target, source)
+    elif isinstance(target, np.ndarray):
+        ordinary_tensor(target).copy_(torch.as_tensor(source))
+    else:
+        target.copy_(ordinary_tensor(source) if isinstance(source, np.ndarray) else source)

@@ -1,0 +1,78 @@
+"""Cutting a sequence of flat pieces into shards and messages. Pure functions over integers.
+
+    pieces        |0 0 0 0 0|1 1|2 2 2 2 2|        lengths 5, 2, 5
+    shards (2)    |a a a a a a b b b b b b|        6 elements each
+    shard a       (0, 0, 5) (1, 0, 1)
+    shard b       (1, 1, 2) (2, 0, 5)
+    messages of b, at most 4 elements:  [(1, 1, 2) (2, 0, 3)]  [(2, 3, 5)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+
+class Run(NamedTuple):
+    """Elements `start` to `stop` of piece number `piece`."""
+
+    piece: int
+    start: int
+    stop: int
+
+
+Message: TypeAlias = list[Run]
+"""Runs that travel together, in order."""
+
+
+def shards(lengths: Sequence[int], count: int) -> list[list[Run]]:
+    """Cut pieces of `lengths` elements, laid end to end, into `count` shards that differ by at most one element.
+
+    Returns the runs of each shard in order; a shard is empty where there are fewer elements than shards.
+    """
+    total = sum(lengths)
+    result: list[list[Run]] = []
+    piece = position = 0
+    for shard in range(count):
+        missing = total * (shard + 1) // count - total * shard // count
+        runs: list[Run] = []
+        while missing:
+            taken = min(missing, lengths[piece] - position)
+            if taken:
+                runs.append(Run(piece, position, position + taken))
+            missing -= taken
+            position += taken
+            if position == lengths[piece]:
+                piece, position = piece + 1, 0
+        result.append(runs)
+    return result
+
+
+def messages(runs: Iterable[Run], elements: int) -> list[Message]:
+    """Cut the runs of one shard into messages of `elements` elements; the last may be shorter."""
+    result: list[Message] = []
+    room = 0
+    for piece, start, stop in runs:
+        while start < stop:
+            if not room:
+                result.append([])
+                room = elements
+            taken = min(room, stop - start)
+            result[-1].append(Run(piece, start, start + taken))
+            start += taken
+            room -= taken
+    return result
+
+
+def message_length(message: Message) -> int:
+    """Elements in a message."""
+    return sum(run.stop - run.start for run in message)
+
+
+def message_elements(total: int, count: int, itemsize: int, *, largest: int, smallest: int) -> int:
+    """Elements per message such that a shard is cut into about four, within `smallest` and `largest` bytes.
+
+    Four messages keep sending, reducing and returning busy at the same time; small ones are not worth cutting.
+    """
+    shard_bytes = -(-total // count) * itemsize
+    return max(smallest, min(largest, -(-shard_bytes // 4))) // itemsize
