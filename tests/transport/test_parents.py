@@ -1,0 +1,73 @@
+"""A process notices that the launcher above it is gone, also through a shell."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvlike.transport import parents
+
+# The module alone starts in milliseconds. Says "watching", then "orphan" when it sees that it is one.
+WATCHER = f"""
+import sys, time
+sys.path.insert(0, {str(Path(parents.__file__).parent)!r})
+import parents
+watch = parents.ParentWatch()
+print("watching", watch.is_orphan(), flush=True)
+until = time.monotonic() + 5
+while not watch.is_orphan() and time.monotonic() < until:
+    time.sleep(0.01)
+print("orphan", watch.is_orphan(), flush=True)
+"""
+
+# A launcher that starts a command and waits for it.
+LAUNCHER = "import subprocess, sys; subprocess.call(sys.argv[1:])"
+
+
+def test_a_process_with_its_launcher_is_no_orphan() -> None:
+    watch = parents.ParentWatch()
+    assert not watch.is_orphan()
+
+
+@pytest.mark.job
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="shells are recognised in /proc")
+@pytest.mark.parametrize("shells", [0, 1, 2])
+def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
+    command = [sys.executable, "-c", WATCHER]
+    for _ in range(shells):
+        # A shell that has something left to do stays as a parent.
+        command = ["sh", "-c", '"$@"; true', "sh", *command]
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "watching False\n"
+        started = time.monotonic()
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert launcher.stdout.readline() == "orphan True\n"
+        assert time.monotonic() - started < 2
+
+
+def test_the_chain_ends_at_the_first_parent_that_is_no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = {
+        10: parents._Process("bash", 9),
+        9: parents._Process("sh", 8),
+        8: parents._Process("mpirun", 7),
+        7: parents._Process("bash", 6),
+    }
+    monkeypatch.setattr(parents, "_look", processes.get)
+    monkeypatch.setattr(os, "getppid", lambda: 10)
+    watch = parents.ParentWatch()
+    assert watch._chain == (10, 9, 8)
+    assert not watch.is_orphan()
+    processes[8] = parents._Process("mpirun", 1)  # nohup: mpirun has another parent, and lives
+    assert not watch.is_orphan()
+    processes[9] = parents._Process("sh", 1)  # mpirun is gone
+    assert watch.is_orphan()
+
+
+def test_names_with_blanks_and_parentheses_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "42 (a (b) c) S 7 42 42 0")
+    assert parents._look(42) == parents._Process("a (b) c", 7)

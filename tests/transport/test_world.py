@@ -1,0 +1,170 @@
+"""World: who the ranks are, for every way to name them; and the user's own MPI stays untouched."""
+
+import logging
+import multiprocessing
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hvlike.errors import LaunchError, UsageError
+from hvlike.transport import mpi as mpi_library
+from hvlike.transport.world import World
+
+
+@pytest.fixture
+def mpi() -> ModuleType:
+    return mpi_library.load()
+
+
+def total(world: World) -> int:
+    """Sum of 1 over the ranks of a world: works only if all take part."""
+    return int(world.comm.allreduce(1))
+
+
+def test_all_ranks(mpi: ModuleType) -> None:
+    world = World.start()
+    assert (world.rank, world.size) == (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    assert total(world) == world.size
+    assert sorted(rank for node in world.nodes for rank in node) == list(range(world.size))
+    assert world.nodes[0][0] == 0
+    assert world.local_size == world.node_comm.Get_size()
+    assert world.local_rank == world.node_comm.Get_rank()
+    assert world.thread_level >= mpi.THREAD_SERIALIZED
+    assert str(world) == f"rank {world.rank} of {world.size} on {world.host}"
+    world.close()
+
+
+def test_start_and_close_again_and_again() -> None:
+    for _ in range(5):
+        world = World.start()
+        assert total(world) == world.size
+        world.close()
+        world.close()
+
+
+def test_errors_raise_instead_of_ending_the_job(mpi: ModuleType) -> None:
+    world = World.start()
+    assert world.comm.Get_errhandler() == mpi.ERRORS_RETURN
+    with pytest.raises(mpi.Exception):
+        world.comm.Send(bytearray(1), dest=world.size)
+    world.close()
+
+
+def test_messages_of_the_user_are_not_touched(mpi: ModuleType) -> None:
+    user = mpi.COMM_WORLD
+    right, left = (user.rank + 1) % user.size, (user.rank - 1) % user.size
+    request = user.isend(("before", user.rank), dest=right, tag=0)
+    world = World.start()
+    ours = world.comm.isend(("ours", world.rank), dest=right, tag=0)
+    assert world.comm.recv(source=left, tag=0) == ("ours", left)
+    ours.wait()
+    world.close()
+    assert user.recv(source=left, tag=0) == ("before", left)
+    request.wait()
+
+
+def test_a_list_gives_the_order_of_ranks(mpi: ModuleType) -> None:
+    size = mpi.COMM_WORLD.Get_size()
+    world = World.start(list(reversed(range(size))))
+    assert world.rank == size - 1 - mpi.COMM_WORLD.Get_rank()
+    assert total(world) == size
+    world.close()
+
+
+def test_two_groups_side_by_side(mpi: ModuleType) -> None:
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    mine = range(rank % 2, size, 2)
+    world = World.start(mine)
+    assert world.size == len(mine) == total(world)
+    assert world.rank == list(mine).index(rank)
+    world.close()
+
+
+def test_a_list_of_one(mpi: ModuleType) -> None:
+    world = World.start([mpi.COMM_WORLD.Get_rank()])
+    assert (world.rank, world.size, world.nodes) == (0, 1, ((0,),))
+    world.close()
+
+
+def test_a_communicator_is_duplicated_and_stays_the_users(mpi: ModuleType) -> None:
+    user = mpi.COMM_WORLD.Split(mpi.COMM_WORLD.Get_rank() % 2)
+    world = World.start(user)
+    assert world.size == user.Get_size() == total(world)
+    assert world.comm != user
+    world.close()
+    assert user.allreduce(1) == user.Get_size()
+    user.Free()
+
+
+def test_nodes_can_be_split_for_trials() -> None:
+    world = World.start(ranks_per_node=2)
+    ranks = list(range(world.size))
+    assert world.nodes == tuple(tuple(ranks[first : first + 2]) for first in range(0, world.size, 2))
+    assert world.local_rank == world.rank % 2
+    assert world.cross_rank == world.rank // 2
+    assert world.homogeneous is (world.size % 2 == 0 or world.size == 1)
+    assert world.node_comm.Get_size() == world.local_size
+    world.close()
+
+
+@pytest.mark.parametrize("wrong", [3, "01", 2.5, object(), [0, "1"], [0.5]])
+def test_wrong_types(wrong: Any) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid type of argument comm\. Expected list of rank integers or mpi4py\.MPI\.Comm object\.",
+    ):
+        World.start(wrong)
+
+
+def test_wrong_lists(mpi: ModuleType) -> None:
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    with pytest.raises(UsageError, match=rf"ranks \[{size}\], but the job has ranks 0 to {size - 1}"):
+        World.start([rank, size])
+    with pytest.raises(UsageError, match=r"ranks \[-1\]"):
+        World.start([-1, rank])
+    with pytest.raises(UsageError, match=rf"ranks \[{rank}\] more than once"):
+        World.start([rank, rank])
+    with pytest.raises(UsageError, match="pass None for all ranks"):
+        World.start([])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_list_without_the_calling_rank(mpi: ModuleType) -> None:
+    rank = mpi.COMM_WORLD.Get_rank()
+    with pytest.raises(UsageError, match=f"rank {rank} called init.* a list without itself"):
+        World.start([(rank + 1) % mpi.COMM_WORLD.Get_size()])
+
+
+def test_a_null_communicator(mpi: ModuleType) -> None:
+    with pytest.raises(UsageError, match="COMM_NULL"):
+        World.start(mpi.COMM_NULL)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_intercommunicator(mpi: ModuleType) -> None:
+    side = mpi.COMM_WORLD.Get_rank() % 2
+    half = mpi.COMM_WORLD.Split(side)
+    bridge = half.Create_intercomm(0, mpi.COMM_WORLD, 1 - side)
+    with pytest.raises(UsageError, match="intercommunicator"):
+        World.start(bridge)
+    bridge.Free()
+    half.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_waits_in_init_says_so(mpi: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    late = mpi.COMM_WORLD.Get_rank() == 1
+    with caplog.at_level(logging.WARNING, logger="hvlike"):
+        time.sleep(0.6 if late else 0.0)
+        world = World.start(patience=0.2)
+    assert late or f"rank {world.rank} of {world.size} on {world.host} has waited" in caplog.text
+    world.close()
+
+
+def test_a_spawned_child_of_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="child that multiprocessing started from a rank"):
+        World.start()
