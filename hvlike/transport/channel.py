@@ -74,7 +74,7 @@ class Channel:
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
         self._handlers: dict[int, Handler] = {}
-        self._sending: list[tuple[int, list[Any], Any]] = []
+        self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
         self._next_tag = 0
@@ -110,7 +110,7 @@ class Channel:
             self._counters.count_sent(rank)
             self._bells[rank].ring()
         if not all(request.Test() for request in requests):
-            self._sending.append((rank, requests, (message, tensors)))
+            self._sending.append((requests, message, tensors))
 
     @property
     def quiet(self) -> bool:
@@ -139,11 +139,8 @@ class Channel:
 
     def _advance_sends(self) -> Wait:
         for entry in list(self._sending):
-            rank, requests, _ = entry
-            if all(request.Test() for request in requests):
+            if all(request.Test() for request in entry[0]):
                 self._sending.remove(entry)
-                if rank in self._bells:
-                    self._bells[rank].ring()
         return Wait.POLL if self._sending else Wait.AGAIN
 
     def _receive(self) -> bool:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 TICK_SECONDS = 0.25
 """The longest a sleeper goes without a look at the health of the job."""
 
+_PICK_UP_SECONDS = 50e-6
 _SHORTEST_POLL = 20e-6
 _LONGEST_POLL = 1e-3
 _LONGEST_IDLE_POLL = 10e-3
@@ -171,6 +172,9 @@ class Loop:
         while not self._closing:
             rung = self._bell.sleep_idle(min(poll, TICK_SECONDS) if self._remote else TICK_SECONDS)
             poll = _SHORTEST_POLL if rung else min(2 * poll, _LONGEST_IDLE_POLL)
+            if rung:
+                # The main thread may be about to wait: it would find the lock taken and lose more than this.
+                time.sleep(_PICK_UP_SECONDS)
             if self._closing or not self._lock.acquire(blocking=False):
                 continue
             try:
