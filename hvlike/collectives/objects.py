@@ -60,7 +60,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     header = torch.tensor([[rank(), status, payload.numel()]], dtype=torch.int64)
     headers = allgather(header, name=_part(name, "size"), process_set=process_set)
     payloads = allgather(payload, name=_part(name, "bytes"), process_set=process_set)
-    parts = payloads.split([int(size) for size in headers[:, 2]])
+    parts = torch.split(payloads, [int(size) for size in headers[:, 2]])
     for (source, state, _), part in zip(headers.tolist(), parts, strict=True):
         if state == _FAILED:
             _raise_unpicklable("allgather_object", part, source, source == rank())
@@ -97,7 +97,7 @@ def _dumps(obj: Any) -> bytes:
 
 
 def _unpacked(payload: Tensor) -> Any:
-    return pickle.loads(payload.numpy())
+    return pickle.loads(payload.numpy().data)
 
 
 def _raise_unpicklable(call: str, reason: Tensor, source: int, is_mine: bool) -> None:

@@ -1,0 +1,35 @@
+"""Gradient clipping on the gradients of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvlike.training import misuse
+from hvlike.training.optimizer import DistributedOptimizer
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Reduce the gradients of a DistributedOptimizer and clip their total norm; a plain optimizer.step() follows.
+
+    max_norm, norm_type, error_if_nonfinite, foreach: as in torch. The norm is taken over all parameters of the
+    optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
+    Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
+    Returns the total norm before clipping, a 0-dim tensor, the same on every rank of the set.
+    Raises: UsageError for an optimizer that is not distributed; RuntimeError, on every rank, for a norm that is not
+    finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
+    Source: torch.nn.utils.clip_grad_norm_.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise misuse.not_distributed("hvlike.clip_grad_norm_", optimizer)
+    optimizer.synchronize_for("hvlike.clip_grad_norm_")
+    parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norm.detach()

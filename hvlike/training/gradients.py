@@ -1,0 +1,262 @@
+"""The gradients of one optimizer between backward and step: who has arrived, what is reduced, what may happen when.
+
+    IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in optimizer.py)
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvlike.collectives.context import Context, current
+from hvlike.collectives.planned import PlannedReducer
+from hvlike.errors import UsageError
+from hvlike.training import misuse
+from hvlike.training.hooks import GradientHooks
+from hvlike.training.names import name_parameters
+from hvlike.training.reduction import Reduction
+from hvlike.training.slot import Slot
+
+
+class Phase(enum.Enum):
+    """Where the gradients are."""
+
+    IDLE = "no backward pass since the last step or zero_grad"
+    ACCUMULATING = "local sums of some backward passes, more are to come"
+    REDUCING = "some gradients are being reduced over the ranks"
+    SYNCHRONIZED = "all gradients are reduced"
+
+
+class Gradients:
+    """Reduces the gradients of an optimizer's parameters over the ranks.
+
+    A hook counts each gradient that backward has finished and, with the last pass of a step, hands it to the reducer.
+    The reducer is made for the parameters that require a gradient; when these change, it is replaced.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.keep_local = False
+        """Inside no_sync(): arrivals are not reduced."""
+        self.backward_passes_per_step = check_passes(backward_passes_per_step)
+        self.reduction = reduction
+        self.name: str | None = None
+        """What the ranks match this optimizer by; known from its first reduction on."""
+        self._optimizer = optimizer
+        self.given_names = dict(names)
+        """Names from the user, also of parameters that may be added later."""
+        self._slots: list[Slot] = []
+        self._hooks: GradientHooks[Slot] = GradientHooks(self.arrived)
+        self._reducer: PlannedReducer | None = None
+        self._waiting: list[Slot] = []
+        self._context: Context | None = None
+        self._lock = threading.Lock()
+        self._refresh()
+
+    def arrived(self, slot: Slot) -> None:
+        """The hook: backward has finished a gradient. Runs in backward's thread."""
+        gradient = slot.parameter.grad
+        if gradient is None:
+            return
+        if slot.handed_over is not None:
+            raise misuse.too_many_passes(slot.name, self.backward_passes_per_step)
+        if not self.keep_local:
+            slot.passes += 1
+            if slot.passes >= self.backward_passes_per_step:
+                self._hand_over(slot, gradient)
+                return
+        if self.phase is not Phase.ACCUMULATING:
+            self._begin_accumulating()
+
+    def synchronize(self, call: str = "optimizer.synchronize()") -> None:
+        """Reduce all gradients; nothing if that has been done since the last backward pass.
+
+        Collective over the process set; blocks. Parameters without a gradient contribute zeros.
+        Raises: UsageError inside no_sync() and, once the reduction is complete, for gradients that were exchanged.
+        """
+        if self.phase is Phase.SYNCHRONIZED:
+            return
+        if self.keep_local:
+            raise misuse.inside_no_sync(call)
+        if self.phase is not Phase.REDUCING:
+            self._refresh()
+        self.phase = Phase.REDUCING
+        disturbed = self._reduce()
+        for slot in self._slots:
+            slot.reset()
+        self.phase = Phase.SYNCHRONIZED
+        if disturbed is not None:
+            self.phase = Phase.IDLE
+            raise disturbed
+
+    def discard(self) -> None:
+        """Forget local sums: zero_grad(). Raises: UsageError while gradients are being reduced."""
+        if self.phase is Phase.REDUCING:
+            raise misuse.zero_grad_while_reducing()
+        self._begin()
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        if self.phase is not Phase.REDUCING:
+            self._begin()
+
+    def set_passes(self, passes: int) -> None:
+        """Change how many backward passes make a step; counting starts anew. Raises: UsageError."""
+        passes = check_passes(passes)
+        if self.phase is Phase.REDUCING:
+            raise misuse.changed_while_reducing("optimizer.set_backward_passes_per_step()")
+        self.backward_passes_per_step = passes
+        for slot in self._slots:
+            slot.passes = 0
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Accumulate on this rank only. Raises: UsageError while gradients are being reduced."""
+        if self.phase is Phase.REDUCING:
+            raise misuse.no_sync_while_reducing()
+        before, self.keep_local = self.keep_local, True
+        try:
+            yield
+        finally:
+            self.keep_local = before
+
+    def groups_changed(self) -> None:
+        """Attach hooks to new parameters at once, so that their first gradients overlap with backward too."""
+        self._refresh()
+
+    def _begin(self) -> None:
+        if self.phase is Phase.ACCUMULATING:
+            for slot in self._slots:
+                slot.passes = 0
+        self.phase = Phase.IDLE
+
+    def _begin_accumulating(self) -> None:
+        # Backward runs one thread for each device.
+        with self._lock:
+            if self.phase is not Phase.REDUCING:
+                self.phase = Phase.ACCUMULATING
+
+    def _begin_reducing(self) -> None:
+        with self._lock:
+            if self.phase is not Phase.REDUCING:
+                self._refresh()
+                self.phase = Phase.REDUCING
+
+    def _hand_over(self, slot: Slot, gradient: Tensor) -> None:
+        if self.phase is not Phase.REDUCING:
+            self._begin_reducing()
+        if slot.index < 0:
+            raise misuse.late_parameter(slot.name)
+        slot.handed_over = gradient
+        if self._reducer is None:
+            self._waiting.append(slot)
+        else:
+            self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
+
+    def _refresh(self) -> None:
+        """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
+        wanted = [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        same = len(wanted) == len(self._slots) and all(
+            slot.still_fits(parameter) for slot, parameter in zip(self._slots, wanted, strict=True)
+        )
+        if not same:
+            self._replace_slots(wanted)
+            self._drop_reducer()
+
+    def _replace_slots(self, parameters: list[Tensor]) -> None:
+        names = name_parameters(self._optimizer.param_groups, self.given_names)
+        known = {slot.parameter: slot for slot in self._slots}
+        slots = []
+        for index, parameter in enumerate(parameters):
+            slot = known.pop(parameter, None)
+            if slot is None or not slot.still_fits(parameter):
+                slot = Slot(names[parameter], parameter)
+                self._hooks.attach(parameter, slot)
+            slot.index = index
+            slots.append(slot)
+        for slot in known.values():
+            slot.index = -1
+            self._hooks.detach(slot.parameter)
+        self._slots = slots
+
+    def _reduce(self) -> UsageError | None:
+        """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
+        reducer = self._ready_reducer()
+        replacements: Mapping[int, Tensor] = {}
+        if reducer is not None:
+            try:
+                replacements = reducer.finish(self._missing)
+            except BaseException:
+                self._abandon()
+                raise
+        lost: list[str] = []
+        replaced: list[str] = []
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if slot.handed_over is not None and gradient is not slot.handed_over:
+                (lost if gradient is None else replaced).append(slot.name)
+            elif slot.wire is not None or slot.index in replacements:
+                slot.take_back(replacements.get(slot.index))
+        return misuse.gradients_disturbed(lost, replaced) if lost or replaced else None
+
+    def _ready_reducer(self) -> PlannedReducer | None:
+        """Return the reducer, made at the first need; None where there is nobody to reduce with."""
+        context = current()
+        if self._context is not context:
+            self._drop_reducer()
+            self._context, self.name = context, None
+        if self._reducer is None and self._slots and not self.reduction.is_local(context):
+            if self.name is None:
+                self.name = self.reduction.automatic_name(context)
+            self._reducer = self.reduction.reducer(
+                self.name, [slot.name for slot in self._slots], [slot.parameter for slot in self._slots]
+            )
+        waiting, self._waiting = self._waiting, []
+        if self._reducer is not None:
+            for slot in waiting:
+                if slot.handed_over is not None:
+                    tensor = slot.to_reduce(slot.handed_over, densify=self.reduction.sparse_as_dense)
+                    self._reducer.mark_ready(slot.index, tensor)
+        return self._reducer
+
+    def _missing(self, index: int) -> Tensor:
+        """Return what this rank contributes for a parameter that was not handed over: local sums, or zeros."""
+        slot = self._slots[index]
+        densify = self.reduction.sparse_as_dense
+        if slot.parameter.grad is None:
+            slot.parameter.grad = slot.nothing()
+        elif slot.passes == 0 and self.phase is Phase.REDUCING and not self.keep_local:
+            self._hooks.attach(slot.parameter, slot)
+        return slot.to_reduce(slot.parameter.grad, densify=densify)
+
+    def _abandon(self) -> None:
+        """A reduction failed: forget this step, so that the next backward pass starts cleanly."""
+        self._drop_reducer()
+        self._waiting = []
+        for slot in self._slots:
+            slot.reset()
+        self.phase = Phase.IDLE
+
+    def _drop_reducer(self) -> None:
+        reducer, self._reducer = self._reducer, None
+        if reducer is not None:
+            reducer.close()
+
+
+def check_passes(passes: int) -> int:
+    """Return a number of backward passes. Raises: UsageError unless it is a whole number above 0."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
+    return passes

@@ -1,0 +1,104 @@
+"""What a DistributedOptimizer says to calls in the wrong order: each text names the cause and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvlike.errors import UsageError
+
+_MOST_NAMES = 5
+
+DROP = "To drop gradients instead, call optimizer.synchronize() and then optimizer.zero_grad() on every rank."
+
+STEP_AFTER_SYNCHRONIZE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+    "if you use optimizer.synchronize() in your code."
+)
+"""Horovod's warning. The gradients are not reduced again here, so that no run is slower for it."""
+
+
+def list_names(names: Sequence[str]) -> str:
+    """'a', 'b', ... (7 in all)"""
+    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown}, ... ({len(names)} in all)"
+
+
+def too_many_passes(name: str, passes: int) -> UsageError:
+    """A gradient arrived again although it is being reduced already."""
+    return UsageError(
+        f"Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        f"backward_passes_per_step to accumulate gradients locally. Parameter {name!r} has had {passes} of {passes} "
+        f"backward passes and its gradient is being reduced. Accumulate under optimizer.no_sync() all passes but the "
+        f"last, or call optimizer.step() after each; a second DistributedOptimizer that is still alive for the same "
+        f"parameters has the same effect. {DROP}"
+    )
+
+
+def zero_grad_while_reducing() -> UsageError:
+    """zero_grad() would destroy gradients that are under way."""
+    return UsageError(
+        "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+        f"optimizer.synchronize(). This is prohibited as it can cause a race condition. {DROP}"
+    )
+
+
+def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str]) -> UsageError:
+    """Gradients were taken away or exchanged between backward and step."""
+    text = "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize()."
+    if lost:
+        text += (
+            f" Those of {list_names(lost)} were set to None: call optimizer.zero_grad() (or model.zero_grad()) "
+            "before loss.backward() or after optimizer.step()."
+        )
+    if replaced:
+        text += (
+            f" Those of {list_names(replaced)} were replaced by other tensors, which were not reduced: call "
+            "optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
+        )
+    return UsageError(text + " The reduction was completed, so all ranks can go on with the next backward pass.")
+
+
+def not_synchronized() -> UsageError:
+    """A step on gradients that are still local or under way."""
+    return UsageError(
+        "optimizer.step() was called under optimizer.skip_synchronize(), but the gradients of the last backward pass "
+        "have not been reduced. Call optimizer.synchronize() before, or step without skip_synchronize()."
+    )
+
+
+def inside_no_sync(call: str) -> UsageError:
+    """A call that needs reduced gradients where they are kept local."""
+    return UsageError(
+        f"{call} was called inside optimizer.no_sync(), where gradients only accumulate on this rank. Run the last "
+        "backward pass and the step outside of it."
+    )
+
+
+def no_sync_while_reducing() -> UsageError:
+    """Local accumulation into gradients that are under way."""
+    return UsageError(
+        "optimizer.no_sync() was entered after loss.backward() but before optimizer.step(). Passes that accumulate "
+        f"locally come first, then one outside of no_sync(), then step(). {DROP}"
+    )
+
+
+def changed_while_reducing(call: str) -> UsageError:
+    """A change of what is reduced, between backward and step."""
+    return UsageError(f"{call} was called after loss.backward() but before optimizer.step(). Call it after the step.")
+
+
+def late_parameter(name: str) -> UsageError:
+    """A gradient that is not in the plan of this step."""
+    return UsageError(
+        f"Parameter {name!r} started to require a gradient between the first loss.backward() and optimizer.step(). "
+        "Change requires_grad after the step, on every rank."
+    )
+
+
+def not_distributed(call: str, got: object) -> UsageError:
+    """A plain optimizer where a DistributedOptimizer is needed."""
+    return UsageError(
+        f"{call} expects the optimizer that hvd.DistributedOptimizer returned, got {type(got).__name__}. For one that "
+        "is not distributed use torch.nn.utils.clip_grad_norm_."
+    )

@@ -1,0 +1,307 @@
+"""DistributedOptimizer: any torch optimizer, stepping on gradients that are reduced over the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.context import current
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.errors import UsageError
+from hvlike.planes.ops import ReduceOp
+from hvlike.training import misuse
+from hvlike.training.closure import after, reduce_loss
+from hvlike.training.gradients import Gradients, Phase
+from hvlike.training.grouping import check_groups
+from hvlike.training.names import check_all_named, check_named_parameters
+from hvlike.training.reduction import Reduction
+from hvlike.training.scaler import is_read_by_grad_scaler
+
+# What belongs to the wrapper; every other attribute is read, set and deleted on the wrapped optimizer.
+# LRScheduler replaces `step` on the object it is given.
+_OWN = frozenset({"_wrapped", "_gradients", "_reduced_by_user", "_skipping", "_warned", "step"})
+
+
+class DistributedOptimizer(Optimizer):
+    """A torch optimizer whose step() uses gradients that are reduced over all ranks.
+
+    It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
+    optimizer, state that exists keeps its place, state dicts are plain and interchangeable with the wrapped one's,
+    `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. Pickles and deep-copies.
+
+    optimizer: any torch.optim.Optimizer. named_parameters: pairs (name, parameter), for errors and matching.
+    compression: what gradients travel as. backward_passes_per_step: passes whose gradients are summed up locally before
+    they are reduced. op: Average or Sum. gradient_predivide_factor: f divides by f before the sum and multiplies by f
+    after it (Average only). groups: a number, or lists of parameters, that are reduced together; num_groups: older
+    name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce over, None for all;
+    a rank outside of it steps on its own gradients.
+
+    Reduction starts in backward, as gradients become ready, and is finished by step(). The states, and what each call
+    does in them (= stays, > goes on to; "error" leaves the state as it is):
+
+                              IDLE          ACCUMULATING   REDUCING       SYNCHRONIZED
+        backward, last pass   > REDUCING    > REDUCING     error if the   > REDUCING
+                                                           same parameter
+        backward, other pass  > ACCUM.      =              =              > ACCUM.
+        step()                reduces, steps, > IDLE (in the first three)  steps, > IDLE
+        synchronize()         reduces, > SYNCHRONIZED                      =
+        step(), skipping      steps         error          error          steps, > IDLE
+        zero_grad()           =             > IDLE         error          > IDLE
+        no_sync()             allowed       allowed        error          allowed
+        add_param_group()     allowed       allowed        error          allowed
+
+    "skipping" is inside skip_synchronize(). After synchronize(), a plain step() does not reduce again; it warns once.
+    A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
+    step(closure) reduces after each evaluation and returns the loss reduced in the same way.
+
+    Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
+    parameters contribute zeros. Making the optimizer is local and does not block.
+    Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
+    ranks have different parameters or settings.
+    Source: horovod.torch.DistributedOptimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: CompressorLike = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: int = ReduceOp.AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        # Not super().__init__: it would make param_groups and state of its own.
+        current()
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"DistributedOptimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError("DistributedOptimizer was given an optimizer that is distributed already. Wrap it once.")
+        names: dict[Tensor, str] = {}
+        if named_parameters is not None:
+            names = check_named_parameters(named_parameters)
+            check_all_named(names, (each for group in optimizer.param_groups for each in group["params"]))
+        reduction = Reduction(
+            op=cast(ReduceOp, op),
+            compression=compression,
+            predivide_factor=gradient_predivide_factor,
+            groups=check_groups(groups, num_groups),
+            sparse_as_dense=sparse_as_dense,
+            process_set=None if process_set is global_process_set else process_set,
+        )
+        self._wrap(optimizer, Gradients(optimizer, reduction, names, backward_passes_per_step))
+
+    def _wrap(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._wrapped = optimizer
+        self._gradients = gradients
+        self._reduced_by_user = False
+        self._skipping = False
+        self._warned = False
+
+    # What is distributed
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
+
+        closure: evaluates the model on this rank's data, leaves gradients, returns the loss.
+        Collective over the process set; blocks. Returns what the wrapped step() returns.
+        Raises: UsageError for calls in the wrong order (see the table of the class), MismatchError, PeerLeftError.
+        Source: torch.optim.Optimizer.step.
+        """
+        if closure is None:
+            self._before_step()
+            result = self._wrapped.step(**kwargs)
+        else:
+            result = self._wrapped.step(after(closure, self._after_closure), **kwargs)
+        self._gradients.stepped()
+        return result
+
+    def synchronize(self) -> None:
+        """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
+
+        For code that reads or changes gradients before the step: step under skip_synchronize() then.
+        Collective over the process set; blocks. Raises: as step().
+        Source: horovod.torch.DistributedOptimizer.synchronize.
+        """
+        self._gradients.synchronize()
+        self._reduced_by_user = True
+
+    def synchronize_for(self, call: str) -> None:
+        """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
+
+        call: the name of that function, for errors. Collective over the process set; blocks. Raises: as step().
+        """
+        self._gradients.synchronize(call)
+        self._reduced_by_user = False
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let step() use the gradients as synchronize() and the user have left them. Local.
+
+        Source: horovod.torch.DistributedOptimizer.skip_synchronize.
+        """
+        before, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
+
+        Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
+        Raises: UsageError between backward and step. Source: torch DistributedDataParallel.no_sync.
+        """
+        return self._gradients.local()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes make a step; counting starts anew. Local.
+
+        Raises: UsageError unless passes > 0, and between backward and step.
+        Source: horovod.torch.DistributedOptimizer.set_backward_passes_per_step.
+        """
+        self._gradients.set_passes(passes)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes make a step."""
+        return self._gradients.backward_passes_per_step
+
+    @property
+    def process_set(self) -> ProcessSet | None:
+        """The ranks that gradients are reduced over; None for all."""
+        return self._gradients.reduction.process_set
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that was given to DistributedOptimizer."""
+        return self._wrapped
+
+    # What torch.optim.Optimizer offers, done by the wrapped optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and with them local sums. Local.
+
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.zero_grad.
+        """
+        self._gradients.discard()
+        self._wrapped.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
+
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.add_param_group.
+        """
+        if self._gradients.phase is Phase.REDUCING:
+            raise misuse.changed_while_reducing("optimizer.add_param_group()")
+        self._wrapped.add_param_group(param_group)
+        self._gradients.groups_changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of a plain optimizer. Source: torch.optim.Optimizer.load_state_dict."""
+        self._wrapped.load_state_dict(state_dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer. Read by a GradScaler: collective, gradients are reduced first."""
+        if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
+            self.synchronize_for("GradScaler")
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the wrapped optimizer."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._wrapped.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the wrapped optimizer."""
+        return self._wrapped.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._wrapped.defaults = value
+
+    @property  # type: ignore[misc]  # typeshed has a setter, which makes no sense here
+    def __class__(self) -> type:
+        """The class of the wrapped optimizer: code asks isinstance(optimizer, torch.optim.SGD)."""
+        wrapped = self.__dict__.get("_wrapped")
+        return DistributedOptimizer if wrapped is None else type(wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        # Without the check, copy and pickle, which ask before there is a wrapped optimizer, would never end.
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or isinstance(getattr(DistributedOptimizer, name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OWN:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._wrapped!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        gradients = self._gradients
+        names = gradients.given_names
+        return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
+
+    # Order of calls
+
+    def _before_step(self) -> None:
+        phase = self._gradients.phase
+        if self._skipping:
+            if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
+                raise misuse.not_synchronized()
+        elif phase is not Phase.SYNCHRONIZED:
+            self._gradients.synchronize("optimizer.step()")
+        elif self._reduced_by_user and not self._warned:
+            self._warned = True
+            warnings.warn(misuse.STEP_AFTER_SYNCHRONIZE, UserWarning, stacklevel=3)
+        self._reduced_by_user = False
+
+    def _after_closure(self, loss: Any) -> Any:
+        gradients = self._gradients
+        self._before_step()
+        if gradients.reduction.is_local(current()):
+            return loss
+        return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
+
+
+def _restore(
+    optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+) -> DistributedOptimizer:
+    """Make a copy or an unpickled DistributedOptimizer; needs no init(), so that checkpoints can be read anywhere."""
+    restored = DistributedOptimizer.__new__(DistributedOptimizer)
+    restored._wrap(optimizer, Gradients(optimizer, reduction, names, backward_passes_per_step))
+    return restored

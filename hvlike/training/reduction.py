@@ -1,0 +1,83 @@
+"""How the gradients of one optimizer are reduced: everything that is decided when it is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
+from hvlike.collectives.context import Context, current
+from hvlike.collectives.planned import Entry, PlannedReducer
+from hvlike.collectives.process_set import ProcessSet
+from hvlike.errors import UsageError
+from hvlike.planes.ops import ReduceOp, op_name, reduce_op
+from hvlike.training.grouping import Groups, group_indices
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction that a DistributedOptimizer is given; immutable, pickles.
+
+    Raises: UsageError for an op that gradients cannot be reduced with, and for factors that do not fit the op.
+    """
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    compression: CompressorLike = field(default_factory=lambda: Compression.none)
+    predivide_factor: float = 1.0
+    groups: Groups = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet | None = None
+
+    def __post_init__(self) -> None:
+        op = reduce_op(self.op)
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UsageError(
+                f"DistributedOptimizer: op {op_name(op)} is not supported for gradients; expected Average or Sum."
+            )
+        if self.predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+            raise UsageError(f"gradient_predivide_factor not supported with op != Average, got op {op_name(op)}.")
+        if not self.predivide_factor > 0:
+            raise UsageError(f"gradient_predivide_factor must be > 0, got {self.predivide_factor}.")
+        check_compressor(self.compression)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
+        # A copied process set would not be the one that was registered.
+        return replace(self, groups=deepcopy(self.groups, memo), compression=deepcopy(self.compression, memo))
+
+    def is_local(self, context: Context) -> bool:
+        """True where there is nobody to reduce with: one rank in the set, or this rank not a member of it."""
+        process_set = self.process_set
+        if process_set is None or process_set.process_set_id is None:
+            return process_set is None and context.world.size == 1
+        return not process_set.included() or process_set.size() == 1
+
+    def automatic_name(self, context: Context) -> str:
+        """Return a name for the next optimizer that reduces in this set; the same on all its ranks.
+
+        Counted when an optimizer first reduces, which all ranks do in the same order. Copies and optimizers that
+        only some ranks make (to write a checkpoint, say) do not count.
+        """
+        number = context.membership(self.process_set, "DistributedOptimizer").negotiator.names.next("optimizer")
+        return f"DistributedOptimizer.{number}"
+
+    def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
+        """Return a reducer for the gradients of these parameters. Local; needs init()."""
+        current()
+        entries = [
+            Entry(name=each, shape=tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
+            for each, parameter in zip(names, parameters, strict=True)
+        ]
+        return PlannedReducer(
+            entries,
+            name=name,
+            op=self.op,
+            process_set=self.process_set,
+            prescale=1.0 / self.predivide_factor,
+            postscale=self.predivide_factor,
+            compression=self.compression,
+            groups=group_indices(self.groups, parameters),
+        )

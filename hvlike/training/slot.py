@@ -1,0 +1,77 @@
+"""One parameter of a distributed optimizer and where its gradient is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Slot:
+    """What is known of one parameter between two steps."""
+
+    name: str
+    parameter: Tensor
+    index: int = -1
+    """Its place in the reducer's list; -1 when it is not reduced."""
+    passes: int = 0
+    """Backward passes since the last step that reached it, those under no_sync() left out."""
+    handed_over: Tensor | None = None
+    """The gradient that was given away to be reduced; it must still be there when that is done."""
+    wire: Tensor | None = None
+    """What is really reduced, where that is not the gradient itself."""
+    sparse_dimensions: int = 0
+    """Of the last sparse gradient seen; 0 for none."""
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parameter.dtype
+        self.device = self.parameter.device
+
+    def still_fits(self, parameter: Tensor) -> bool:
+        """True for the same parameter in the same place (`model.to(...)` may have moved it)."""
+        return self.parameter is parameter and self.dtype is parameter.dtype and self.device == parameter.device
+
+    def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
+        """Return the tensor that stands for `gradient` in the reduction; it shares memory with it where possible."""
+        if gradient.layout is torch.strided:
+            return gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.detach()
+        self.sparse_dimensions = gradient.sparse_dim()
+        if not densify:
+            return gradient
+        self.wire = gradient.to_dense()
+        return self.wire
+
+    def nothing(self) -> Tensor:
+        """Return the gradient of a parameter that no backward pass has reached: zeros, of the layout it usually has."""
+        parameter = self.parameter
+        if not self.sparse_dimensions:
+            return torch.zeros_like(parameter, requires_grad=False)
+        shape = tuple(parameter.shape)
+        return torch.sparse_coo_tensor(
+            torch.empty((self.sparse_dimensions, 0), dtype=torch.int64, device=parameter.device),
+            torch.empty((0, *shape[self.sparse_dimensions :]), dtype=parameter.dtype, device=parameter.device),
+            shape,
+            check_invariants=False,
+        )
+
+    def take_back(self, reduced: Tensor | None) -> None:
+        """Make the reduced gradient the parameter's.
+
+        reduced: what could not be reduced in place; None if memory of the gradient holds the result already.
+        """
+        if self.wire is not None:
+            # The layout the optimizer asked for by its choice of module: SparseAdam takes no dense gradients.
+            reduced = (self.wire if reduced is None else reduced).to_sparse(self.sparse_dimensions)
+        if reduced is not None:
+            self.parameter.grad = reduced
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.passes = 0
+        self.handed_over = None
+        self.wire = None
