@@ -188,10 +188,10 @@ class HalfKernel(Kernel[torch.Tensor]):
         self._reduce = self.reductions[op]
 
     def over(self, buffer: Array) -> torch.Tensor:
-        return ordinary_tensor(buffer).view(self.element.dtype)
+        return ordinary_tensor(buffer, self.element.dtype)
 
     def accumulator(self, length: int) -> torch.Tensor:
-        return ordinary_tensor(np.empty(length, np.float32))
+        return ordinary_tensor(np.empty(length, np.float32), torch.float32)
 
     def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
         wide = SCRATCH.wide("accumulator", len(own)) if accumulator is None else accumulator[: len(own)]

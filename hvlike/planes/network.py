@@ -153,7 +153,9 @@ def _convert(target: Piece, source: Piece) -> None:
     """Copy a piece; to or from float32 where one side is a 16-bit float."""
     if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
         np.copyto(target, source)
-    elif isinstance(target, np.ndarray):
-        ordinary_tensor(target).copy_(torch.as_tensor(source))
     else:
-        target.copy_(ordinary_tensor(source) if isinstance(source, np.ndarray) else source)
+        _as_tensor(target).copy_(_as_tensor(source))
+
+
+def _as_tensor(piece: Piece) -> torch.Tensor:
+    return ordinary_tensor(piece, torch.float32) if isinstance(piece, np.ndarray) else piece

@@ -1,10 +1,10 @@
 """Cutting a sequence of flat pieces into shards and messages. Pure functions over integers.
 
-    pieces        |0 0 0 0 0|1 1|2 2 2 2 2|        lengths 5, 2, 5
-    shards (2)    |a a a a a a b b b b b b|        6 elements each
-    shard a       (0, 0, 5) (1, 0, 1)
-    shard b       (1, 1, 2) (2, 0, 5)
-    messages of b, at most 4 elements:  [(1, 1, 2) (2, 0, 3)]  [(2, 3, 5)]
+pieces        |0 0 0 0 0|1 1|2 2 2 2 2|        lengths 5, 2, 5
+shards (2)    |a a a a a a b b b b b b|        6 elements each
+shard a       (0, 0, 5) (1, 0, 1)
+shard b       (1, 1, 2) (2, 0, 5)
+messages of b, at most 4 elements:  [(1, 1, 2) (2, 0, 3)]  [(2, 3, 5)]
 """
 
 from __future__ import annotations

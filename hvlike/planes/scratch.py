@@ -14,15 +14,15 @@ BLOCK_BYTES = 1 << 18
 """A piece is worked on in blocks of this size, so that its scratch stays in the second-level cache."""
 
 
-def ordinary_tensor(array: Array) -> torch.Tensor:
+def ordinary_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor over the memory of `array` that may be written in and out of inference mode.
 
     A tensor created under torch.inference_mode() could not be written in place after it ends.
     """
     if not torch.is_inference_mode_enabled():
-        return torch.from_numpy(array)
+        return torch.from_numpy(array).view(dtype)
     with torch.inference_mode(False):
-        return torch.from_numpy(array)
+        return torch.from_numpy(array).view(dtype)
 
 
 class Scratch(threading.local):
@@ -45,7 +45,7 @@ class Scratch(threading.local):
         """Return an uninitialised 1-D float32 tensor of `length` elements."""
         tensor = self._wide.get(name)
         if tensor is None or tensor.numel() < length:
-            tensor = ordinary_tensor(np.empty(max(length, BLOCK_BYTES // 4), np.float32))
+            tensor = ordinary_tensor(np.empty(max(length, BLOCK_BYTES // 4), np.float32), torch.float32)
             self._wide[name] = tensor
         return tensor[:length]
 

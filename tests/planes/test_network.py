@@ -1,0 +1,160 @@
+"""The network plane by itself: every reduction follows the arithmetic, bitwise the same on all ranks."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hvlike.planes import network
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.network import Network
+from hvlike.planes.ops import ReduceOp, check_supported, op_name
+from hvlike.transport.dtypes import TABLE, dtype_name, raw_view
+from hvlike.transport.routine import Routine
+
+
+def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
+    try:
+        check_supported(op, dtype)
+    except ValueError:
+        return False
+    return True
+
+
+LENGTHS = [[], [0], [1], [5, 0, 3], [1000, 1, 70, 3000], [40000]]
+OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
+PATHS = pytest.mark.parametrize("small", [0, 1 << 30], ids=["exchange", "mpi"])
+
+
+class Plane:
+    """A network plane on all ranks, driven by hand."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.network = Network(self.comm.Dup())
+
+    def drive(self, routine: Routine[None]) -> None:
+        for _ in routine:
+            pass
+
+    def same_everywhere(self, tensor: torch.Tensor) -> bool:
+        mine = raw_view(tensor).tobytes()
+        return all(other == mine for other in self.comm.allgather(mine))
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[Plane]:
+    made = Plane()
+    yield made
+    made.network.close()
+    made.comm.Free()
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have many messages in flight for few bytes."""
+    monkeypatch.setattr(network, "SMALLEST_MESSAGE", 256)
+    monkeypatch.setattr(network, "LARGEST_MESSAGE", 4096)
+
+
+def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 4, (length,), generator=generator).to(dtype) for length in lengths]
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(dtype, op) for dtype in TABLE for op in OPS if supports(op, dtype)],
+    ids=lambda value: op_name(value) if isinstance(value, ReduceOp) else dtype_name(value),
+)
+@pytest.mark.mpi
+def test_allreduce_follows_the_arithmetic(
+    plane: Plane,
+    small_messages: None,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    op: ReduceOp,
+    small: int,
+) -> None:
+    monkeypatch.setattr(network, "SMALL_BYTES", small)
+    monkeypatch.setattr(network, "SMALL_HALF_BYTES", small)
+    factors = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
+    arithmetic = Arithmetic(dtype, op, **factors)
+    for lengths in LENGTHS:
+        mine = contributions(plane.rank, lengths, dtype)
+        plane.drive(plane.network.allreduce(mine, arithmetic))
+        everybody = [contributions(rank, lengths, dtype) for rank in range(plane.size)]
+        for result, (own, *others) in zip(mine, zip(*everybody, strict=True), strict=True):
+            arithmetic.combine(arithmetic.view(own), [arithmetic.view(other) for other in others])
+            # Small whole numbers: exact in every order of summation.
+            assert torch.equal(result, own)
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=dtype_name)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
+@pytest.mark.mpi
+def test_rounded_results_are_bitwise_the_same(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, small: int
+) -> None:
+    monkeypatch.setattr(network, "SMALL_BYTES", small)
+    monkeypatch.setattr(network, "SMALL_HALF_BYTES", small)
+    generator = torch.Generator().manual_seed(plane.rank)
+    for length in (17, 50_001, 300_000):
+        tensor = torch.randn(length, generator=generator).to(dtype)
+        plane.drive(plane.network.allreduce([tensor], Arithmetic(dtype, op, postscale=0.3)))
+        assert plane.same_everywhere(tensor)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.mpi
+def test_nan_on_one_rank_reaches_all(plane: Plane, op: ReduceOp) -> None:
+    tensor = torch.ones(plane.size)
+    tensor[plane.rank] = math.nan
+    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, op)))
+    assert tensor.isnan().all()
+
+
+@pytest.mark.mpi
+def test_sixteen_bit_average_is_rounded_once(plane: Plane) -> None:
+    tensor = torch.full((100_000,), 60000.0, dtype=torch.float16)
+    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=plane.size)))
+    assert (tensor == 60000.0).all()
+
+
+@pytest.mark.mpi
+def test_gather_writes_each_tensor_from_its_owner(plane: Plane) -> None:
+    owned = [(index % plane.size, torch.full((index * 1000,), float(plane.rank))) for index in range(7)]
+    plane.drive(plane.network.gather(owned))
+    for owner, tensor in owned:
+        assert (tensor == owner).all()
+
+
+@pytest.mark.mpi
+def test_gather_of_any_dtype(plane: Plane) -> None:
+    for dtype in TABLE:
+        tensor = torch.tensor([1, 0, 1]).to(dtype) if plane.rank == 0 else torch.zeros(3, dtype=dtype)
+        plane.drive(plane.network.gather([(0, tensor)]))
+        assert torch.equal(tensor, torch.tensor([1, 0, 1]).to(dtype))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "SMALL_BYTES", 0)
+    abandoned: list[object] = []
+    monkeypatch.setattr(network, "_ABANDONED", abandoned)
+    lost = Network(plane.comm.Dup())
+    routine = lost.allreduce([torch.ones(1_000_000)], Arithmetic(torch.float32, ReduceOp.SUM))
+    next(routine)
+    routine.close()
+    assert abandoned
+    plane.comm.Barrier()
+    lost.close()
+    for request in abandoned:
+        request.Cancel()  # type: ignore[attr-defined]
