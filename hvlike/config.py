@@ -16,6 +16,8 @@ class Knobs:
     """HVLIKE_RANKS_PER_NODE: treat every so many ranks of a host as a node of their own (to try multi-node code)."""
     init_patience: float = 60.0
     """HVLIKE_INIT_PATIENCE_SECONDS: how long init() waits for other ranks before it says so."""
+    stall_check_seconds: float = 60.0
+    """HVLIKE_STALL_CHECK_TIME_SECONDS: how long a rank may wait for others before the log says for whom."""
 
 
 def read_knobs(environment: Mapping[str, str]) -> Knobs:
@@ -27,9 +29,11 @@ def read_knobs(environment: Mapping[str, str]) -> Knobs:
     patience = _number(environment, "HVLIKE_INIT_PATIENCE_SECONDS", least=0.001)
     if ranks is not None and ranks != int(ranks):
         raise UsageError(f"HVLIKE_RANKS_PER_NODE={ranks}: expected a whole number.")
+    stall = _number(environment, "HVLIKE_STALL_CHECK_TIME_SECONDS", least=1)
     return Knobs(
         ranks_per_node=None if ranks is None else int(ranks),
         init_patience=Knobs.init_patience if patience is None else patience,
+        stall_check_seconds=Knobs.stall_check_seconds if stall is None else stall,
     )
 
 

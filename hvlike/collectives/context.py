@@ -13,11 +13,12 @@ from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
 from hvlike.collectives.membership import Membership, Switchboard
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.config import read_knobs
-from hvlike.errors import HorovodInternalError, NotInitializedError, ShutdownError, UsageError
+from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.guard import Guard
+from hvlike.transport.liveness import Liveness
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.world import World
 
@@ -30,7 +31,7 @@ class Context:
 
     def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
         """Collective and blocking: every rank of `comm`."""
-        knobs = read_knobs(os.environ)
+        self._knobs = knobs = read_knobs(os.environ)
         self.world = World.start(comm, ranks_per_node=knobs.ranks_per_node, patience=knobs.init_patience)
         self.guard = Guard(self.world, lambda: self.close(EXIT))
         try:
@@ -39,11 +40,12 @@ class Context:
         except BaseException:
             self.world.close()
             raise
+        self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self._sets: list[ProcessSet] = []
         self._memberships: dict[int, Membership] = {}
         self._switchboard = Switchboard(self.fabric)
         self._farewell = Farewell(self.fabric, self._lose)
-        self.fabric.ticks.append(self.guard.watch_parent)
+        self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
             self._register(process_set)
@@ -93,6 +95,16 @@ class Context:
             process_set.removed()
         self.world.close()
 
+    def _watch(self) -> None:
+        """The health check of the process sets; in the loop."""
+        for membership in self._memberships.values():
+            membership.negotiator.watch()
+        lost = self._liveness.lost()
+        if lost:
+            self._lose(
+                {rank: PeerLeftError(f"The process of rank {rank} has vanished without a word.") for rank in lost}
+            )
+
     def _fail_all(self, error: HorovodInternalError) -> None:
         for membership in self._memberships.values():
             membership.fail(error)
@@ -104,7 +116,9 @@ class Context:
         self._sets.append(process_set)
         process_set.registered(number, ranks, self.world.rank)
         if self.world.rank in ranks:
-            self._memberships[number] = Membership(self.fabric, Group(self.world, number, ranks), self._switchboard)
+            group = Group(self.world, number, ranks)
+            seconds = self._knobs.stall_check_seconds
+            self._memberships[number] = Membership(self.fabric, group, self._switchboard, seconds)
 
     def _check_same(self, process_sets: Sequence[ProcessSet]) -> None:
         """All ranks must name the same sets, each of them a new one of ranks that exist."""

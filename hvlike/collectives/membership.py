@@ -17,7 +17,7 @@ _TOPIC = 2
 class Membership:
     """What this rank needs to take part in the operations of one process set."""
 
-    def __init__(self, fabric: Fabric, group: Group, switchboard: Switchboard) -> None:
+    def __init__(self, fabric: Fabric, group: Group, switchboard: Switchboard, stall_seconds: float) -> None:
         """Collective over the group and blocking: connects the group and opens its first lane."""
         self.group = group
         self._fabric = fabric
@@ -34,6 +34,7 @@ class Membership:
             group,
             self.executor.run,
             lambda rank, what, value: switchboard.send(rank, group.number, what, value),
+            stall_seconds,
         )
         switchboard.connect(group.number, self.negotiator)
 

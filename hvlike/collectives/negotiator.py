@@ -9,18 +9,23 @@ Each Negotiator lives in the loop, but for `submit` and `wait`, which any thread
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from hvlike.collectives.agreement import Agreement, Verdict, name_ranks
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
-from hvlike.collectives.waits import Counts, WaitTable
+from hvlike.collectives.waits import Counts, Waiting, WaitTable
 from hvlike.errors import DeadlockError, DuplicateNameError, HorovodInternalError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
+
+logger = logging.getLogger("hvlike")
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
@@ -36,9 +41,11 @@ Runner = Callable[[list[tuple[Request, Verdict]]], None]
 class Negotiator:
     """The requests of this rank in one process set and, on its first rank, those of all."""
 
-    def __init__(self, fabric: Fabric, group: Group, run: Runner, send: Send) -> None:
-        """run: carries out what was agreed; send: takes a message to a rank of the world."""
+    def __init__(self, fabric: Fabric, group: Group, run: Runner, send: Send, stall_seconds: float) -> None:
+        """run: carries out what was agreed; send: takes a message to a rank; stall_seconds: when to complain."""
         self.names = AutomaticNames()
+        self.steps: dict[str, int] = {}
+        """Steps of each planned reduction that this rank has entered."""
         self._fabric = fabric
         self._group = group
         self._run = run
@@ -55,6 +62,8 @@ class Negotiator:
         self._gone: dict[int, HorovodInternalError] = {}
         self._closed: HorovodInternalError | None = None
         self._threads: set[int] = set()
+        self._stall_seconds = stall_seconds
+        self._next_report = 0.0
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
 
     # -- any thread -----------------------------------------------------------------------------
@@ -89,13 +98,13 @@ class Negotiator:
         if timeout is not None and timeout <= patience:
             return False
         # With several threads another one may still ask for what the peers lack.
-        reports = len(self._threads) == 1
-        if reports:
-            loop.post(lambda: self._report(WAITING, (key, self.names.counts())))
-        ended = loop.wait(done, None if timeout is None else timeout - patience)
-        if reports and not ended:
-            loop.post(lambda: self._report(RESUMED, None))
-        return ended
+        certain = len(self._threads) <= 1
+        waiting = Waiting(key, self.names.counts(), dict(self.steps), certain)
+        loop.post(lambda: self._report(WAITING, waiting), wake=False)
+        try:
+            return loop.wait(done, None if timeout is None else timeout - patience)
+        finally:
+            loop.post(lambda: self._report(RESUMED, None), wake=False)
 
     # -- in the loop: as a member ---------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class Negotiator:
         elif what == VERDICTS:
             self._obey(*value)
         elif what == WAITING:
-            self._waits.report(position, *value)
+            self._waits.report(position, replace(value, since=time.monotonic()))
             self._check_deadlock()
         elif what == RESUMED:
             self._waits.resume(position)
@@ -228,11 +237,30 @@ class Negotiator:
         return number
 
     def _check_deadlock(self) -> None:
-        if not self._waits.deadlocked():
+        if not self._waits.deadlocked(self._missing):
             return
         error = DeadlockError(
             f"no rank can go on: {self._waits.describe()}. Every rank has to call the same operations under the same "
-            "names; look for a collective that only some ranks reach (inside `if rank == 0:`, say) or for names that differ."
+            "names; look for a collective that only some ranks reach (inside `if rank == 0:`, say) or for names that "
+            "differ."
         )
         counts = self._waits.aligned_counts()
-        self._announce([self._fail(key, error) for key in {key for key, _ in self._waits.waits.values()}], counts)
+        self._announce([self._fail(key, error) for key in self._waits.waited_for()], counts)
+
+    def _missing(self, key: Key) -> list[int]:
+        """Who has not asked for a request yet; nobody if it has been decided and only takes its time."""
+        return self._agreement.missing(key) if key in self._agreement.pending else []
+
+    def watch(self) -> None:
+        """Report, on the coordinator, who has waited long and for whom; called about four times a second."""
+        oldest = self._waits.oldest()
+        now = time.monotonic()
+        if oldest is None or now - oldest < self._stall_seconds or now < self._next_report:
+            return
+        self._next_report = now + self._stall_seconds
+        logger.warning(
+            "stalled for %.0f s: %s; not waiting with them: %s. Every rank has to call the same operations.",
+            now - oldest,
+            self._waits.describe(),
+            name_ranks(self._waits.absent()) if self._waits.absent() else "nobody",
+        )

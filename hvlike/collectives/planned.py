@@ -26,6 +26,7 @@ from hvlike.collectives.reductions import Average
 from hvlike.collectives.request import Request, Signature, order_in_memory
 from hvlike.collectives.sparse import SparseSum
 from hvlike.collectives.submission import submit
+from hvlike.collectives.waits import STEP
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
@@ -188,7 +189,8 @@ class PlannedReducer:
             self._start_complete(wake=False)
         negotiator = self._membership.negotiator
         loop = current().fabric.loop
-        key = ("step", f"{self._step} of {self.name}")
+        key = (STEP, self.name)
+        negotiator.steps[self.name] = self._step + 1
         loop.post(lambda: negotiator.stoppable(key, self._stop), wake=False)
         negotiator.wait(key, lambda: self._unfinished == 0, None)
         loop.post(lambda: negotiator.stoppable(key, None), wake=False)

@@ -51,8 +51,8 @@ def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[tor
         raise UsageError(
             f"{kind} {name!r}: op=Adasum is not available in this version; use op=hvd.Average or op=hvd.Sum."
         )
-    for dtype in dict.fromkeys(dtypes):
-        try:
+    try:
+        for dtype in dict.fromkeys(dtypes):
             Arithmetic(dtype, reduction.op, prescale=reduction.prescale, postscale=reduction.postscale)
-        except UsageError as error:
-            raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None

@@ -1,18 +1,35 @@
 """Who waits for what: finds the moment at which nobody can go on. Pure logic, no messages.
 
-A rank that has waited a while tells the coordinator for what. When every rank waits, and each of these waits
-lacks a rank that waits for something else, nothing will ever happen again: a deadlock, not a delay.
+A rank that has waited a while tells the coordinator for what. When every rank waits, and every one of
+these waits lacks a rank that waits for something else, nothing will ever happen again: a deadlock, not a delay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvlike.collectives.request import Key
 
 Counts = Mapping[str, int]
-"""How many unnamed operations of each kind a rank has issued."""
+
+STEP = "step"
+"""The kind under which a rank waits for a planned reduction; the name is the reducer's."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One wait, as its rank has reported it."""
+
+    key: Key
+    counts: Counts
+    """How many unnamed operations of each kind the rank has issued."""
+    steps: Counts
+    """How many steps of each planned reduction the rank has entered."""
+    certain: bool
+    """Nothing else on that rank can ask for what the others lack: one thread uses hvlike there."""
+    since: float = 0.0
+    """When it was reported, in seconds of the coordinator's clock."""
 
 
 @dataclass
@@ -20,41 +37,61 @@ class WaitTable:
     """The waits the members of a group have reported. Positions count within the group."""
 
     ranks: tuple[int, ...]
-    waits: dict[int, tuple[Key, Counts]] = field(default_factory=dict)
+    waits: dict[int, Waiting] = field(default_factory=dict)
 
-    def report(self, position: int, key: Key, counts: Counts) -> None:
-        """The member at `position` has begun to wait for `key`."""
-        self.waits[position] = (key, counts)
+    def report(self, position: int, waiting: Waiting) -> None:
+        """The member at `position` has begun to wait."""
+        self.waits[position] = waiting
 
     def resume(self, position: int) -> None:
         """The member at `position` no longer waits."""
         self.waits.pop(position, None)
 
     def ended(self, key: Key) -> None:
-        """The operation `key` has ended, well or badly: nobody waits for it."""
-        for position in [each for each, (waited, _) in self.waits.items() if waited == key]:
+        """The operation `key` has been decided, well or badly: nobody waits for another rank there."""
+        for position in [each for each, waiting in self.waits.items() if waiting.key == key]:
             del self.waits[position]
 
-    def deadlocked(self) -> bool:
-        """True when all members wait, but not all for the same."""
-        return len(self.waits) == len(self.ranks) and len({key for key, _ in self.waits.values()}) > 1
+    def deadlocked(self, missing: Callable[[Key], Sequence[int]]) -> bool:
+        """True when all members wait and each lacks another; missing(key): who has not asked for a named request."""
+        waits = self.waits.values()
+        return (
+            len(waits) == len(self.ranks)
+            and all(each.certain for each in waits)
+            and all(self.lacking(each, missing) for each in waits)
+        )
+
+    def lacking(self, waiting: Waiting, missing: Callable[[Key], Sequence[int]]) -> list[int]:
+        """The ranks without which this wait cannot end, as far as it is known."""
+        kind, name = waiting.key
+        if kind != STEP:
+            return list(missing(waiting.key))
+        entered = waiting.steps.get(name, 0)
+        return [self.ranks[position] for position, other in self.waits.items() if other.steps.get(name, 0) < entered]
+
+    def waited_for(self) -> list[Key]:
+        """What is waited for, each once."""
+        return list(dict.fromkeys(each.key for each in self.waits.values()))
+
+    def oldest(self) -> float | None:
+        """Since when the longest wait lasts."""
+        return min((each.since for each in self.waits.values()), default=None)
 
     def describe(self) -> str:
         """rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'y'"""
         return ", ".join(
-            f"rank {self.ranks[position]} waits in {key[0]} {key[1]!r}"
-            for position, (key, _) in sorted(self.waits.items())
+            f"rank {self.ranks[position]} waits in {waiting.key[0]} {waiting.key[1]!r}"
+            for position, waiting in sorted(self.waits.items())
         )
+
+    def absent(self) -> list[int]:
+        """The ranks that do not wait."""
+        return [rank for position, rank in enumerate(self.ranks) if position not in self.waits]
 
     def aligned_counts(self) -> dict[str, int]:
         """Counts of unnamed operations from which all members can go on alike."""
-        return merge_counts([counts for _, counts in self.waits.values()])
-
-
-def merge_counts(all_counts: Sequence[Counts]) -> dict[str, int]:
-    """The highest count of each kind."""
-    merged: dict[str, int] = {}
-    for counts in all_counts:
-        for kind, count in counts.items():
-            merged[kind] = max(merged.get(kind, 0), count)
-    return merged
+        merged: dict[str, int] = {}
+        for waiting in self.waits.values():
+            for kind, count in waiting.counts.items():
+                merged[kind] = max(merged.get(kind, 0), count)
+        return merged

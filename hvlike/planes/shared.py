@@ -141,7 +141,8 @@ class SharedPlane:
             region.nudge(region.peers)
             raise MismatchError(
                 f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
-                f"{region.rank}: a planned reduction must have the same tensors, dtypes and factors in the same order on every rank"
+                f"{region.rank}: a planned reduction must have the same tensors, dtypes and "
+                "factors in the same order on every rank"
             )
 
     def _check_peers(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-SPINS = 60
+SPINS = 100
 """Looks before a driver sleeps when it has a core to itself: about as long as waking a sleeper takes."""
 
 
