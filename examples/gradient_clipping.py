@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=["helper", "explicit"], default="helper")
     parser.add_argument("--max-norm", type=float, default=0.5)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
