@@ -27,15 +27,20 @@ from hvlike.collectives.lifecycle import (
     shutdown,
     size,
 )
+from hvlike.collectives.objects import allgather_object, broadcast_object
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from hvlike.errors import HorovodInternalError, HvlikeError
+from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+from hvlike.training.clipping import clip_grad_norm_
+from hvlike.training.optimizer import DistributedOptimizer
 from hvlike.version import __version__
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
     "HvlikeError",
@@ -45,6 +50,7 @@ __all__ = [
     "Product",
     "Sum",
     "__version__",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -54,6 +60,10 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "clip_grad_norm_",
     "cross_rank",
     "cross_size",
     "global_process_set",
