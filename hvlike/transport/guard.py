@@ -70,6 +70,11 @@ class Guard:
         self._last_error: object = None
         self._parents: ParentWatch | None = None
 
+    @classmethod
+    def is_on_duty(cls) -> bool:
+        """Whether a guard watches this process."""
+        return cls._on_duty is not None
+
     def install(self) -> None:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
         if self._watching or self._world.mpi.COMM_WORLD.Get_size() == 1:
@@ -223,10 +228,11 @@ class _Newcomer:
 def watch_failed_start() -> None:
     """Install a guard on a rank whose init() has failed: the others wait in theirs, and MPI_Finalize for them.
 
-    Call it where init() lets an exception pass. The guard of a later, successful init() takes over.
+    For the place where init() lets an exception pass. Does nothing while a guard watches already; the guard of a later,
+    successful init() takes over.
     """
     module = mpi.running()
-    if forks.is_forked() or module is None:
+    if module is None or forks.is_forked() or Guard.is_on_duty():
         return
     everybody = module.COMM_WORLD
     newcomer = _Newcomer(module, everybody.Get_rank(), everybody.Get_size(), module.Get_processor_name())

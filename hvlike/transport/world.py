@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport import forks, launchers, topology
+from hvlike.transport import forks, guard, launchers, topology
 from hvlike.transport import mpi as mpi_library
 
 if TYPE_CHECKING:
@@ -73,6 +73,14 @@ class World:
         Collective: every rank of `comm`, and only these, calls it. Blocks until all have.
         Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent).
         """
+        try:
+            return cls._start(comm, ranks_per_node, patience)
+        except BaseException:
+            guard.watch_failed_start()
+            raise
+
+    @classmethod
+    def _start(cls, comm: Sequence[int] | MPI.Comm | None, ranks_per_node: int | None, patience: float) -> World:
         _check_process()
         mpi = mpi_library.load()
         library = mpi.Get_library_version().strip().splitlines()[0]

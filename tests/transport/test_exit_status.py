@@ -1,6 +1,7 @@
 """The status of sys.exit is known to exit handlers, and nobody else notices how."""
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -73,8 +74,14 @@ def test_a_script_and_a_module(tmp_path: Path, as_module: bool) -> None:
     assert (done.returncode, done.stdout.splitlines()) == (7, ["asked 7", "recorded 7"])
 
 
+@pytest.fixture(autouse=True)
+def untouched_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own sys.exit, also where hvlike runs already and has replaced it."""
+    monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
+
+
 @pytest.fixture
-def observer() -> Iterator[ExitObserver]:
+def observer(untouched_exit: None) -> Iterator[ExitObserver]:
     observer = ExitObserver()
     observer.install()
     yield observer
