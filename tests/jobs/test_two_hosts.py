@@ -1,0 +1,110 @@
+"""Jobs on several hosts: real TCP between them, no shared memory, different host names."""
+
+from pathlib import Path
+
+import pytest
+from hosts import hosts
+
+pytestmark = pytest.mark.job
+
+NETWORK_LAWS = Path(__file__).parents[1] / "planes" / "test_network.py"
+
+RUN_PYTEST = """
+import os, sys
+import pytest
+os.chdir({root!r})
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+PLACES = """
+import hvlike as hvd
+hvd.init()
+print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), flush=True)
+hvd.shutdown()
+"""
+
+COLLECTIVES = """
+import torch
+import hvlike as hvd
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.complex64):
+    for length in (0, 1, 1000, 300_001):
+        values = torch.arange(length).remainder(7).to(dtype)
+        total = hvd.allreduce(values * (rank + 1), op=hvd.Sum)
+        assert torch.equal(total, values * sum(range(1, size + 1))), (dtype, length)
+        mean = hvd.allreduce(values * size, op=hvd.Average, prescale_factor=2.0)
+        assert torch.equal(mean, values * size * 2), (dtype, length)
+
+values = torch.full((5_000_000,), float(rank))
+assert (hvd.allreduce(values, op=hvd.Max) == size - 1).all()
+assert (hvd.allreduce_(values, op=hvd.Min) == 0).all()
+
+names = [f"t{index}" for index in range(20)]
+handles = {name: hvd.allreduce_async(torch.full((index * 1000 + 1,), float(rank)), op=hvd.Sum, name=name)
+           for index, name in (list(enumerate(names)) if rank % 2 else list(enumerate(names))[::-1])}
+for name in names:
+    assert (hvd.synchronize(handles[name]) == sum(range(size))).all()
+
+noise = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
+summed = hvd.allreduce(noise, op=hvd.Sum)
+assert torch.equal(hvd.broadcast(summed, root_rank=0), summed)
+assert (hvd.broadcast(torch.full((1_000_000,), float(rank)), root_rank=size - 1) == size - 1).all()
+hvd.barrier()
+print("all well", flush=True)
+hvd.shutdown()
+"""
+
+LEARN = """
+import torch
+import hvlike as hvd
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Tanh(), torch.nn.Linear(900, 1))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 300)).square().mean().backward()
+    optimizer.step()
+for name, parameter in model.named_parameters():
+    same = hvd.broadcast(parameter.detach().clone(), root_rank=0, name=f"check {name}")
+    assert torch.equal(same, parameter), name
+print("all well", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("count", "ranks_per_host"), [(2, 1), (3, 1)], ids=["2 hosts", "3 hosts"])
+def test_network_laws_between_hosts(count: int, ranks_per_host: int) -> None:
+    program = RUN_PYTEST.format(root=str(NETWORK_LAWS.parents[2]))
+    with hosts(count) as machines:
+        machines.run(program, ranks_per_host, args=[str(NETWORK_LAWS)], timeout=110).check()
+
+
+def test_ranks_know_their_places() -> None:
+    with hosts() as machines:
+        job = machines.run(PLACES, [2, 1]).check()
+    places = sorted(tuple(map(int, line.split())) for line in job.stdout.splitlines())
+    assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
+
+
+@pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 2], [2, 1]], ids=str)
+def test_collectives(ranks_per_host: list[int]) -> None:
+    with hosts() as machines:
+        job = machines.run(COLLECTIVES, ranks_per_host).check()
+    assert job.stdout.count("all well") == sum(ranks_per_host)
+
+
+@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 2]], ids=str)
+def test_training_keeps_the_ranks_equal(ranks_per_host: list[int]) -> None:
+    with hosts() as machines:
+        job = machines.run(LEARN, ranks_per_host).check()
+    assert job.stdout.count("all well") == sum(ranks_per_host)
+
+
+def test_a_slow_link_changes_nothing_but_the_time() -> None:
+    with hosts(shape="tbf rate 1gbit burst 128kb latency 50ms") as machines:
+        machines.run(COLLECTIVES, 1).check()

@@ -1,0 +1,111 @@
+"""Lanes on every plane: right sums, bitwise alike on all ranks, any dtype, many jobs in flight.
+
+The ranks of this machine are also grouped into pretended nodes, so that the network and hierarchical planes run too.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hvlike.collectives.context import current
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.hierarchical import HierarchicalPlane
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.plane import Plane
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.loop import Task
+
+
+@pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
+def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
+    """hvlike started anew with so many ranks on each pretended node."""
+    hvd.shutdown()
+    if request.param is not None:
+        os.environ["HVLIKE_RANKS_PER_NODE"] = str(request.param)
+    hvd.init()
+    yield request.param
+    hvd.shutdown()
+    os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
+    hvd.init()
+
+
+def run(job: Callable[[Plane], Any]) -> None:
+    lane = current().membership(None, "test").lanes[0]
+    ended: list[Task[None]] = []
+    lane.submit(job, ended.append, wake=False)
+    assert current().fabric.loop.wait(lambda: bool(ended), 60.0)
+    if ended[0].error is not None:
+        raise ended[0].error
+
+
+def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + length)
+    return (torch.randn(length, generator=generator) * 8).to(dtype)
+
+
+def test_the_plane_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    plane = current().membership(None, "test").lanes[0]._plane
+    if hvd.size() == 1:
+        return
+    several_nodes = ranks_per_node is not None and hvd.size() > ranks_per_node
+    assert isinstance(plane, HierarchicalPlane if several_nodes else SharedPlane)
+    assert hvd.local_size() <= (ranks_per_node or hvd.size())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("lengths", [[1], [7, 0, 3], [65_536], [65_537, 5], [400_000, 1, 70_000]])
+def test_sums_are_right_and_bitwise_alike(
+    hvd: ModuleType, ranks_per_node: int | None, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    for _ in range(2):
+        tensors = [values(hvd.rank(), length, dtype) for length in lengths]
+        run(lambda plane: plane.allreduce(tensors, Arithmetic(dtype, ReduceOp.SUM)))
+        for tensor, length in zip(tensors, lengths, strict=True):
+            expected = sum(values(rank, length, dtype).double() for rank in range(hvd.size()))
+            tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(
+                dtype, 0.0 if dtype is torch.int64 else 1e-12
+            )
+            torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=tolerance * 8)
+            first = hvd.broadcast(tensor, 0)
+            assert torch.equal(first, tensor)
+
+
+def test_factors_apply_once_whatever_the_way(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    arithmetic = Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size(), prescale=0.5, postscale=3.0)
+    tensors = [torch.full((300_000,), 4.0), torch.full((3,), 4.0)]
+    run(lambda plane: plane.allreduce(tensors, arithmetic))
+    for tensor in tensors:
+        torch.testing.assert_close(tensor, torch.full_like(tensor, 6.0))
+
+
+@pytest.mark.parametrize("length", [0, 5, 1_000_003])
+def test_gather_brings_every_owners_bytes_to_all(hvd: ModuleType, ranks_per_node: int | None, length: int) -> None:
+    owners = [*range(hvd.size()), 0]
+    tensors = [
+        torch.full((length + index,), index if owner == hvd.rank() else 255, dtype=torch.uint8)
+        for index, owner in enumerate(owners)
+    ]
+    run(lambda plane: plane.gather(tensors, owners))
+    for index, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.full((length + index,), index, dtype=torch.uint8))
+
+
+def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    lane = current().membership(None, "test").lanes[0]
+    tensors = [torch.full((1 + 997 * number,), float(number)) for number in range(30)]
+    order: list[int] = []
+    for number, tensor in enumerate(tensors):
+        lane.submit(
+            lambda plane, tensor=tensor: plane.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)),
+            lambda task, number=number: order.append(number),
+        )
+    assert current().fabric.loop.wait(lambda: len(order) == 30, 60.0)
+    assert order == list(range(30))
+    assert lane.idle
+    for number, tensor in enumerate(tensors):
+        assert bool((tensor == number * hvd.size()).all())
+    hvd.barrier()
