@@ -28,7 +28,8 @@ TOOLS = ("ip", "unshare", "mount", "hostname")
 NETWORK = "10.77.0.0/24"
 
 AGENT = """#!/bin/bash
-# Called as `agent ADDRESS COMMAND...`, as ssh would be: runs the command on the host of that address.
+# Called as `agent [-x] ADDRESS COMMAND...`, as ssh would be: runs the command on the host of that address.
+[ "$1" = -x ] && shift
 case $1 in
 {cases}
 *) echo "no host has the address $1" >&2; exit 1 ;;
