@@ -1,0 +1,28 @@
+"""Cores per rank decide who may spin and whether the background thread works beside the main thread."""
+
+import pytest
+
+from hvlike.transport.cores import SPINS, cores_per_rank, has_spare_core, spins
+
+
+@pytest.mark.parametrize(
+    ("affinities", "cores"),
+    [
+        ([{0}, {1}], 1.0),
+        ([{0, 1}, {0, 1}], 1.0),
+        ([{0, 1}] * 4, 0.5),
+        ([{0, 1, 2, 3, 4, 5, 6, 7}] * 2, 4.0),
+        ([{0}], 1.0),
+        ([{0, 1}, {1}], 1.5),
+    ],
+)
+def test_a_core_counts_for_all_ranks_that_may_run_on_it(affinities: list[set[int]], cores: float) -> None:
+    assert cores_per_rank([frozenset(each) for each in affinities], 0) == pytest.approx(cores)
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected_spins", "spare"), [(0.5, 1, False), (1.0, SPINS, False), (2.0, SPINS, True)]
+)
+def test_what_follows_for_waiting(cores: float, expected_spins: int, spare: bool) -> None:
+    assert spins(cores) == expected_spins
+    assert has_spare_core(cores) is spare
