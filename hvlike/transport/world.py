@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport import forks, guard, launchers, topology
+from hvlike.transport import forks, guard, launchers, leftovers, topology
 from hvlike.transport import mpi as mpi_library
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class World:
         place = topology.describe(_gather_node_ids(mpi, private, node), rank)
         _prime(private)
         _prime(node)
+        if node.Get_rank() == 0:
+            leftovers.unlink_start_up_segments()
         return cls(
             mpi=mpi,
             comm=private,
