@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -147,14 +148,15 @@ def test_gather_of_any_dtype(plane: Plane) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SMALL_BYTES", 0)
-    abandoned: list[object] = []
+    abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
     lost = Network(plane.comm.Dup())
     routine = lost.allreduce([torch.ones(1_000_000)], Arithmetic(torch.float32, ReduceOp.SUM))
     next(routine)
     routine.close()
-    assert abandoned
-    plane.comm.Barrier()
     lost.close()
+    assert abandoned
+    # Both ranks gave up at the same point: every message still in flight has its receive, and its memory.
     for request in abandoned:
-        request.Cancel()  # type: ignore[attr-defined]
+        while not request.Test():
+            pass
