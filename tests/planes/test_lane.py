@@ -67,7 +67,8 @@ def test_sums_are_right_and_bitwise_alike(
         run(lambda plane, tensors=tensors: plane.allreduce(tensors, Arithmetic(dtype, ReduceOp.SUM)))
         for tensor, length in zip(tensors, lengths, strict=True):
             expected = sum(values(rank, length, dtype).double() for rank in range(hvd.size()))
-            torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=tolerance * 8)
+            # Between nodes a 16-bit sum of one node is rounded once more.
+            torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=tolerance * 24)
             first = hvd.broadcast(tensor, 0)
             assert torch.equal(first, tensor)
 
