@@ -22,10 +22,8 @@ def test_both_clipping_recipes_train_alike() -> None:
     assert re.search(r"epoch 2: loss [\d.]+, clipped [1-9]\d* of 23 steps", outputs[0])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_one_rank_overflows_and_all_skip(dtype: str) -> None:
-    args = ["--epochs", "2", "--overflow-at", "3", "--dtype", dtype]
-    output = run_job(EXAMPLES / "mixed_precision.py", 2, args=args).check().stdout
+def test_one_rank_overflows_and_all_skip() -> None:
+    output = run_job(EXAMPLES / "mixed_precision.py", 2, args=["--epochs", "2", "--overflow-at", "3"]).check().stdout
     assert "scale 512" in output
     assert output.splitlines()[-1] == "largest difference between ranks: 0.0"
 
