@@ -4,8 +4,8 @@
     mpirun -n 2 python examples/mixed_precision.py --overflow-at 10
 
 The forward pass runs in bfloat16 (CPUs compute float16 a hundred times slower), parameters and gradients stay in
-float32, and gradients travel as bfloat16. `--overflow-at STEP` makes the gradients of rank 0 alone infinite at one step: every rank has to skip that step
-and lower its scale, or their models would part.
+float32, and gradients travel as bfloat16. `--overflow-at STEP` makes the gradients of rank 0 alone infinite at one
+step: every rank has to skip that step and lower its scale, or their models would part.
 """
 
 import argparse

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
 def test_both_clipping_recipes_train_alike() -> None:
     outputs = [
-        run_job(EXAMPLES / "gradient_clipping.py", 2, args=["--epochs", "2", "--recipe", recipe]).check().stdout
+        run_job(EXAMPLES / "gradient_clipping.py", 2, args=["--epochs", "2", "--recipe", recipe], timeout=140)
+        .check()
+        .stdout
         for recipe in ("helper", "explicit")
     ]
     assert outputs[0] == outputs[1]
@@ -23,7 +25,11 @@ def test_both_clipping_recipes_train_alike() -> None:
 
 
 def test_one_rank_overflows_and_all_skip() -> None:
-    output = run_job(EXAMPLES / "mixed_precision.py", 2, args=["--epochs", "2", "--overflow-at", "3"]).check().stdout
+    output = (
+        run_job(EXAMPLES / "mixed_precision.py", 2, args=["--epochs", "2", "--overflow-at", "3"], timeout=140)
+        .check()
+        .stdout
+    )
     assert "scale 512" in output
     assert output.splitlines()[-1] == "largest difference between ranks: 0.0"
 
