@@ -97,7 +97,7 @@ class DistributedOptimizer(Optimizer):
             predivide_factor=gradient_predivide_factor,
             groups=check_groups(groups, num_groups),
             sparse_as_dense=sparse_as_dense,
-            process_set=None if process_set is global_process_set else process_set,
+            process_set=_check_process_set(process_set),
         )
         self._wrap(optimizer, Gradients(optimizer, reduction, names, backward_passes_per_step))
 
@@ -296,6 +296,18 @@ class DistributedOptimizer(Optimizer):
         if gradients.reduction.is_local(current()):
             return loss
         return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
+
+
+def _check_process_set(process_set: ProcessSet | None) -> ProcessSet | None:
+    """Return the set, None for all ranks. Raises: UsageError unless it is registered."""
+    if process_set is None or process_set is global_process_set:
+        return None
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        raise UsageError(
+            "DistributedOptimizer: process_set must be a ProcessSet that was passed to init(process_sets=[...]), "
+            f"got {process_set!r}."
+        )
+    return process_set
 
 
 def _restore(

@@ -6,6 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from hvlike.collectives.allgather import allgather
+
 SAMPLES = 36
 """Divisible by 1, 2, 3 and 4 ranks, and each share again by 3 passes: all parts have the same weight."""
 
@@ -36,12 +38,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def same_on_all_ranks(tensors: Iterable[Tensor]) -> bool:
     """True if every rank has bitwise the same values."""
-    from hvlike.collectives.objects import allgather_object
-
-    everybody = allgather_object([tensor.detach().clone() for tensor in tensors])
-    return all(
-        torch.equal(mine, other) for rank in everybody for mine, other in zip(everybody[0], rank, strict=True)
-    )
+    mine = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    everybody = allgather(mine).reshape(-1, mine.numel())
+    return bool((everybody == mine).all())
 
 
 def largest_difference(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
