@@ -209,10 +209,8 @@ def signal_launcher(number: signal.Signals, others: str) -> Ended:
             time.sleep(0.02)
         event = time.time()
         os.kill(running.launcher_pid, number)
+        # Ranks that outlive mpirun by more than a short grace are its survivors.
         job = running.wait(60)
-        # mpirun itself is gone at once, its ranks need a moment: wait until the last has ended.
-        while running.pids() and time.time() - event < LIMIT_SECONDS:
-            time.sleep(0.05)
     shared = {path for path in re.findall(r"SHARED (\S+)", job.stdout) if Path(path).exists()}
     return Ended(job, started + job.seconds - event, sorted(shared))
 
