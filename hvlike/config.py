@@ -18,6 +18,8 @@ class Knobs:
     """HVLIKE_INIT_PATIENCE_SECONDS: how long init() waits for other ranks before it says so."""
     stall_check_seconds: float = 60.0
     """HVLIKE_STALL_CHECK_TIME_SECONDS: how long a rank may wait for others before the log says for whom."""
+    overlap: bool | None = None
+    """HVLIKE_OVERLAP: 1 to reduce gradients beside backward, 0 to do it after; unset: 1 where a core is spare."""
 
 
 def read_knobs(environment: Mapping[str, str]) -> Knobs:
@@ -33,6 +35,7 @@ def read_knobs(environment: Mapping[str, str]) -> Knobs:
     return Knobs(
         ranks_per_node=None if ranks is None else int(ranks),
         init_patience=Knobs.init_patience if patience is None else patience,
+        overlap=_switch(environment, "HVLIKE_OVERLAP"),
         stall_check_seconds=Knobs.stall_check_seconds if stall is None else stall,
     )
 
@@ -48,3 +51,10 @@ def _number(environment: Mapping[str, str], name: str, *, least: float) -> float
     if not value >= least:
         raise UsageError(f"{name}={text!r}: expected at least {least:g}.")
     return value
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool | None:
+    text = environment.get(name, "")
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{name}={text!r}: expected 0 or 1.")
+    return text == "1" if text else None

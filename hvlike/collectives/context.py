@@ -15,6 +15,7 @@ from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.config import read_knobs
 from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
 from hvlike.transport import forks
+from hvlike.transport.cores import has_spare_core
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.guard import Guard
@@ -54,6 +55,12 @@ class Context:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
             atexit.register(self.close)
 
+    @property
+    def overlaps(self) -> bool:
+        """True when communication may start beside the computation."""
+        overlap = self._knobs.overlap
+        return has_spare_core(self.fabric.cores) if overlap is None else overlap
+
     def membership(self, process_set: ProcessSet | None, what: str) -> Membership:
         """The process set an operation runs in; None: all ranks.
 
@@ -82,7 +89,7 @@ class Context:
     def close(self, reason: str = SHUTDOWN) -> None:
         """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
         loop = self.fabric.loop
-        loop.wait(lambda: all(each.lanes[0].idle for each in self._memberships.values()), _FINISH_SECONDS)
+        loop.wait(lambda: all(each.lanes.first.idle for each in self._memberships.values()), _FINISH_SECONDS)
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
         self._farewell.part(reason)
@@ -158,7 +165,7 @@ class Context:
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.BELL
-        for lane in membership.lanes:
+        for lane in membership.lanes.all():
             if not lane.idle:
                 gone = next(rank for rank in errors if rank in membership.group.ranks)
                 lane.fail(errors[gone])

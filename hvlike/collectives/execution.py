@@ -11,11 +11,10 @@ from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.operand import Operand, working_dtype
 from hvlike.collectives.request import Request, Signature
 from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.lane import Job, Lane, open_lane
+from hvlike.planes.lane import Job, Lanes
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.packing import Packer
 from hvlike.planes.plane import Plane
-from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine
 
@@ -28,11 +27,10 @@ Agreed = tuple[Request, Verdict]
 class Executor:
     """Runs the agreed requests of one process set on its lane, in the order they were agreed."""
 
-    def __init__(self, fabric: Fabric, lane: Lane) -> None:
-        self._fabric = fabric
-        self._lane = lane
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._lane = lanes.first
         self._packer = Packer()
-        self._lanes_opened = 0
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
@@ -101,9 +99,8 @@ class Executor:
         request, verdict = batch[0]
 
         def job(plane: Plane) -> Routine[None]:
-            # A job of its own on this lane, so that lanes are opened in the same order everywhere.
-            self._lanes_opened += 1
-            lane = yield from open_lane(self._fabric, self._lane.group, self._lanes_opened)
+            # A job on this lane like any other, so that lanes are opened in the same order everywhere.
+            lane = yield from self._lanes.take(verdict.extra.spare_lane)
             request.outputs += [lane, verdict.extra]
 
         return job

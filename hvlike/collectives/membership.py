@@ -7,7 +7,7 @@ from typing import Any
 from hvlike.collectives.execution import Executor
 from hvlike.collectives.negotiator import Negotiator
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.lane import Lane, open_lane
+from hvlike.planes.lane import Lanes, open_lane
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 
@@ -27,8 +27,8 @@ class Membership:
         fabric.loop.wait(lambda: task.done)
         if task.error is not None or task.result is None:
             raise task.error or RuntimeError("no lane")
-        self.lanes: list[Lane] = [task.result]
-        self.executor = Executor(fabric, task.result)
+        self.lanes = Lanes(fabric, task.result)
+        self.executor = Executor(self.lanes)
         self.negotiator = Negotiator(
             fabric,
             group,
@@ -41,13 +41,13 @@ class Membership:
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
         self.negotiator.close(error)
-        for lane in self.lanes:
+        for lane in self.lanes.all():
             lane.fail(error)
 
     def close(self) -> None:
         """Give back communicators. Collective over the group, after everything has ended."""
         self._switchboard.disconnect(self.group.number)
-        for lane in self.lanes:
+        for lane in self.lanes.all():
             lane.close()
         self.group.disconnect()
 

@@ -33,6 +33,8 @@ class Proposal(NamedTuple):
     bucket_bytes: int
     settings: tuple[Any, ...]
     """What else has to be equal: op, factors, compression, groups."""
+    spare_lane: int = -1
+    """A lane that an earlier reducer of this rank has given back; -1: none."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,16 @@ class Plan:
 
 
 def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
-    """What all ranks can agree on: the first rank's order, sparse where any rank is, strides where all are alike."""
+    """What all ranks can agree on: the first one's order, sparse where any is, strides and lane where all agree."""
     first = proposals[0]
     sparse = tuple(any(each.sparse[index] for each in proposals) for index in range(len(first.names)))
     strides = tuple(
         stride if all(each.strides[index] == stride for each in proposals) else None
         for index, stride in enumerate(first.strides)
     )
-    return first._replace(sparse=sparse, strides=strides)
+    # Ranks can lag behind in giving lanes back; then a new one is opened.
+    spare_lane = first.spare_lane if all(each.spare_lane == first.spare_lane for each in proposals) else -1
+    return first._replace(sparse=sparse, strides=strides, spare_lane=spare_lane)
 
 
 def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Sequence[int]]) -> Plan:

@@ -11,6 +11,7 @@ The tensors are reduced where they are. The lane of the plan is its own, so its 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ from hvlike.collectives.waits import STEP
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
-from hvlike.transport.cores import has_spare_core
 from hvlike.transport.dtypes import dtype_name
 from hvlike.transport.loop import Task
 
@@ -75,9 +75,10 @@ class PlannedReducer:
         self._process_set = process_set
         self._lock = threading.Lock()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._early = has_spare_core(current().fabric.cores)
+        self._early = current().overlaps
         self._plan: Plan | None = None
         self._lane: Lane | None = None
+        self._release: Callable[[], Any] | None = None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
@@ -132,9 +133,14 @@ class PlannedReducer:
             self._step += 1
 
     def close(self) -> None:
-        """Forget the plan. Local; nothing may be in flight. The lane itself is given back by shutdown()."""
+        """Forget the plan; the next `finish` makes a new one. Local; nothing may be in flight."""
+        if self._release is not None:
+            self._release()
+        self._release = None
         self._plan = None
+        self._lane = None
         self._buckets = []
+        self._bucket_of = {}
 
     # -- the plan -------------------------------------------------------------------------------
 
@@ -150,11 +156,19 @@ class PlannedReducer:
             order=tuple(present),
             bucket_bytes=OVERLAPPED_BUCKET_BYTES if self._early else SINGLE_BUCKET_BYTES,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
+            spare_lane=self._membership.lanes.propose(),
         )
-        signature = Signature("plan", detail=proposal)
-        handle = submit(self._membership, signature, self.name, [], _outputs_of, wake=False)
-        self._lane, agreed = handle.result()
-        self._membership.lanes.append(self._lane)
+        handle = submit(self._membership, Signature("plan", detail=proposal), self.name, [], _outputs_of, wake=False)
+        lanes = self._membership.lanes
+        try:
+            lane, agreed = handle.result()
+        except BaseException:
+            lanes.give_back(proposal.spare_lane)
+            raise
+        if lane.number != proposal.spare_lane:
+            lanes.give_back(proposal.spare_lane)
+        self._lane = lane
+        self._release = weakref.finalize(self, lanes.give_back, lane.number)
         itemsizes = [entry.dtype.itemsize for entry in self._entries]
         plan = make_plan(agreed, itemsizes, self._groups)
         self._buckets = [Bucket(indices, plan.strides, self._settings) for indices in plan.buckets]
@@ -196,6 +210,8 @@ class PlannedReducer:
         loop.post(lambda: negotiator.stoppable(key, None), wake=False)
         error, self._error = self._error, None
         if error is not None:
+            # The lane is lost with the job that failed; the next step starts from a new plan.
+            self.close()
             raise error
 
     def _start_complete(self, *, wake: bool) -> None:

@@ -30,8 +30,9 @@ Job = Callable[[Plane], Routine[None]]
 class Lane:
     """Runs jobs on one plane, in order."""
 
-    def __init__(self, fabric: Fabric, group: Group, plane: Plane) -> None:
+    def __init__(self, fabric: Fabric, group: Group, number: int, plane: Plane) -> None:
         self.group = group
+        self.number = number
         self._fabric = fabric
         self._plane = plane
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
@@ -89,17 +90,17 @@ def open_lane(fabric: Fabric, group: Group, number: int) -> Routine[Lane]:
     Raises: LaunchError when the ranks of a node cannot share memory.
     """
     if group.size == 1:
-        return Lane(fabric, group, SoloPlane())
+        return Lane(fabric, group, number, SoloPlane())
     shared = None
     if group.local_size > 1:
         shared = yield from _open_shared(fabric, group, number)
     if len(group.nodes) == 1 and shared is not None:
-        return Lane(fabric, group, shared)
+        return Lane(fabric, group, number, shared)
     cross = None
     whole = Network((yield from fabric.duplicate(group.comm)))
     if group.cross_comm != fabric.world.mpi.COMM_NULL:
         cross = Network((yield from fabric.duplicate(group.cross_comm)))
-    return Lane(fabric, group, HierarchicalPlane(group, shared, cross, whole))
+    return Lane(fabric, group, number, HierarchicalPlane(group, shared, cross, whole))
 
 
 def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPlane]:
@@ -115,3 +116,37 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPla
         f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
         "bytes: give /dev/shm more room (docker run --shm-size=256m)"
     )
+
+
+class Lanes:
+    """The lanes of a group on this rank: the first for negotiated requests, others for plans, used again when spare."""
+
+    def __init__(self, fabric: Fabric, first: Lane) -> None:
+        self.first = first
+        self._fabric = fabric
+        self._lanes = [first]
+        self._spare: deque[int] = deque()
+
+    def all(self) -> tuple[Lane, ...]:
+        """Every lane that was opened."""
+        return tuple(self._lanes)
+
+    def propose(self) -> int:
+        """The number of a spare lane, -1 if there is none; the caller hands it to `take` or to `give_back`."""
+        try:
+            return self._spare.popleft()
+        except IndexError:
+            return -1
+
+    def take(self, number: int) -> Routine[Lane]:
+        """Lane `number`, or a new one for -1. Collective over the group, in the same order everywhere."""
+        if number >= 0:
+            return self._lanes[number]
+        lane = yield from open_lane(self._fabric, self.first.group, len(self._lanes))
+        self._lanes.append(lane)
+        return lane
+
+    def give_back(self, number: int) -> None:
+        """The lane `number` is not used any more. Any thread, also a finaliser."""
+        if number >= 0 and self._lanes[number].broken is None:
+            self._spare.append(number)

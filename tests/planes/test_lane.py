@@ -34,7 +34,7 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
 
 
 def run(job: Callable[[Plane], Any]) -> None:
-    lane = current().membership(None, "test").lanes[0]
+    lane = current().membership(None, "test").lanes.first
     ended: list[Task[None]] = []
     lane.submit(job, ended.append, wake=False)
     assert current().fabric.loop.wait(lambda: bool(ended), 60.0)
@@ -48,7 +48,7 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_the_plane_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    plane = current().membership(None, "test").lanes[0]._plane
+    plane = current().membership(None, "test").lanes.first._plane
     if hvd.size() == 1:
         return
     several_nodes = ranks_per_node is not None and hvd.size() > ranks_per_node
@@ -94,7 +94,7 @@ def test_gather_brings_every_owners_bytes_to_all(hvd: ModuleType, ranks_per_node
 
 
 def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    lane = current().membership(None, "test").lanes[0]
+    lane = current().membership(None, "test").lanes.first
     tensors = [torch.full((1 + 997 * number,), float(number)) for number in range(30)]
     order: list[int] = []
     for number, tensor in enumerate(tensors):
