@@ -21,11 +21,11 @@ from hvlike.transport.dtypes import Array, Kind, raw_view
 from hvlike.transport.natives import Natives
 from hvlike.transport.routine import Routine, complete
 
-SMALL_BYTES = 4 << 20
-"""Below this MPI's own reduction is as fast as the exchange, or faster."""
-SMALL_HALF_BYTES = 256 << 10
-"""The same for 16-bit floats, which MPI's reduction moves as float32: twice the bytes."""
-LARGEST_MESSAGE = 1 << 20
+SMALL_BYTES = 1 << 20
+"""Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats, whose bytes it doubles."""
+SMALLEST_SHARD = 32 << 10
+"""Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
+LARGEST_MESSAGE = 2 << 20
 SMALLEST_MESSAGE = 64 << 10
 BUFFER_BYTES = 16 << 20
 """About how much memory the messages being received take, at any number of ranks."""
@@ -67,7 +67,8 @@ class Network:
             half = arithmetic.element.kind is Kind.HALF
             wide = arithmetic.on(torch.float32) if half else arithmetic
             native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
-            if native is not None and size <= (SMALL_HALF_BYTES if half else SMALL_BYTES):
+            small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
+            if native is not None and size <= small:
                 yield from self._reduce_flat(pieces, wide, *native)
             else:
                 raw = [raw_view(tensor) for tensor in tensors if tensor.numel()]

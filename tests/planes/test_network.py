@@ -84,7 +84,7 @@ def test_allreduce_follows_the_arithmetic(
     small: int,
 ) -> None:
     monkeypatch.setattr(network, "SMALL_BYTES", small)
-    monkeypatch.setattr(network, "SMALL_HALF_BYTES", small)
+    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
     factors = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
     arithmetic = Arithmetic(dtype, op, **factors)
     for lengths in LENGTHS:
@@ -105,7 +105,7 @@ def test_rounded_results_are_bitwise_the_same(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, small: int
 ) -> None:
     monkeypatch.setattr(network, "SMALL_BYTES", small)
-    monkeypatch.setattr(network, "SMALL_HALF_BYTES", small)
+    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
     generator = torch.Generator().manual_seed(plane.rank)
     for length in (17, 50_001, 300_000):
         tensor = torch.randn(length, generator=generator).to(dtype)
@@ -148,6 +148,7 @@ def test_gather_of_any_dtype(plane: Plane) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SMALL_BYTES", 0)
+    monkeypatch.setattr(network, "SMALLEST_SHARD", 0)
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
     lost = Network(plane.comm.Dup())
