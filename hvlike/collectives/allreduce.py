@@ -7,16 +7,17 @@ trailing underscore write into the tensors they are given; those with `async` re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvlike.collectives.allreduce_gradient import GroupedAllreduce
 from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.handles import Handle, synchronize
+from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Reduction, check_reduction, choose_op
-from hvlike.collectives.submission import begin, check_tensors, signature_of, submit
+from hvlike.collectives.submission import begin, check_tensors, check_writable, signature_of, submit
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 
@@ -47,9 +48,9 @@ def allreduce(
         elements that were chosen, ties share. Product: of the product of the others.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressed, context = compression.compress(tensor)
-    (reduced,) = _reduce_out_of_place([compressed], name, reduction, process_set, grouped=False)
+    (reduced,) = _reduce_out_of_place(call, [compressed])
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
@@ -64,8 +65,8 @@ def allreduce_(
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    handle = start("allreduce", [tensor], name, reduction, process_set, lambda outputs: outputs[0], wake=False)
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    handle = _start(call, [tensor], lambda outputs: outputs[0], wake=False)
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -80,8 +81,8 @@ def allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start `allreduce` into a new tensor, which `synchronize(handle)` returns. No gradient. Does not block."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    return start("allreduce", [_copy(tensor)], name, reduction, process_set, lambda outputs: outputs[0])
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, [_copy(tensor)], lambda outputs: outputs[0])
 
 
 def allreduce_async_(
@@ -94,8 +95,8 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start `allreduce` in place; leave `tensor` alone until `synchronize(handle)` has returned it."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    return start("allreduce", [tensor], name, reduction, process_set, lambda outputs: outputs[0])
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, [tensor], lambda outputs: outputs[0])
 
 
 def grouped_allreduce(
@@ -113,9 +114,9 @@ def grouped_allreduce(
     Raises: UsageError for an empty list; else as `allreduce`.
     Gradient: as `allreduce`, grouped.
     """
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     pairs = [compression.compress(tensor) for tensor in _listed(tensors)]
-    reduced = _reduce_out_of_place([pair[0] for pair in pairs], name, reduction, process_set, grouped=True)
+    reduced = _reduce_out_of_place(call, [pair[0] for pair in pairs])
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -129,8 +130,8 @@ def grouped_allreduce_(
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
     """`grouped_allreduce` in place, without compression and gradient; returns the tensors."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    handle = start("grouped_allreduce", _listed(tensors), name, reduction, process_set, list, wake=False)
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    handle = _start(call, _listed(tensors), list, wake=False)
     result: list[torch.Tensor] = synchronize(handle)
     return result
 
@@ -145,9 +146,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start `grouped_allreduce` into new tensors, which `synchronize(handle)` returns. No gradient."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [_copy(tensor) for tensor in _listed(tensors)]
-    return start("grouped_allreduce", copies, name, reduction, process_set, list)
+    return _start(call, copies, list)
 
 
 def grouped_allreduce_async_(
@@ -160,51 +161,67 @@ def grouped_allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start `grouped_allreduce` in place; leave the tensors alone until `synchronize(handle)` has returned them."""
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    return start("grouped_allreduce", _listed(tensors), name, reduction, process_set, list)
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, _listed(tensors), list)
 
 
-def start(
+class _Call(NamedTuple):
+    """A call that has its number: what it runs in, under which name, and what it reduces."""
+
+    what: str
+    membership: Membership
+    name: str
+    reduction: Reduction
+    process_set: ProcessSet | None
+    given_name: str | None
+
+
+def _begin(
     what: str,
-    tensors: Sequence[torch.Tensor],
     name: str | None,
-    reduction: Reduction,
     process_set: ProcessSet | None,
-    result: Any,
-    *,
-    wake: bool = True,
+    average: bool | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> _Call:
+    """Number the call before anything can be wrong with it, then look at what it asks for."""
+    membership, full_name = begin(what, name, process_set)
+    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
+    return _Call(what, membership, full_name, reduction, process_set, name)
+
+
+def _start(
+    call: _Call, tensors: Sequence[torch.Tensor], result: Callable[[Sequence[torch.Tensor]], Any], *, wake: bool = True
 ) -> Handle:
     """Start reducing `tensors` in place; `result(tensors)` is what the handle returns."""
-    membership, full_name = begin(what, name, process_set)
-    check_tensors(what, full_name, tensors)
-    check_reduction(what, full_name, reduction, [tensor.dtype for tensor in tensors])
+    what, reduction = call.what, call.reduction
+    check_tensors(what, call.name, tensors)
+    check_writable(what, call.name, tensors)
+    check_reduction(what, call.name, reduction, [tensor.dtype for tensor in tensors])
     signature = signature_of(
         "allreduce", tensors, op=int(reduction.op), prescale=reduction.prescale, postscale=reduction.postscale
     )
-    if what != "allreduce":
-        full_name = f"{what}.{full_name}"
-    return submit(membership, signature, full_name, tensors, lambda request: result(request.tensors), wake=wake)
+    key = call.name if what == "allreduce" else f"{what}.{call.name}"
+    return submit(call.membership, signature, key, tensors, lambda request: result(request.tensors), wake=wake)
 
 
-def _reduce_out_of_place(
-    tensors: list[torch.Tensor],
-    name: str | None,
-    reduction: Reduction,
-    process_set: ProcessSet | None,
-    *,
-    grouped: bool,
-) -> list[torch.Tensor]:
+def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
-    what = "grouped_allreduce" if grouped else "allreduce"
 
-    def run(inputs: Sequence[torch.Tensor], run_name: str | None, run_as: Reduction) -> list[torch.Tensor]:
-        handle = start(what, [_copy(tensor) for tensor in inputs], run_name, run_as, process_set, list, wake=False)
-        result: list[torch.Tensor] = synchronize(handle)
+    def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = synchronize(_start(call, [_copy(each) for each in inputs], list, wake=False))
         return result
 
+    def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
+        name = None if call.given_name is None else f"{call.given_name}.{suffix}"
+        membership, full_name = begin(call.what, name, call.process_set)
+        another = _Call(call.what, membership, full_name, reduction, call.process_set, name)
+        return _reduce_out_of_place(another, list(inputs))
+
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
-        return list(_differentiable(run, name, reduction, *tensors))
-    return run(tensors, name, reduction)
+        return list(_differentiable(forward, run, call.reduction, *tensors))
+    return forward(tensors)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

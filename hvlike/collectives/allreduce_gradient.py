@@ -15,66 +15,90 @@ from typing import Any
 import torch
 
 from hvlike.collectives.reductions import Max, Min, Product, Reduction, Sum
+from hvlike.errors import UsageError
 
-Run = Callable[[Sequence[torch.Tensor], str | None, Reduction], list[torch.Tensor]]
+Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
 
 
 class GroupedAllreduce(torch.autograd.Function):
-    """Reduces out of place; `run(tensors, name, reduction)` does it without a gradient."""
+    """Reduces out of place.
+
+    forward(tensors): the reduction itself. run(tensors, suffix, reduction): another one of the same group, under
+    the name of this one with `suffix`; differentiable in its turn where that is asked for.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: Run, name: str | None, reduction: Reduction, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:
         """Reduce, and keep what the derivative of this op looks at."""
-        outputs = run(tensors, name, reduction)
-        ctx.run, ctx.name, ctx.reduction = run, name, reduction
+        outputs = forward(tensors)
+        ctx.run, ctx.reduction = run, reduction
+        ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
         if reduction.op in (Min, Max, Product):
             ctx.save_for_backward(*tensors, *outputs)
-        ctx.mark_non_differentiable(
-            *(each for each in outputs if not each.is_floating_point() and not each.is_complex())
-        )
+        ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Collective like the forward call: all ranks of the set run backward."""
-        run: Run = ctx.run
-        reduction: Reduction = ctx.reduction
-        name = None if ctx.name is None else f"{ctx.name}.gradient"
-        if reduction.op not in (Min, Max, Product):
-            # Sum and Average are their own adjoints, the factors included; for complex ones the factors are real.
-            return (None, None, None, *run(gradients, name, reduction))
-        count = len(gradients)
-        inputs, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        total = run(gradients, name, Reduction(Sum, 1.0, 1.0))
-        scale = reduction.prescale * reduction.postscale
-        if reduction.op is Product:
-            others = _product_of_others([each * reduction.prescale for each in inputs], name, run)
-            return (None, None, None, *(scale * g * rest.conj() for g, rest in zip(total, others, strict=True)))
-        chosen = [
-            (each * reduction.prescale * reduction.postscale == output).to(gradient.dtype)
-            for each, output, gradient in zip(inputs, outputs, total, strict=True)
-        ]
-        ties = run(chosen, None if name is None else f"{name}.ties", Reduction(Sum, 1.0, 1.0))
-        return (
-            None,
-            None,
-            None,
-            *(scale * g * mine / tied.clamp(min=1) for g, mine, tied in zip(total, chosen, ties, strict=True)),
-        )
+        incoming = [gradients[index] for index in ctx.smooth]
+        inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
+        outputs = [ctx.saved_tensors[len(gradients) + index] for index in ctx.smooth] if ctx.saved_tensors else []
+        if ctx.reduction.op is Product:
+            found = _gradient_of_product(ctx.run, ctx.reduction, incoming, inputs)
+        elif ctx.reduction.op in (Min, Max):
+            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs, outputs)
+        else:
+            # Sum and Average are their own adjoints, the factors included, which are real.
+            found = ctx.run(incoming, "gradient", ctx.reduction)
+        by_index = dict(zip(ctx.smooth, found, strict=True))
+        return (None, None, None, *(by_index.get(index) for index in range(len(gradients))))
 
 
-def _product_of_others(inputs: Sequence[torch.Tensor], name: str | None, run: Run) -> list[torch.Tensor]:
+def _gradient_of_choice(
+    run: Run,
+    reduction: Reduction,
+    incoming: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
+    total = run(incoming, "gradient", _SUM)
+    chosen = [
+        (_scaled(each.detach(), reduction) == output).to(gradient.dtype)
+        for each, output, gradient in zip(inputs, outputs, incoming, strict=True)
+    ]
+    ties = run(chosen, "ties", _SUM)
+    scale = reduction.prescale * reduction.postscale
+    return [scale * g * mine / tied.clamp(min=1) for g, mine, tied in zip(total, chosen, ties, strict=True)]
+
+
+def _scaled(values: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """What this rank alone would get, to the last bit: 16-bit floats are scaled in float32 and rounded once."""
+    wide = values.float() if values.dtype.itemsize == 2 else values
+    return (wide * reduction.prescale * reduction.postscale).to(values.dtype)
+
+
+def _gradient_of_product(
+    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """For each element the product over all other ranks, right also where some are zero."""
-    is_zero = [each == 0 for each in inputs]
-    without_zeros = [torch.where(zero, torch.ones_like(each), each) for each, zero in zip(inputs, is_zero, strict=True)]
-    products = run(without_zeros, None if name is None else f"{name}.product", Reduction(Product, 1.0, 1.0))
-    zeros = run(
-        [zero.to(torch.int32) for zero in is_zero],
-        None if name is None else f"{name}.zeros",
-        Reduction(Sum, 1.0, 1.0),
-    )
+    if torch.is_grad_enabled():
+        raise UsageError("allreduce with op=hvd.Product has no second derivative: run backward without create_graph.")
+    total = run(incoming, "gradient", _SUM)
+    scaled = [each * reduction.prescale for each in inputs]
+    is_zero = [each == 0 for each in scaled]
+    without_zeros = [torch.where(zero, torch.ones_like(each), each) for each, zero in zip(scaled, is_zero, strict=True)]
+    products = run(without_zeros, "product", Reduction(Product, 1.0, 1.0))
+    zeros = run([zero.to(torch.int32) for zero in is_zero], "zeros", _SUM)
+    scale = reduction.prescale * reduction.postscale
     result = []
-    for own, zero, product, count in zip(without_zeros, is_zero, products, zeros, strict=True):
-        others_with_zeros = count - zero.to(torch.int32)
-        result.append(torch.where(others_with_zeros == 0, product / own, torch.zeros_like(product)))
+    for g, own, zero, product, count in zip(total, without_zeros, is_zero, products, zeros, strict=True):
+        others_have_none = count == zero.to(torch.int32)
+        others = torch.where(others_have_none, product / own, torch.zeros_like(product))
+        result.append(scale * g * others.conj())
     return result
+
+
+_SUM = Reduction(Sum, 1.0, 1.0)

@@ -16,7 +16,7 @@ from hvlike.collectives.allreduce import allreduce
 from hvlike.collectives.handles import Handle, synchronize
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Sum
-from hvlike.collectives.submission import begin, check_tensors, signature_of, submit
+from hvlike.collectives.submission import begin, check_tensors, check_writable, signature_of, submit
 from hvlike.errors import UsageError
 
 
@@ -67,6 +67,7 @@ def _start(
 ) -> Handle:
     membership, full_name = begin("broadcast", name, process_set)
     check_tensors("broadcast", full_name, [tensor])
+    check_writable("broadcast", full_name, [tensor])
     if root_rank not in membership.group.ranks:
         raise UsageError(
             f"broadcast received invalid root rank {root_rank} for provided process set: {full_name!r} runs among "
@@ -99,7 +100,8 @@ class _Broadcast(torch.autograd.Function):
         total = allreduce(gradients[0], name=name, op=Sum, process_set=ctx.process_set)
         membership, _ = begin("gradient of broadcast", "", ctx.process_set)
         is_root = membership.group.ranks[membership.group.rank] == ctx.root_rank
-        return (total if is_root else torch.zeros_like(total), None, None, None)
+        # Zeros that still hang on the sum: a second backward is collective too.
+        return (total if is_root else total.masked_fill(torch.ones((), dtype=torch.bool), 0), None, None, None)
 
 
 _differentiable: Callable[..., torch.Tensor] = _Broadcast.apply

@@ -23,12 +23,12 @@ def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """True if the elements fill a piece of memory, each exactly once, in whatever order (channels_last, transposed)."""
+    if 0 in shape:
+        return True
     step = 1
     for stride, length in sorted(
         (stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1
     ):
-        if length == 0:
-            return True
         if stride != step:
             return False
         step *= length

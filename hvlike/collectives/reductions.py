@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[tor
     if reduction.op is Adasum:
         raise UsageError(
             f"{kind} {name!r}: op=Adasum is not available in this version; use op=hvd.Average or op=hvd.Sum."
+        )
+    if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
+        raise UsageError(
+            f"{kind} {name!r}: expected numbers as factors, got prescale_factor={reduction.prescale}, "
+            f"postscale_factor={reduction.postscale}."
         )
     try:
         for dtype in dict.fromkeys(dtypes):

@@ -61,4 +61,16 @@ def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
         raise UsageError(f"{kind} {name!r}: all tensors of a group must be on one device, got {sorted(devices)}.")
 
 
-__all__ = ["begin", "check_tensors", "signature_of", "submit"]
+def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors to be written in place whose elements share memory: an expanded one has no room for a result."""
+    for tensor in tensors:
+        overlaps = any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+        if overlaps and tensor.numel():
+            raise UsageError(
+                f"{kind} {name!r}: several elements of this tensor of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())} are one place in memory (expand() makes such tensors), so it cannot be "
+                "written in place. Pass tensor.contiguous(), or use the call without the trailing underscore."
+            )
+
+
+__all__ = ["begin", "check_tensors", "check_writable", "signature_of", "submit"]
