@@ -22,6 +22,7 @@ from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.waits import Counts, Waiting, WaitTable
 from hvlike.errors import DeadlockError, DuplicateNameError, HorovodInternalError
+from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 
@@ -90,8 +91,15 @@ class Negotiator:
         self._fabric.loop.post(self._flush, wake=wake)
 
     def wait(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for the operation `key`; tells the coordinator when that takes long."""
+        """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
+
+        Raises: ForkedProcessError in a child that has inherited the handle.
+        """
+        forks.check()
         loop = self._fabric.loop
+        if timeout is not None and timeout <= 0:
+            loop.turn()
+            return done()
         patience = PATIENCE_SECONDS if timeout is None else min(timeout, PATIENCE_SECONDS)
         if loop.wait(done, patience):
             return True
