@@ -5,8 +5,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
-
 from collectives.inputs import (
     DTYPES,
     LAYOUTS,
@@ -20,6 +18,7 @@ from collectives.inputs import (
     transposed,
     with_gaps,
 )
+from torch import Tensor
 
 SMALLER = tuple(shape for shape in SHAPES if shape != (300, 301))
 

@@ -5,9 +5,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from torch import Tensor
 
-from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from hvlike.planes.ops import ReduceOp
 
 SHAPE = (5, 3)
@@ -37,9 +37,7 @@ def in_place_forms(hvd: ModuleType) -> list[Callable[[list[Tensor], ReduceOp], S
 
 
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=names)
-def test_out_of_place_forms_reduce_and_leave_the_input_alone(
-    hvd: ModuleType, op: ReduceOp, dtype: torch.dtype
-) -> None:
+def test_out_of_place_forms_reduce_and_leave_the_input_alone(hvd: ModuleType, op: ReduceOp, dtype: torch.dtype) -> None:
     inputs = [contribution(hvd.rank(), SHAPE, dtype, seed) for seed in (1, 2)]
     before = [each.clone() for each in inputs]
     expected = [reduced(op, [contribution(rank, SHAPE, dtype, seed) for rank in range(hvd.size())]) for seed in (1, 2)]
