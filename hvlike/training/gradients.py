@@ -237,8 +237,6 @@ class Gradients:
         densify = self.reduction.sparse_as_dense
         if slot.parameter.grad is None:
             slot.parameter.grad = slot.nothing()
-        elif slot.passes == 0 and self.phase is Phase.REDUCING and not self.keep_local:
-            self._hooks.attach(slot.parameter, slot)
         return slot.to_reduce(slot.parameter.grad, densify=densify)
 
     def _abandon(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 
 @dataclass(eq=False)
@@ -26,14 +27,22 @@ class Slot:
     """Of the last sparse gradient seen; 0 for none."""
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
+    is_lazy: bool = field(init=False)
+    """Made while the parameter had no shape yet (lazy modules)."""
 
     def __post_init__(self) -> None:
         self.dtype = self.parameter.dtype
         self.device = self.parameter.device
+        self.is_lazy = isinstance(self.parameter, UninitializedParameter)
 
     def still_fits(self, parameter: Tensor) -> bool:
-        """True for the same parameter in the same place (`model.to(...)` may have moved it)."""
-        return self.parameter is parameter and self.dtype is parameter.dtype and self.device == parameter.device
+        """True for the same parameter, not moved by `model.to(...)` and not initialised only since."""
+        return (
+            self.parameter is parameter
+            and self.dtype is parameter.dtype
+            and self.device == parameter.device
+            and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
+        )
 
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
         """Return the tensor that stands for `gradient` in the reduction; it shares memory with it where possible."""

@@ -68,7 +68,7 @@ def test_something_that_is_no_optimizer(hvd: ModuleType) -> None:
 
 def test_wrapping_twice(hvd: ModuleType) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD(make_model().parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="is distributed already. Wrap it once"):
+    with pytest.raises(UsageError, match=r"is distributed already\. Wrap it once"):
         DistributedOptimizer(optimizer)
 
 

@@ -1,5 +1,6 @@
 """Calls in the wrong order are refused with a text that names cause and fix, and all ranks can go on."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -124,18 +125,19 @@ def test_step_and_synchronize_inside_no_sync(hvd: ModuleType) -> None:
     check_that_training_goes_on(hvd, model, optimizer)
 
 
-@pytest.mark.parametrize("call", ["no_sync", "add_param_group", "set_backward_passes_per_step"])
+CHANGES: dict[str, Callable[[DistributedOptimizer], object]] = {
+    "no_sync": lambda optimizer: optimizer.no_sync().__enter__(),
+    "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+    "set_backward_passes_per_step": lambda optimizer: optimizer.set_backward_passes_per_step(3),
+}
+
+
+@pytest.mark.parametrize("call", CHANGES)
 def test_changes_between_backward_and_step(hvd: ModuleType, call: str) -> None:
     model, optimizer = make()
     backward(hvd, model)
     with pytest.raises(UsageError, match=rf"optimizer.{call}\(\) was .* after loss.backward\(\) but before"):
-        if call == "no_sync":
-            with optimizer.no_sync():
-                pass
-        elif call == "add_param_group":
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        else:
-            optimizer.set_backward_passes_per_step(3)
+        CHANGES[call](optimizer)
     optimizer.step()
     check_that_training_goes_on(hvd, model, optimizer)
 
