@@ -225,11 +225,10 @@ class _Newcomer:
     host: str
 
 
-def watch_failed_start() -> None:
-    """Install a guard on a rank whose init() has failed: the others wait in theirs, and MPI_Finalize for them.
+def watch_start() -> None:
+    """Watch a rank that has MPI but is not through with init(): should that fail, the others wait in theirs.
 
-    For the place where init() lets an exception pass. Does nothing while a guard watches already; the guard of a later,
-    successful init() takes over.
+    Does nothing while a guard watches already, and without MPI. The guard that init() installs at its end takes over.
     """
     module = mpi.running()
     if module is None or forks.is_forked() or Guard.is_on_duty():

@@ -75,9 +75,9 @@ class World:
         """
         try:
             return cls._start(comm, ranks_per_node, patience)
-        except BaseException:
-            guard.watch_failed_start()
-            raise
+        finally:
+            # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
+            guard.watch_start()
 
     @classmethod
     def _start(cls, comm: Sequence[int] | MPI.Comm | None, ranks_per_node: int | None, patience: float) -> World:

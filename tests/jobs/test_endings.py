@@ -180,6 +180,27 @@ hvd.init()
     assert "a list without itself" in ended.job.stderr
 
 
+def test_an_error_late_in_init_on_one_rank_ends_the_job() -> None:
+    body = """
+import sys, time
+import hvlike as hvd
+from hvlike.collectives import context
+def fail(world):
+    sys.stdout.write(f"END {time.time()}\\n")
+    sys.stdout.flush()
+    raise OSError("no memory to share")
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+    context.Fabric = fail
+hvd.init()
+"""
+    started = time.time()
+    with start_job("import os" + body, 2) as running:
+        ended = finish(running, started)
+    check_clean(ended)
+    assert ended.job.returncode != 0
+    assert "no memory to share" in ended.job.stderr
+
+
 def test_children_of_a_rank_are_none_of_our_business() -> None:
     body = """
 import multiprocessing

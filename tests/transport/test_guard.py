@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.transport.guard import Guard, watch_failed_start
+from hvlike.transport.guard import Guard, watch_start
 
 
 class Recorder:
@@ -79,11 +79,11 @@ def test_a_second_guard_sends_the_first_home() -> None:
     assert hooks() == before
 
 
-def test_a_failed_start_does_not_replace_the_guard_on_duty() -> None:
+def test_a_start_does_not_replace_the_guard_on_duty() -> None:
     guard = Guard(member(Recorder()), lambda: None)
     guard.install()
     during = hooks()
-    watch_failed_start()
+    watch_start()
     assert hooks() == during
     guard.uninstall()
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from hvlike.errors import LaunchError, UsageError
+from hvlike.transport import guard
 from hvlike.transport import mpi as mpi_library
 from hvlike.transport.world import World
+
+
+@pytest.fixture(autouse=True)
+def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests is not to be watched after them."""
+    monkeypatch.setattr(guard, "watch_start", lambda: None)
 
 
 @pytest.fixture
