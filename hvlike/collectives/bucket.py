@@ -10,6 +10,7 @@ import torch
 
 from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.operand import Operand
+from hvlike.collectives.reductions import arithmetic_of
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.lane import Job
 from hvlike.planes.ops import ReduceOp, op_name
@@ -30,8 +31,7 @@ class Settings:
 
     def arithmetic(self, dtype: torch.dtype) -> Arithmetic:
         """The arithmetic for tensors of this dtype."""
-        divisor = self.size if self.op is ReduceOp.AVERAGE else 1
-        return Arithmetic(dtype, self.op, divisor=divisor, prescale=self.prescale, postscale=self.postscale)
+        return arithmetic_of(dtype, self.op, self.size, self.prescale, self.postscale)
 
     @property
     def compresses(self) -> bool:
@@ -57,7 +57,6 @@ class Bucket:
         self._strides = [strides[index] for index in entries]
         self._settings = settings
         self._packers: dict[torch.dtype, Packer] = {}
-        self._arithmetics: dict[torch.dtype, Arithmetic] = {}
 
     def job(self, tensors: Sequence[torch.Tensor]) -> Job:
         """The job that reduces these tensors, one for each entry, in place."""
@@ -86,8 +85,6 @@ class Bucket:
     def _reduce(self, plane: Plane, flats: Sequence[torch.Tensor]) -> Routine[None]:
         """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
         for dtype in dict.fromkeys(flat.dtype for flat in flats):
-            if dtype not in self._packers:
-                self._packers[dtype] = Packer()
-                self._arithmetics[dtype] = self._settings.arithmetic(dtype)
+            packer = self._packers.setdefault(dtype, Packer())
             same = [flat for flat in flats if flat.dtype is dtype]
-            yield from self._packers[dtype].allreduce(plane, same, self._arithmetics[dtype])
+            yield from packer.allreduce(plane, same, self._settings.arithmetic(dtype))

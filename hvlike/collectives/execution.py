@@ -9,8 +9,8 @@ import torch
 
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.operand import Operand, working_dtype
+from hvlike.collectives.reductions import arithmetic_of
 from hvlike.collectives.request import Request, Signature
-from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.lane import Job, Lanes
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.packing import Packer
@@ -55,7 +55,8 @@ class Executor:
                     operands.append(Operand(tensor, strides if alike else None, working_dtype(tensor.dtype, op)))
             for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
                 flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
-                arithmetic = reduction(dtype, signature, self._lane.group.size)
+                size = self._lane.group.size
+                arithmetic = arithmetic_of(dtype, op, size, signature.prescale, signature.postscale)
                 yield from self._packer.allreduce(plane, flats, arithmetic)
             for operand in operands:
                 operand.write_back()
@@ -139,13 +140,6 @@ def fusion_kind(signature: Signature) -> Any:
     if signature.kind == "allreduce":
         return ("allreduce", signature.op, signature.prescale, signature.postscale)
     return signature.kind if signature.kind in ("broadcast", "barrier") else None
-
-
-def reduction(dtype: torch.dtype, signature: Signature, size: int) -> Arithmetic:
-    """The arithmetic of an agreed reduction."""
-    op = ReduceOp(signature.op)
-    divisor = size if op is ReduceOp.AVERAGE else 1
-    return Arithmetic(dtype, op, divisor=divisor, prescale=signature.prescale, postscale=signature.postscale)
 
 
 def allocate_gathered(tensor: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -46,6 +47,13 @@ def choose_op(average: bool | None, op: int | None) -> ReduceOp:
     return Average if op is None else reduce_op(op)
 
 
+@lru_cache(maxsize=256)
+def arithmetic_of(dtype: torch.dtype, op: ReduceOp, size: int, prescale: float, postscale: float) -> Arithmetic:
+    """The arithmetic of a reduction over `size` ranks; kept, as programs repeat few of them. Used in the loop only."""
+    divisor = size if op is Average else 1
+    return Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
+
+
 def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[torch.dtype]) -> None:
     """Refuse a reduction that is not defined on these dtypes, or factors it cannot take."""
     if reduction.op is Adasum:
@@ -59,6 +67,6 @@ def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[tor
         )
     try:
         for dtype in dict.fromkeys(dtypes):
-            Arithmetic(dtype, reduction.op, prescale=reduction.prescale, postscale=reduction.postscale)
+            arithmetic_of(dtype, reduction.op, 1, reduction.prescale, reduction.postscale)
     except UsageError as error:
         raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None

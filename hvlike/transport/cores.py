@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 SPINS = 100
-"""Looks before a driver sleeps when it has a core to itself: about as long as waking a sleeper takes."""
+"""Looks before a waiting driver sleeps: about as long as waking a sleeper takes."""
 
 
 def available() -> frozenset[int]:
@@ -22,9 +22,9 @@ def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
     return sum(1 / sum(core in each for each in affinities) for core in affinities[rank])
 
 
-def spins(cores: float) -> int:
-    """How often a waiting driver looks before it sleeps: never where a peer needs the core."""
-    return SPINS if cores >= 1 else 1
+def is_crowded(cores: float) -> bool:
+    """True where ranks share cores, so that a waiting one should let the others run."""
+    return cores < 1
 
 
 def has_spare_core(cores: float) -> bool:

@@ -43,7 +43,8 @@ class Fabric:
         self.ticks: list[Callable[[], None]] = []
         self.loop = Loop(
             self.bell,
-            spins=cores.spins(self.cores),
+            spins=cores.SPINS,
+            crowded=cores.is_crowded(self.cores),
             remote=size < world.size,
             tick=self._tick,
         )

@@ -8,6 +8,7 @@ while something is running: an idle process sleeps on its doorbell.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -52,10 +53,15 @@ class Task(Generic[T]):
 class Loop:
     """Advances routines until they end; see the head of this file for who drives."""
 
-    def __init__(self, bell: Doorbell, *, spins: int, remote: bool, tick: Callable[[], None]) -> None:
-        """`spins`: looks before a driver sleeps. `remote`: traffic may come that rings no bell. `tick`: health."""
+    def __init__(self, bell: Doorbell, *, spins: int, crowded: bool, remote: bool, tick: Callable[[], None]) -> None:
+        """Start the thread, asleep.
+
+        spins: looks before a driver sleeps. crowded: there are fewer cores than ranks. remote: traffic may come that
+        rings no bell. tick: the health check, called a few times a second, asleep or not.
+        """
         self._bell = bell
         self._spins = spins
+        self._crowded = crowded
         self._remote = remote
         self._tick = tick
         self._inbox: deque[Callable[[], None]] = deque()
@@ -117,7 +123,9 @@ class Loop:
         if self._driver != threading.get_ident() and self._lock.acquire(blocking=False):
             try:
                 self._enter()
-                self._advance(self._bell.rung())
+                # Who came before may have slept through a ring: look as if there had been one.
+                self._bell.rung()
+                self._advance(True)
             finally:
                 self._leave()
 
@@ -217,6 +225,9 @@ class Loop:
                 continue
             looks += 1
             if looks <= spins:
+                if self._crowded:
+                    # The rank that is waited for may need this core.
+                    os.sched_yield()
                 rung = self._bell.rung()
                 continue
             if deadline is not None and time.monotonic() >= deadline:

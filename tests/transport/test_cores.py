@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.transport.cores import SPINS, cores_per_rank, has_spare_core, spins
+from hvlike.transport.cores import cores_per_rank, has_spare_core, is_crowded
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,7 @@ def test_a_core_counts_for_all_ranks_that_may_run_on_it(affinities: list[set[int
     assert cores_per_rank([frozenset(each) for each in affinities], 0) == pytest.approx(cores)
 
 
-@pytest.mark.parametrize(
-    ("cores", "expected_spins", "spare"), [(0.5, 1, False), (1.0, SPINS, False), (2.0, SPINS, True)]
-)
-def test_what_follows_for_waiting(cores: float, expected_spins: int, spare: bool) -> None:
-    assert spins(cores) == expected_spins
+@pytest.mark.parametrize(("cores", "crowded", "spare"), [(0.5, True, False), (1.0, False, False), (2.0, False, True)])
+def test_what_follows_for_waiting(cores: float, crowded: bool, spare: bool) -> None:
+    assert is_crowded(cores) is crowded
     assert has_spare_core(cores) is spare

@@ -22,7 +22,7 @@ class Bench:
         self.bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
         self.bell.initialise(os.getpid())
         self.ticks = 0
-        self.loop = Loop(self.bell, spins=10, remote=False, tick=self.tick)
+        self.loop = Loop(self.bell, spins=10, crowded=False, remote=False, tick=self.tick)
 
     def tick(self) -> None:
         self.ticks += 1
