@@ -1,0 +1,88 @@
+"""Comparing contestants in one run: interleaved in random order, cold caches, the slowest rank counts.
+
+A machine's speed drifts while one measures (other load, frequency, where virtual cores lie), so contestants
+are never measured one after the other: every repetition runs all of them, and ratios are taken within it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+SCRUB_BYTES = 24 << 20
+"""Private memory touched before each measurement: more than a core's share of the caches."""
+
+
+class Ranks(Protocol):
+    """What a comparison needs of the job; transport/raw.py has it."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return for each value the maximum over ranks."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the work. `prepare` is not timed and makes the input anew; `run` is timed."""
+
+    name: str
+    prepare: Callable[[], None]
+    run: Callable[[], None]
+    check: Callable[[], None]
+    """Called once, after the first repetition: raises when the result is wrong."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        """Summarise samples; at least one."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, first, third)
+
+
+def compare(
+    ranks: Ranks, contestants: Sequence[Contestant], repetitions: int, *, warmups: int = 2, seed: int = 0
+) -> dict[str, list[float]]:
+    """Measure all contestants `repetitions` times, after `warmups` that do not count.
+
+    Collective: every rank calls it with the same contestants and the same seed (which draws the order).
+    Returns for each contestant the seconds of every repetition, of its slowest rank.
+    """
+    order = random.Random(seed)
+    private = np.ones(SCRUB_BYTES // 8)
+    measured: dict[str, list[float]] = {each.name: [] for each in contestants}
+    for repetition in range(warmups + repetitions):
+        for contestant in order.sample(contestants, len(contestants)):
+            np.add(private, 1.0, out=private)
+            contestant.prepare()
+            ranks.barrier()
+            start = time.perf_counter()
+            contestant.run()
+            seconds = time.perf_counter() - start
+            if repetition == 0:
+                contestant.check()
+            if repetition >= warmups:
+                measured[contestant.name].append(seconds)
+    return {name: ranks.maximum(samples) for name, samples in measured.items()}
+
+
+def paired_ratio(samples: Mapping[str, Sequence[float]], name: str, to: str) -> float:
+    """Return the median over repetitions of the time of `name` divided by that of `to`."""
+    return statistics.median(a / b for a, b in zip(samples[name], samples[to], strict=True))

@@ -1,0 +1,51 @@
+"""python -m hvlike bench, as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from job import CHECKOUT, run_job
+
+pytestmark = pytest.mark.job
+
+MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
+QUICK = ["bench", "allreduce", "--sizes", "1KiB,300KiB", "--repetitions", "3"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
+    job = run_job(MODULE, ranks, args=[*QUICK, "--json"]).check()
+    found = json.loads(job.stdout)
+    assert found["ranks"] == ranks
+    assert [each["bytes"] for each in found["results"]] == [1024, 300 << 10]
+    for each in found["results"]:
+        assert set(each["seconds"]) == {"hvlike", "MPI_Allreduce", "gloo", "memory floor"}
+        assert set(each["ratios"]) == {"MPI/hvlike", "gloo/hvlike", "hvlike/floor"}
+        assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
+
+
+def test_table_is_printed_once() -> None:
+    job = run_job(MODULE, 2, args=[*QUICK, "--no-gloo"]).check()
+    assert job.stdout.count("allreduce of one float32 tensor, in place, 2 ranks on 1 node(s)") == 1
+    assert "300 KiB" in job.stdout
+    assert "Without gloo: left out by --no-gloo." in job.stdout
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "hvlike", *arguments]
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+def test_wrong_commands_say_what_there_is() -> None:
+    assert "bench" in command().stdout
+    unknown = command("walk")
+    assert unknown.returncode == 2
+    assert "no command 'walk'" in unknown.stderr
+    wrong = command("bench", "allreduce", "--sizes", "many")
+    assert wrong.returncode == 2
+    assert "'many' is no size" in wrong.stderr
