@@ -1,6 +1,7 @@
 """Named requests may come in any order on each rank; unnamed ones meet by kind; groups are whole."""
 
 import random
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -138,8 +139,6 @@ def test_a_barrier_passes_operations_in_flight(hvd: ModuleType) -> None:
 
 
 def test_a_barrier_waits_for_the_last_rank(hvd: ModuleType) -> None:
-    import time
-
     started = time.time()
     if hvd.rank() == hvd.size() - 1:
         time.sleep(0.2)

@@ -1,0 +1,121 @@
+"""Wrong arguments: an error on the rank that passed them, before anything is sent; the next call is right."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hvlike.collectives.allgather import allgather
+from hvlike.errors import DuplicateNameError, UsageError
+
+REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
+    "no such op": (lambda hvd: hvd.allreduce(torch.ones(2), op=99), "op 99 is no reduction; expected one of: Average"),
+    "average and op": (
+        lambda hvd: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum),
+        "The op parameter supersedes average. Please provide only one of them.",
+    ),
+    "Adasum": (lambda hvd: hvd.allreduce(torch.ones(2), name="g", op=hvd.Adasum), "allreduce 'g': op=Adasum"),
+    "Average of bool": (
+        lambda hvd: hvd.allreduce(torch.ones(2).bool(), name="mask"),
+        "allreduce 'mask' with op Average: op Average is not defined on dtype bool",
+    ),
+    "Max of complex": (
+        lambda hvd: hvd.allreduce(torch.ones(2, dtype=torch.complex64), name="z", op=hvd.Max),
+        "allreduce 'z' with op Max: op Max is not defined on dtype complex64",
+    ),
+    "factors of bool": (
+        lambda hvd: hvd.allreduce_(torch.ones(2).bool(), op=hvd.Sum, prescale_factor=2),
+        "on bool takes no factors",
+    ),
+    "factor that is no number": (
+        lambda hvd: hvd.allreduce(torch.ones(2), name="g", prescale_factor=float("nan")),
+        "allreduce 'g': expected numbers as factors, got prescale_factor=nan",
+    ),
+    "infinite factor of integers": (
+        lambda hvd: hvd.allreduce(torch.ones(2).int(), op=hvd.Sum, postscale_factor=float("inf")),
+        "expected finite factors for int32",
+    ),
+    "unsupported dtype": (
+        lambda hvd: hvd.allreduce(torch.ones(2).to(torch.float8_e5m2), name="w"),
+        "allreduce 'w': dtype float8_e5m2 cannot be communicated; expected one of: uint8",
+    ),
+    "unsupported dtype in broadcast": (
+        lambda hvd: hvd.broadcast(torch.ones(2).to(torch.uint16), 0, name="w"),
+        "broadcast 'w': dtype uint16 cannot be communicated",
+    ),
+    "sparse": (
+        lambda hvd: hvd.allreduce(torch.eye(3).to_sparse(), name="embedding"),
+        "allreduce 'embedding': expected a dense tensor, got layout torch.sparse_coo",
+    ),
+    "sparse in broadcast": (lambda hvd: hvd.broadcast(torch.eye(3).to_sparse(), 0), "expected a dense tensor"),
+    "no tensor": (
+        lambda hvd: hvd.allreduce([1.0, 2.0], name="list"),
+        "allreduce 'list': expected a torch.Tensor, got list.",
+    ),
+    "no tensor in broadcast": (lambda hvd: hvd.broadcast_(3, 0), "expected a torch.Tensor, got int."),
+    "no tensor in allgather": (lambda hvd: allgather(None), "expected a torch.Tensor, got NoneType."),
+    "no tensor in a group": (
+        lambda hvd: hvd.grouped_allreduce([torch.ones(2), 7], name="layer"),
+        "grouped_allreduce 'layer' (tensor 1): expected a torch.Tensor, got int.",
+    ),
+    "meta tensor": (lambda hvd: hvd.allreduce(torch.ones(2, device="meta")), "is on the meta device"),
+    "empty group": (
+        lambda hvd: hvd.grouped_allreduce([]),
+        "grouped_allreduce: expected at least one tensor, got an empty list.",
+    ),
+    "root outside": (
+        lambda hvd: hvd.broadcast(torch.ones(2), root_rank=700, name="w"),
+        "broadcast received invalid root rank 700 for provided process set: 'w'",
+    ),
+    "negative root": (lambda hvd: hvd.broadcast_(torch.ones(2), root_rank=-1), "invalid root rank -1"),
+    "expanded tensor in place": (
+        lambda hvd: hvd.allreduce_(torch.ones(1, 3).expand(2, 3), name="g"),
+        "allreduce 'g': several elements of this tensor of shape [2, 3] and strides [0, 1] are one place in memory",
+    ),
+    "expanded tensor in a broadcast": (
+        lambda hvd: hvd.broadcast_(torch.ones(()).expand(4), 0),
+        "cannot be written in place. Pass tensor.contiguous()",
+    ),
+    "unregistered process set": (
+        lambda hvd: hvd.allreduce(torch.ones(2), process_set=hvd.ProcessSet([0])),
+        "Allreduce: Process set provided does not exist, or has not been registered",
+    ),
+    "no process set": (
+        lambda hvd: hvd.barrier(process_set=[0]),
+        "Barrier: expected a ProcessSet, got list.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_a_wrong_argument_is_refused_with_a_reason(
+    hvd: ModuleType, case: tuple[Callable[[ModuleType], Any], str]
+) -> None:
+    call, text = case
+    with pytest.raises(UsageError) as raised:
+        call(hvd)
+    assert isinstance(raised.value, ValueError)
+    assert text in str(raised.value)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def test_a_name_in_flight_is_refused(hvd: ModuleType) -> None:
+    # Of two ranks and more, one has not asked yet, so that the name is surely in flight.
+    late = hvd.rank() == hvd.size() - 1
+    if late and hvd.size() > 1:
+        hvd.barrier()
+    first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+    if not late:
+        with pytest.raises(DuplicateNameError, match=rf"same name as another tensor.*'twice' on rank {hvd.rank()}"):
+            hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        # Another kind may use the name.
+        other = hvd.broadcast_async(torch.ones(2), 0, name="twice")
+        hvd.barrier()
+    else:
+        other = hvd.broadcast_async(torch.ones(2), 0, name="twice")
+    hvd.synchronize(other)
+    assert hvd.synchronize(first).tolist() == [hvd.size()] * 2
+    again = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+    assert hvd.synchronize(again).tolist() == [hvd.size()] * 2
