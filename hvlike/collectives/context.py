@@ -35,12 +35,9 @@ class Context:
         self._knobs = knobs = read_knobs(os.environ)
         self.world = World.start(comm, ranks_per_node=knobs.ranks_per_node, patience=knobs.init_patience)
         self.guard = Guard(self.world, lambda: self.close(EXIT))
-        try:
-            self._check_same(process_sets)
-            self.fabric = Fabric(self.world)
-        except BaseException:
-            self.world.close()
-            raise
+        # No clean-up on an error: freeing communicators takes all ranks, and the others may be past this.
+        self._check_same(process_sets)
+        self.fabric = Fabric(self.world)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self._sets: list[ProcessSet] = []
         self._memberships: dict[int, Membership] = {}
@@ -89,6 +86,10 @@ class Context:
     def close(self, reason: str = SHUTDOWN) -> None:
         """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
         loop = self.fabric.loop
+        if self.world.mpi.Is_finalized():
+            # The user has ended MPI himself: there is nobody left to talk to.
+            loop.close()
+            return
         loop.wait(lambda: all(each.lanes.first.idle for each in self._memberships.values()), _FINISH_SECONDS)
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
@@ -161,14 +162,13 @@ class Context:
                 self.fabric.loop.start(self._abandon(membership, errors), wake=False)
 
     def _abandon(self, membership: Membership, errors: dict[int, HorovodInternalError]) -> Routine[None]:
-        """End what still runs with a rank that has left, once all it had written could be taken."""
+        """End what runs, and what is still to come, with a rank that has left, once all it wrote could be taken."""
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.BELL
+        gone = next(rank for rank in errors if rank in membership.group.ranks)
         for lane in membership.lanes.all():
-            if not lane.idle:
-                gone = next(rank for rank in errors if rank in membership.group.ranks)
-                lane.fail(errors[gone])
+            lane.fail(errors[gone])
 
 
 def _ranks_of(comm: Any, world: World) -> list[int]:
