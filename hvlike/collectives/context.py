@@ -35,8 +35,12 @@ class Context:
         self._knobs = knobs = read_knobs(os.environ)
         self.world = World.start(comm, ranks_per_node=knobs.ranks_per_node, patience=knobs.init_patience)
         self.guard = Guard(self.world, lambda: self.close(EXIT))
-        # No clean-up on an error: freeing communicators takes all ranks, and the others may be past this.
-        self._check_same(process_sets)
+        try:
+            self._check_same(process_sets)
+        except UsageError:
+            # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
+            self.world.close()
+            raise
         self.fabric = Fabric(self.world)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self._sets: list[ProcessSet] = []
@@ -131,10 +135,18 @@ class Context:
     def _check_same(self, process_sets: Sequence[ProcessSet]) -> None:
         """All ranks must name the same sets, each of them a new one of ranks that exist."""
         seen = [list(range(self.world.size))]
+        unknown = ""
         for process_set in process_sets:
             if process_set.ranks is None:
-                process_set.ranks = _ranks_of(process_set.mpi_comm, self.world)
-        everybody = self.world.comm.allgather([each.ranks for each in process_sets])
+                try:
+                    process_set.ranks = _ranks_of(process_set.mpi_comm, self.world)
+                except UsageError as error:
+                    unknown = str(error)
+        answers = self.world.comm.allgather((unknown, [each.ranks for each in process_sets]))
+        wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if wrong:
+            raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
+        everybody = [ranks for _, ranks in answers]
         different = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
         if different:
             raise UsageError(
