@@ -1,0 +1,70 @@
+"""When a set of waits is a deadlock and when only a delay: a table, no messages."""
+
+import pytest
+
+from hvlike.collectives.request import Key
+from hvlike.collectives.waits import STEP, Waiting, WaitTable
+
+X, Y, Z = ("allreduce", "x"), ("allreduce", "y"), ("broadcast", "x")
+MODEL = (STEP, "model")
+
+
+def waiting(key: Key, *, steps: int = 0, certain: bool = True, since: float = 0.0, **counts: int) -> Waiting:
+    return Waiting(key, counts, {"model": steps}, certain, since)
+
+
+def table(*waits: Waiting | None) -> WaitTable:
+    found = WaitTable(tuple(range(len(waits))))
+    for position, each in enumerate(waits):
+        if each is not None:
+            found.report(position, each)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits", "missing", "deadlock"),
+    [
+        # Each waits for what the other has not asked for.
+        ([waiting(X), waiting(Y)], {X: [1], Y: [0]}, True),
+        # One does not wait: it computes.
+        ([waiting(X), None], {X: [1]}, False),
+        # All have asked for it: it is being carried out.
+        ([waiting(X), waiting(X)], {}, False),
+        # What rank 1 waits for has been decided: it will go on, and may ask for x.
+        ([waiting(X), waiting(Y)], {X: [1]}, False),
+        # Three ranks, two of them together.
+        ([waiting(X), waiting(X), waiting(Z)], {X: [2], Z: [0, 1]}, True),
+        # Another thread of rank 1 may still ask for x.
+        ([waiting(X), waiting(Y, certain=False)], {X: [1], Y: [0]}, False),
+        # A planned step that the other rank has not begun, because it waits for x.
+        ([waiting(MODEL, steps=4), waiting(X, steps=3)], {X: [0]}, True),
+        # Rank 1 has begun the step: its data is on the way.
+        ([waiting(MODEL, steps=4), waiting(X, steps=4)], {X: [0]}, False),
+        ([waiting(MODEL, steps=4), waiting(MODEL, steps=4)], {}, False),
+    ],
+)
+def test_deadlocked(waits: list[Waiting | None], missing: dict[Key, list[int]], deadlock: bool) -> None:
+    assert table(*waits).deadlocked(lambda key: missing.get(key, [])) is deadlock
+
+
+def test_resumed_and_ended_waits_are_forgotten() -> None:
+    found = table(waiting(X), waiting(Y), waiting(X))
+    found.resume(1)
+    found.resume(1)
+    assert found.absent() == [1]
+    found.ended(X)
+    assert found.absent() == [0, 1, 2]
+    assert found.oldest() is None
+
+
+def test_description() -> None:
+    found = table(waiting(X, since=7.0), waiting(Z, since=5.0), None)
+    assert found.describe() == "rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'x'"
+    assert found.absent() == [2]
+    assert found.oldest() == 5.0
+    assert found.waited_for() == [X, Z]
+
+
+def test_counts_are_aligned_to_the_highest_of_each_kind() -> None:
+    found = table(waiting(X, allreduce=3, barrier=1), waiting(Y, allreduce=5), waiting(Z, broadcast=2))
+    assert found.aligned_counts() == {"allreduce": 5, "barrier": 1, "broadcast": 2}
