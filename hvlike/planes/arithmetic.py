@@ -36,7 +36,9 @@ class Arithmetic:
     float16, bfloat16, float32 and complex64. Integers: each scaling goes through double and truncates toward zero;
     with postscale 1 the division is exact. Min and Max of floats propagate NaN. Overflow is silent, as in torch.
 
-    A reduction that goes on elsewhere (on another node) is `accumulate` here, `continuation` there.
+    A reduction that goes on elsewhere (on another node) is `accumulate` here, `continuation` there. Partial results
+    of float16 and bfloat16 carry the power of two in postscale / divisor already: a sum that an average would
+    divide later must not overflow float16 on its way.
     """
 
     def __init__(
@@ -63,13 +65,15 @@ class Arithmetic:
         self.itemsize = self.element.itemsize
         self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
         self._block = BLOCK_BYTES // self.itemsize
+        self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
 
     @functools.cached_property
     def continuation(self) -> Arithmetic:
-        """The same arithmetic for partial results whose contributions were prescaled already."""
-        if self.factors.prescale == 1:
+        """What is left to do with the partial results that `accumulate` made."""
+        factors = self.factors
+        if factors.prescale == 1 and self._early == 1:
             return self
-        return Arithmetic(self.dtype, self.op, divisor=self.factors.divisor, postscale=self.factors.postscale)
+        return Arithmetic(self.dtype, self.op, divisor=factors.divisor, postscale=factors.postscale / self._early)
 
     def on(self, dtype: torch.dtype) -> Arithmetic:
         """The same reduction with the same factors on another dtype."""
@@ -116,7 +120,7 @@ class Arithmetic:
                     kernel.copy(output[block], mine)
 
     def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
-        """Do the first half of `combine`: the partial result, without divisor and postscale, stays in `own`."""
+        """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
         kernel = self._kernel
         with np.errstate(all="ignore"):
             for block in self._blocks(len(own)):
@@ -124,12 +128,14 @@ class Arithmetic:
                 accumulator = kernel.load(mine, None)
                 for other in others:
                     kernel.fold(accumulator, other[block])
+                if self._early != 1:
+                    accumulator.mul_(self._early)
                 kernel.store(accumulator, mine)
 
     def finish(self, own: Piece, outputs: Sequence[Piece] = ()) -> None:
         """Do the second half of `combine`: apply divisor and postscale to `own` and copy it to `outputs`.
 
-        The partial results of all nodes must have been reduced with `continuation` before.
+        `own` holds the reduction of all partial results, by the bare op without factors.
         """
         kernel = self.continuation._kernel
         with np.errstate(all="ignore"):
@@ -171,6 +177,16 @@ class Arithmetic:
             return
         for start in range(0, length, self._block):
             yield slice(start, min(start + self._block, length))
+
+
+def early_factor(op: ReduceOp, post: float) -> float:
+    """Return the part of a factor below 1 that partial results carry: a power of two, so it rounds nothing.
+
+    0.25 for 1/4, 0.25 for 1/3, 1 for anything from 1 upward, and for products, which are not linear.
+    """
+    if op is ReduceOp.PRODUCT or not 0 < abs(post) < 1:
+        return 1.0
+    return 2.0 ** math.floor(math.log2(abs(post)))
 
 
 def _check_factors(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> None:

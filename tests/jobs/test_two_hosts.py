@@ -37,6 +37,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch
         mean = hvd.allreduce(values * size, op=hvd.Average, prescale_factor=2.0)
         assert torch.equal(mean, values * size * 2), (dtype, length)
 
+large = torch.full((1000,), 60000.0, dtype=torch.float16)
+assert (hvd.allreduce(large) == 60000.0).all()
+
 values = torch.full((5_000_000,), float(rank))
 assert (hvd.allreduce(values, op=hvd.Max) == size - 1).all()
 assert (hvd.allreduce_(values, op=hvd.Min) == 0).all()

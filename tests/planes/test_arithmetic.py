@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.arithmetic import Arithmetic, early_factor
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.scratch import BLOCK_BYTES
 from hvlike.transport.dtypes import dtype_name
@@ -208,6 +208,34 @@ def test_two_halves_make_the_whole(dtype: torch.dtype, op: ReduceOp) -> None:
     arithmetic.finish(first, [fourth])
     torch.testing.assert_close(tensors[0], expected)
     assert torch.equal(tensors[3], tensors[0])
+
+
+@pytest.mark.parametrize("divisor", [4, 5, 1000])
+def test_partial_averages_of_float16_do_not_overflow(divisor: int) -> None:
+    arithmetic = Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=divisor, prescale=2.0, postscale=divisor / 4)
+    tensors = [torch.full((3,), 30000.0, dtype=torch.float16) for _ in range(4)]
+    first, second, third, fourth = map(arithmetic.view, tensors)
+    arithmetic.accumulate(first, [second])
+    arithmetic.accumulate(third, [fourth])
+    assert tensors[0].isfinite().all()
+    arithmetic.continuation.combine(first, [third])
+    assert tensors[0].tolist() == [60000.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("op", "post", "factor"),
+    [
+        (ReduceOp.AVERAGE, 1 / 4, 1 / 4),
+        (ReduceOp.AVERAGE, 1 / 3, 1 / 4),
+        (ReduceOp.SUM, -0.6, 0.5),
+        (ReduceOp.SUM, 1.0, 1.0),
+        (ReduceOp.SUM, 8.0, 1.0),
+        (ReduceOp.SUM, 0.0, 1.0),
+        (ReduceOp.PRODUCT, 0.25, 1.0),
+    ],
+)
+def test_table_of_early_factors(op: ReduceOp, post: float, factor: float) -> None:
+    assert early_factor(op, post) == factor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=dtype_name)
