@@ -92,13 +92,34 @@ class Compression:
     bf16: ClassVar[Compressor] = CastCompressor(torch.bfloat16)
 
 
-def check_compressor(compression: object) -> CompressorLike:
-    """Return `compression` if it can compress and decompress.
+class AdaptedCompressor(Compressor):
+    """A compressor that does not derive from Compressor, shown by a text that is the same on every rank."""
+
+    def __init__(self, inner: CompressorLike) -> None:
+        self.inner = inner
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """See the inner one."""
+        return self.inner.compress(tensor)
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        """See the inner one."""
+        return self.inner.decompress(tensor, ctx)
+
+    def __repr__(self) -> str:
+        described = self.inner if isinstance(self.inner, type) else type(self.inner)
+        return f"{described.__module__}.{described.__qualname__}"
+
+
+def check_compressor(compression: object) -> Compressor:
+    """Return `compression` as a Compressor, if it can compress and decompress.
 
     Raises: UsageError otherwise; the text says what was expected.
     """
-    if isinstance(compression, CompressorLike):
+    if isinstance(compression, Compressor):
         return compression
+    if isinstance(compression, CompressorLike):
+        return AdaptedCompressor(compression)
     raise UsageError(
         f"compression must have the methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx), like "
         f"hvlike.Compression.none, .fp16 and .bf16; got {compression!r}."

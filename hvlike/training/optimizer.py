@@ -9,6 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from torch import Tensor
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
 from hvlike.collectives.compression import Compression, CompressorLike
@@ -110,6 +113,7 @@ class DistributedOptimizer(Optimizer):
 
     # What is distributed
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
 
@@ -126,6 +130,7 @@ class DistributedOptimizer(Optimizer):
         self._gradients.stepped()
         return result
 
+    @untraced
     def synchronize(self) -> None:
         """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
 
@@ -136,6 +141,7 @@ class DistributedOptimizer(Optimizer):
         self._gradients.synchronize()
         self._reduced_by_user = True
 
+    @untraced
     def synchronize_for(self, call: str) -> None:
         """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
 
@@ -189,6 +195,7 @@ class DistributedOptimizer(Optimizer):
 
     # What torch.optim.Optimizer offers, done by the wrapped optimizer
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and with them local sums. Local.
 
@@ -197,6 +204,7 @@ class DistributedOptimizer(Optimizer):
         self._gradients.discard()
         self._wrapped.zero_grad(set_to_none=set_to_none)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
 

@@ -78,6 +78,6 @@ class Reduction:
             process_set=self.process_set,
             prescale=1.0 / self.predivide_factor,
             postscale=self.predivide_factor,
-            compression=self.compression,
+            compression=check_compressor(self.compression),
             groups=group_indices(self.groups, parameters),
         )
