@@ -11,10 +11,20 @@ import numpy as np
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.planes.kernels import ArrayKernel, BoolKernel, Factors, FloatKernel, HalfKernel, IntegerKernel, Kernel
+from hvlike.planes.kernels import (
+    ArrayKernel,
+    BoolKernel,
+    DirectHalfKernel,
+    Factors,
+    FloatKernel,
+    HalfKernel,
+    IntegerKernel,
+    Kernel,
+    direct_contributions,
+)
 from hvlike.planes.ops import ReduceOp, check_supported, op_name
 from hvlike.planes.scratch import BLOCK_BYTES
-from hvlike.transport.dtypes import Array, Kind, check_movable, dtype_name, element_of, raw_view
+from hvlike.transport.dtypes import Array, Kind, dtype_name, element_of, storage_view
 
 Piece: TypeAlias = Array | torch.Tensor
 """A flat run of elements in the kernel's representation: a numpy array, or a tensor for the 16-bit floats."""
@@ -64,6 +74,11 @@ class Arithmetic:
         self.element = element_of(dtype)
         self.itemsize = self.element.itemsize
         self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
+        self._direct: Kernel[Any] = self._kernel
+        self._direct_contributions = -1
+        if self.element.kind is Kind.HALF:
+            self._direct = DirectHalfKernel(self.element, op, factors)
+            self._direct_contributions = direct_contributions(dtype, op, factors)
         self._block = BLOCK_BYTES // self.itemsize
         self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
 
@@ -89,11 +104,10 @@ class Arithmetic:
         """
         if tensor.dtype is not self.dtype:
             raise UsageError(f"expected a tensor of {dtype_name(self.dtype)}, got {dtype_name(tensor.dtype)}.")
-        check_movable(tensor)
-        return self.over(raw_view(tensor))
+        return self.over(storage_view(tensor))
 
     def over(self, buffer: Array) -> Piece:
-        """View raw memory (1-D uint8, aligned to the element, a whole number of them) as a piece, without a copy."""
+        """View raw memory (1-D, aligned to the element, a whole number of them) as a piece, without a copy."""
         piece: Piece = self._kernel.over(buffer)
         return piece
 
@@ -107,7 +121,7 @@ class Arithmetic:
         All pieces have the length of `own`. An output may be one of the others: it is written after all were
         read. `others` that are no outputs are left as they are. The order of `others` is the order of the sum.
         """
-        kernel = self._kernel
+        kernel = self._direct if len(others) <= self._direct_contributions else self._kernel
         with np.errstate(all="ignore"):
             for block in self._blocks(len(own)):
                 mine = own[block]

@@ -245,23 +245,31 @@ class ContributionReceiver(Row):
 
     def end(self, number: int, peer: int) -> None:
         exchange = self.exchange
-        arithmetic = exchange.arithmetic
-        own = [exchange.pieces[piece][start:stop] for piece, start, stop in exchange.messages[exchange.rank][number]]
+        message = exchange.messages[exchange.rank][number]
+        own = [exchange.pieces[piece][start:stop] for piece, start, stop in message]
+        buffer = self._slots.popleft()
+        others = _split(exchange.arithmetic.over(buffer[: exchange.nbytes(message)]), own)
+        if exchange.size == 2:
+            for piece, other in zip(own, others, strict=True):
+                exchange.arithmetic.combine(piece, [other])
+            exchange.finished += 1
+        else:
+            self._fold(own, others)
+        exchange.buffers.give(buffer)
+
+    def _fold(self, own: Sequence[Piece], others: Sequence[Piece]) -> None:
+        """Fold one of several contributions; the last one makes the result."""
+        arithmetic = self.exchange.arithmetic
         if not self._folded:
             self._begin(own)
-        buffer = self._slots.popleft()
-        contribution = arithmetic.over(buffer[: sum(map(len, own)) * arithmetic.itemsize])
-        offset = 0
-        for accumulator in self._accumulators:
-            arithmetic.fold(accumulator, contribution[offset : offset + len(accumulator)])
-            offset += len(accumulator)
-        exchange.buffers.give(buffer)
+        for accumulator, other in zip(self._accumulators, others, strict=True):
+            arithmetic.fold(accumulator, other)
         self._folded += 1
-        if self._folded == exchange.size - 1:
+        if self._folded == self.exchange.size - 1:
             for accumulator, piece in zip(self._accumulators, own, strict=True):
                 arithmetic.end(accumulator, piece)
             self._folded = 0
-            exchange.finished += 1
+            self.exchange.finished += 1
 
     def _begin(self, own: Sequence[Piece]) -> None:
         """Load the own contribution; where memory is needed each run has its part of it."""
@@ -271,6 +279,16 @@ class ContributionReceiver(Row):
             memory = None if self._memory is None else self._memory[offset:]
             self._accumulators.append(self.exchange.arithmetic.begin(piece, memory))
             offset += len(piece)
+
+
+def _split(whole: Piece, parts: Sequence[Piece]) -> list[Piece]:
+    """Cut a piece into pieces of the lengths of `parts`."""
+    result = []
+    offset = 0
+    for part in parts:
+        result.append(whole[offset : offset + len(part)])
+        offset += len(part)
+    return result
 
 
 class ResultSender(Row):

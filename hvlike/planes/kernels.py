@@ -7,6 +7,8 @@ cost half a microsecond less per call than torch's.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -190,7 +192,7 @@ class HalfKernel(Kernel[torch.Tensor]):
     def over(self, buffer: Array) -> torch.Tensor:
         return ordinary_tensor(buffer, self.element.dtype)
 
-    def accumulator(self, length: int) -> torch.Tensor:
+    def accumulator(self, length: int) -> torch.Tensor | None:
         return ordinary_tensor(np.empty(length, np.float32), torch.float32)
 
     def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
@@ -216,3 +218,33 @@ class HalfKernel(Kernel[torch.Tensor]):
         if self.factors.prescale != 1:
             wide.mul_(self.factors.prescale)
         return wide
+
+
+class DirectHalfKernel(HalfKernel):
+    """float16 and bfloat16 in place, at half the cost: where that gives the same bits, see `direct_contributions`."""
+
+    def accumulator(self, length: int) -> None:
+        return None
+
+    def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        return own
+
+    def fold(self, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+        self._reduce(accumulator, other, out=accumulator)
+
+    def store(self, accumulator: torch.Tensor, own: torch.Tensor) -> None:
+        pass  # the accumulator is the own piece
+
+
+def direct_contributions(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> int:
+    """Return how many 16-bit contributions besides the own one can be reduced in place with the same result.
+
+    torch computes each 16-bit operation in float32 and rounds. A minimum needs no rounding, a sum of two has one
+    in either way; a factor is a second one unless it is a power of two. float16 could overflow before it.
+    """
+    if factors.prescale != 1:
+        return -1
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return sys.maxsize
+    exact = factors.post == 1 or (dtype is torch.bfloat16 and abs(math.frexp(factors.post)[0]) == 0.5)
+    return 1 if exact else 0

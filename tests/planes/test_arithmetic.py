@@ -210,6 +210,22 @@ def test_two_halves_make_the_whole(dtype: torch.dtype, op: ReduceOp) -> None:
     assert torch.equal(tensors[3], tensors[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+@pytest.mark.parametrize("divisor", [1, 2, 3])
+def test_sixteen_bit_arithmetic_in_place_gives_the_same_bits(dtype: torch.dtype, op: ReduceOp, divisor: int) -> None:
+    arithmetic = Arithmetic(dtype, op, divisor=divisor)
+    for count in COUNTS:
+        contributions = numbers(dtype, count)
+        expected = contributions[0].clone()
+        own = arithmetic.view(expected)
+        accumulator = arithmetic.begin(own, arithmetic.accumulator(len(own)))
+        for other in contributions[1:]:
+            arithmetic.fold(accumulator, arithmetic.view(other))
+        arithmetic.end(accumulator, own)
+        assert torch.equal(combined(arithmetic, contributions), expected)
+
+
 @pytest.mark.parametrize("divisor", [4, 5, 1000])
 def test_partial_averages_of_float16_do_not_overflow(divisor: int) -> None:
     arithmetic = Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=divisor, prescale=2.0, postscale=divisor / 4)
