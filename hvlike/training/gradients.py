@@ -193,14 +193,14 @@ class Gradients:
 
     def _reduce(self) -> UsageError | None:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
-        reducer = self._ready_reducer()
         replacements: Mapping[int, Tensor] = {}
-        if reducer is not None:
-            try:
+        try:
+            reducer = self._ready_reducer()
+            if reducer is not None:
                 replacements = reducer.finish(self._missing)
-            except BaseException:
-                self._abandon()
-                raise
+        except BaseException:
+            self._abandon()
+            raise
         lost: list[str] = []
         replaced: list[str] = []
         for slot in self._slots:

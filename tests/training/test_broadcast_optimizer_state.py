@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +16,11 @@ from hvlike.errors import MismatchError, UsageError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.optimizer import DistributedOptimizer
 
+NAMES = ["SGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"]
+NAMES += ["ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"]
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    name: (lambda parameters, cls=getattr(torch.optim, name): cls(parameters, lr=0.01))
-    for name in (
-        "SGD",
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "LBFGS",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-    )
+    name: partial(getattr(torch.optim, name), lr=0.01) for name in NAMES
 }
 OPTIMIZERS["SGD momentum"] = lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1)
 OPTIMIZERS["AdamW amsgrad, decay"] = lambda parameters: torch.optim.AdamW(
