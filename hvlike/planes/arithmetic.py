@@ -11,17 +11,8 @@ import numpy as np
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.planes.kernels import (
-    ArrayKernel,
-    BoolKernel,
-    DirectHalfKernel,
-    Factors,
-    FloatKernel,
-    HalfKernel,
-    IntegerKernel,
-    Kernel,
-    direct_contributions,
-)
+from hvlike.planes.half_kernels import DirectHalfKernel, HalfKernel, direct_contributions
+from hvlike.planes.kernels import ArrayKernel, BoolKernel, Factors, FloatKernel, IntegerKernel, Kernel
 from hvlike.planes.ops import ReduceOp, check_supported, op_name
 from hvlike.planes.scratch import BLOCK_BYTES
 from hvlike.transport.dtypes import Array, Kind, dtype_name, element_of, storage_view

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.exchange import Buffers, Exchange
+from hvlike.planes.buffers import Buffers
+from hvlike.planes.exchange import Exchange
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.partition import message_elements, messages, shards
 from hvlike.planes.scratch import ordinary_tensor
@@ -22,7 +23,7 @@ from hvlike.transport.natives import Natives
 from hvlike.transport.routine import Routine, complete
 
 SMALL_BYTES = 1 << 20
-"""Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats, whose bytes it doubles."""
+"""Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
 SMALLEST_SHARD = 32 << 10
 """Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
 LARGEST_MESSAGE = 2 << 20
