@@ -22,7 +22,7 @@ from hvlike.transport.dtypes import Array, Kind, raw_view
 from hvlike.transport.natives import Natives
 from hvlike.transport.routine import Routine, complete
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 512 << 10
 """Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
 SMALLEST_SHARD = 32 << 10
 """Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
