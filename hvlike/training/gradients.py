@@ -53,7 +53,7 @@ class Gradients:
         self.given_names = dict(names)
         """Names from the user, also of parameters that may be added later."""
         self._slots: list[Slot] = []
-        self._hooks: GradientHooks[Slot] = GradientHooks(self.arrived)
+        self._hooks: GradientHooks[Gradients, Slot] = GradientHooks(self, Gradients.arrived)
         self._reducer: PlannedReducer | None = None
         self._waiting: list[Slot] = []
         self._context: Context | None = None

