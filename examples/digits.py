@@ -153,7 +153,7 @@ def restore(options: argparse.Namespace, model: nn.Module, optimizer, scheduler:
     """Read the checkpoint on rank 0 alone; the others get its small parts here, and the tensors by broadcast later."""
     small_parts = None
     if hvd.rank() == 0:
-        state = torch.load(options.output / "checkpoint.pt")
+        state = torch.load(options.output / "checkpoint.pt", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         small_parts = state["scheduler"], state["history"]

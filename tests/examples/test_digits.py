@@ -33,8 +33,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     train(tmp_path / "whole", "--epochs", "3")
     train(tmp_path / "parts", "--epochs", "3", "--stop-after", "1")
     train(tmp_path / "parts", "--epochs", "3", "--resume")
-    whole = torch.load(tmp_path / "whole" / "checkpoint.pt")
-    parts = torch.load(tmp_path / "parts" / "checkpoint.pt")
+    whole = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
+    parts = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)
     assert whole["history"] == parts["history"]
     assert whole["scheduler"] == parts["scheduler"]
     for name, tensor in whole["model"].items():
