@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from torch import Tensor
 
 from hvlike.errors import UsageError
+from hvlike.training.misuse import warn_user
 
 Groups: TypeAlias = int | list[list[Tensor]] | None
 
@@ -22,10 +22,8 @@ def check_groups(groups: object, num_groups: int = 0) -> Groups:
     Raises: UsageError for anything else, for what is not a tensor, and for a parameter in two groups.
     """
     if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=3,
+        warn_user(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning
         )
         groups = num_groups if groups is None else groups
     if groups is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 from hvlike.errors import UsageError
@@ -16,6 +18,16 @@ STEP_AFTER_SYNCHRONIZE = (
     "if you use optimizer.synchronize() in your code."
 )
 """Horovod's warning. The gradients are not reduced again here, so that no run is slower for it."""
+
+
+def warn_user(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's program that led here, however many frames of torch and hvlike lie between."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("hvlike", "torch"):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -184,9 +183,9 @@ class DistributedOptimizer(Optimizer):
         return self._gradients.backward_passes_per_step
 
     @property
-    def process_set(self) -> ProcessSet | None:
-        """The ranks that gradients are reduced over; None for all."""
-        return self._gradients.reduction.process_set
+    def process_set(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self._gradients.reduction.process_set or global_process_set
 
     @property
     def wrapped(self) -> Optimizer:
@@ -295,7 +294,7 @@ class DistributedOptimizer(Optimizer):
             self._gradients.synchronize("optimizer.step()")
         elif self._reduced_by_user and not self._warned:
             self._warned = True
-            warnings.warn(misuse.STEP_AFTER_SYNCHRONIZE, UserWarning, stacklevel=3)
+            misuse.warn_user(misuse.STEP_AFTER_SYNCHRONIZE, UserWarning)
         self._reduced_by_user = False
 
     def _after_closure(self, loss: Any) -> Any:

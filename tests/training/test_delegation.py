@@ -170,4 +170,4 @@ def test_the_constructor_can_be_called_like_horovods(hvd: ModuleType) -> None:
         hvd.global_process_set,
     )
     assert optimizer.backward_passes_per_step == 2
-    assert optimizer.process_set is None
+    assert optimizer.process_set is hvd.global_process_set
