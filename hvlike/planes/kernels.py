@@ -7,6 +7,7 @@ fast as memcpy and cost half a microsecond less per call than torch's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +35,7 @@ class Factors:
         return self.postscale / self.divisor
 
 
-class Kernel(Generic[P]):
+class Kernel(ABC, Generic[P]):
     """Arithmetic on pieces of one dtype under one op. Pieces are flat, of equal length, and sliceable."""
 
     def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
@@ -42,33 +43,33 @@ class Kernel(Generic[P]):
         self.op = op
         self.factors = factors
 
+    @abstractmethod
     def over(self, buffer: Array) -> P:
         """Return the typed piece over the bytes of `buffer` (uint8, aligned to the element)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def accumulator(self, length: int) -> P | None:
         """Return memory for an accumulator that outlives this call, or None where the own piece serves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, own: P, accumulator: P | None) -> P:
         """Return the accumulator, holding the prescaled own contribution (None: in scratch or in place)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fold(self, accumulator: P, other: P) -> None:
         """Reduce one more contribution, prescaled, into the accumulator."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, accumulator: P) -> None:
         """Apply divisor and postscale to the accumulator."""
-        raise NotImplementedError
 
+    @abstractmethod
     def store(self, accumulator: P, own: P) -> None:
         """Write the accumulator into the own piece, rounded once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy(self, target: P, source: P) -> None:
         """Copy a piece."""
-        raise NotImplementedError
 
 
 class ArrayKernel(Kernel[Array]):
@@ -111,13 +112,16 @@ class ArrayKernel(Kernel[Array]):
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
 
+    @abstractmethod
     def scale(self, source: Array, out: Array) -> None:
         """Write prescale * source to `out`, which may be `source`."""
-        raise NotImplementedError
 
 
 class BoolKernel(ArrayKernel):
     """Truth values: numpy's add and maximum are "or", multiply and minimum are "and". Factors are refused before."""
+
+    def scale(self, source: Array, out: Array) -> None:
+        np.copyto(out, source)
 
     def finish(self, accumulator: Array) -> None:
         pass
