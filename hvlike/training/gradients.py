@@ -66,6 +66,8 @@ class Gradients:
         if gradient is None:
             return
         if slot.handed_over is not None:
+            # Said once: synchronize(), which the text advises, shall not complain again.
+            slot.version = gradient._version
             raise misuse.too_many_passes(slot.name, self.backward_passes_per_step)
         if not self.keep_local:
             slot.passes += 1
@@ -156,6 +158,7 @@ class Gradients:
             raise misuse.late_parameter(slot.name)
         slot.handed_over = gradient
         if self._reducer is None:
+            slot.version = gradient._version
             self._waiting.append(slot)
         else:
             self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
@@ -193,6 +196,13 @@ class Gradients:
 
     def _reduce(self) -> UsageError | None:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
+        # Later steps may be under way at once, and then the library itself changes gradients. A loop that changes them
+        # at the wrong place does so in its first step too.
+        changed = [
+            slot.name
+            for slot in self._waiting
+            if slot.handed_over is not None and slot.handed_over._version != slot.version
+        ]
         replacements: Mapping[int, Tensor] = {}
         try:
             reducer = self._ready_reducer()
@@ -209,7 +219,7 @@ class Gradients:
                 (lost if gradient is None else replaced).append(slot.name)
             elif slot.wire is not None or slot.index in replacements:
                 slot.take_back(replacements.get(slot.index))
-        return misuse.gradients_disturbed(lost, replaced) if lost or replaced else None
+        return misuse.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
 
     def _ready_reducer(self) -> PlannedReducer | None:
         """Return the reducer, made at the first need; None where there is nobody to reduce with."""

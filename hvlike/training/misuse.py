@@ -12,6 +12,10 @@ _MOST_NAMES = 5
 
 DROP = "To drop gradients instead, call optimizer.synchronize() and then optimizer.zero_grad() on every rank."
 
+_CHANGE = (
+    "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
+)
+
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
     "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
@@ -55,8 +59,8 @@ def zero_grad_while_reducing() -> UsageError:
     )
 
 
-def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str]) -> UsageError:
-    """Gradients were taken away or exchanged between backward and step."""
+def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str], changed: Sequence[str]) -> UsageError:
+    """Gradients were taken away, exchanged or changed between backward and step, while they may be under way."""
     text = "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize()."
     if lost:
         text += (
@@ -64,9 +68,11 @@ def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str]) -> UsageEr
             "before loss.backward() or after optimizer.step()."
         )
     if replaced:
+        text += f" Those of {list_names(replaced)} were replaced by other tensors, which were not reduced. {_CHANGE}"
+    if changed:
         text += (
-            f" Those of {list_names(replaced)} were replaced by other tensors, which were not reduced: call "
-            "optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
+            f" Those of {list_names(changed)} were changed in place on this rank alone (clipped, scaled, set to zero). "
+            f"{_CHANGE} To clip, call hvlike.clip_grad_norm_(optimizer, max_norm) and then optimizer.step()."
         )
     return UsageError(text + " The reduction was completed, so all ranks can go on with the next backward pass.")
 

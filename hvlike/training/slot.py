@@ -21,6 +21,8 @@ class Slot:
     """Backward passes since the last step that reached it, those under no_sync() left out."""
     handed_over: Tensor | None = None
     """The gradient that was given away to be reduced; it must still be there when that is done."""
+    version: int = 0
+    """How often torch had changed the gradient in place when it was handed over."""
     wire: Tensor | None = None
     """What is really reduced, where that is not the gradient itself."""
     sparse_dimensions: int = 0
@@ -73,9 +75,11 @@ class Slot:
 
         reduced: what could not be reduced in place; None if memory of the gradient holds the result already.
         """
-        if self.wire is not None:
+        if reduced is None:
+            reduced = self.wire
+        if reduced is not None and reduced.layout is torch.strided and self.sparse_dimensions:
             # The layout the optimizer asked for by its choice of module: SparseAdam takes no dense gradients.
-            reduced = (self.wire if reduced is None else reduced).to_sparse(self.sparse_dimensions)
+            reduced = reduced.to_sparse(self.sparse_dimensions)
         if reduced is not None:
             self.parameter.grad = reduced
 

@@ -87,9 +87,42 @@ def test_replaced_gradients_are_named(hvd: ModuleType) -> None:
     backward(hvd, model)
     weight = model.get_parameter("2.weight")
     weight.grad = weight.grad * 0.5
-    with pytest.raises(UsageError, match=r"'2.weight' were replaced .* call optimizer.synchronize\(\) before"):
+    with pytest.raises(UsageError, match=r"'2.weight' were replaced .* Call optimizer.synchronize\(\) before"):
         optimizer.step()
     check_that_training_goes_on(hvd, model, optimizer)
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+IN_PLACE: dict[str, Callable[[nn.Module], object]] = {
+    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "scaled": lambda model: [parameter.grad.mul_(2) for parameter in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_gradients_changed_in_place_before_they_are_reduced(hvd: ModuleType, change: str) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    IN_PLACE[change](model)
+    with pytest.raises(UsageError, match=r"'4.bias', .* changed in place on this rank .*hvlike.clip_grad_norm_"):
+        optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_gradients_may_be_changed_in_hooks_and_after_synchronize(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    backward(hvd, model)
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
 
 
 def test_more_backward_passes_than_declared(hvd: ModuleType) -> None:
