@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
 def train(output: Path, *args: str) -> str:
     """Run four epochs of the example on two ranks; its standard output."""
-    settings = "--epochs 4 --batch-size 64 --lr 0.05 --warmup-epochs 1".split()
+    settings = ["--epochs", "4", "--batch-size", "64", "--lr", "0.05", "--warmup-epochs", "1"]
     return run_job(DIGITS, 2, args=["--output", str(output), *settings, *args], timeout=140).check().stdout
 
 
