@@ -29,8 +29,8 @@ OPEN_MPI_SETTINGS = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm",
 }
-# Set by a launcher for its ranks; a job started from a rank must not inherit them.
-LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
+# Set for the ranks of the run that we belong to; a job started from there must not inherit them.
+OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
 GRACE_SECONDS = 2.0
 
 
@@ -184,8 +184,8 @@ def run_job(
 
 
 def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: ours without a launcher's own variables, with the settings for one host."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
+    """The environment of a job: ours without what belongs to an outer run, with the settings for one host."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(OUTER_PREFIXES)}
     path = os.pathsep.join(filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if IS_OPEN_MPI:

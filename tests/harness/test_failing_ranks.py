@@ -1,0 +1,54 @@
+"""tests/conftest.py under mpirun: a test that fails on one rank never leaves the others waiting."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from job import CHECKOUT, Job, run_job
+
+pytestmark = pytest.mark.job
+
+PROGRAM = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+FAILS_ON_BOTH = """
+def test_first():
+    assert False, "the first test"
+def test_second():
+    pass
+"""
+
+FAILS_ON_ONE = """
+from mpi4py import MPI
+def test_that_waits():
+    assert MPI.COMM_WORLD.rank == 0, "only here"
+    MPI.COMM_WORLD.barrier()
+"""
+
+
+def run_tests(folder: Path, tests: str, records: str) -> Job:
+    """Run these tests on two ranks, under a copy of our conftest.py and configuration."""
+    shutil.copy(CHECKOUT / "tests" / "conftest.py", folder)
+    shutil.copy(CHECKOUT / "pyproject.toml", folder)
+    (folder / "test_inner.py").write_text(tests)
+    args = ["--rootdir", str(folder), "-c", str(folder / "pyproject.toml"), "--color=no", str(folder / "test_inner.py")]
+    return run_job(PROGRAM, 2, args=args, env={"HVLIKE_TEST_RECORDS": records})
+
+
+def test_a_test_that_fails_everywhere_does_not_stop_the_run(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    job = run_tests(tmp_path, FAILS_ON_BOTH, str(records))
+    assert "1 failed, 1 passed" in job.stdout, job.describe()
+    for rank in range(2):
+        lines = (records / f"rank-{rank}").read_text().splitlines()
+        assert lines == ["failed\ttest_inner.py::test_first", "passed\ttest_inner.py::test_second"]
+
+
+def test_a_test_that_fails_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    job = run_tests(tmp_path, FAILS_ON_ONE, "")
+    assert job.returncode != 0
+    assert not job.timed_out
+    assert job.survivors == ()
+    assert "rank 1 of 2 failed test_inner.py::test_that_waits" in job.stderr
+    assert "only here" in job.stderr
+    assert "rank 1 ends the job" in job.stderr
