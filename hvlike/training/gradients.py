@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvlike.collectives.context import Context, current
+from hvlike.collectives.context import Context, current, is_running
 from hvlike.collectives.planned import PlannedReducer
 from hvlike.errors import UsageError
 from hvlike.training import misuse
@@ -171,6 +171,8 @@ class Gradients:
             for parameter in group["params"]
             if parameter.requires_grad
         ]
+        if self._reducer is not None and not (is_running() and current() is self._context):
+            self._drop_reducer()
         same = len(wanted) == len(self._slots) and all(
             slot.still_fits(parameter) for slot, parameter in zip(self._slots, wanted, strict=True)
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -20,18 +19,15 @@ from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
 from hvlike.training.closure import after, reduce_loss
+from hvlike.training.delegation import DelegatingOptimizer
 from hvlike.training.gradients import Gradients, Phase
 from hvlike.training.grouping import check_groups
 from hvlike.training.names import check_all_named, check_named_parameters
 from hvlike.training.reduction import Reduction
 from hvlike.training.scaler import is_read_by_grad_scaler
 
-# What belongs to the wrapper; every other attribute is read, set and deleted on the wrapped optimizer.
-# LRScheduler replaces `step` on the object it is given.
-_OWN = frozenset({"_wrapped", "_gradients", "_reduced_by_user", "_skipping", "_warned", "step"})
 
-
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(DelegatingOptimizer):
     """A torch optimizer whose step() uses gradients that are reduced over all ranks.
 
     It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
@@ -70,6 +66,8 @@ class DistributedOptimizer(Optimizer):
     Source: horovod.torch.DistributedOptimizer.
     """
 
+    own_attributes = DelegatingOptimizer.own_attributes | {"_gradients", "_reduced_by_user", "_skipping", "_warned"}
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -83,7 +81,6 @@ class DistributedOptimizer(Optimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSet | None = None,
     ) -> None:
-        # Not super().__init__: it would make param_groups and state of its own.
         current()
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"DistributedOptimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -187,12 +184,7 @@ class DistributedOptimizer(Optimizer):
         """The ranks that gradients are reduced over."""
         return self._gradients.reduction.process_set or global_process_set
 
-    @property
-    def wrapped(self) -> Optimizer:
-        """The optimizer that was given to DistributedOptimizer."""
-        return self._wrapped
-
-    # What torch.optim.Optimizer offers, done by the wrapped optimizer
+    # What every optimizer offers and the state of the gradients has a say in
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -214,69 +206,10 @@ class DistributedOptimizer(Optimizer):
         self._wrapped.add_param_group(param_group)
         self._gradients.groups_changed()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
-        return self._wrapped.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this or of a plain optimizer. Source: torch.optim.Optimizer.load_state_dict."""
-        self._wrapped.load_state_dict(state_dict)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer. Read by a GradScaler: collective, gradients are reduced first."""
+    def before_groups_are_read(self) -> None:
+        """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
             self.synchronize_for("GradScaler")
-        return self._wrapped.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._wrapped.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The state of the wrapped optimizer."""
-        return self._wrapped.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._wrapped.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The defaults of the wrapped optimizer."""
-        return self._wrapped.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._wrapped.defaults = value
-
-    @property  # type: ignore[misc]  # typeshed has a setter, which makes no sense here
-    def __class__(self) -> type:
-        """The class of the wrapped optimizer: code asks isinstance(optimizer, torch.optim.SGD)."""
-        wrapped = self.__dict__.get("_wrapped")
-        return DistributedOptimizer if wrapped is None else type(wrapped)
-
-    def __getattr__(self, name: str) -> Any:
-        # Without the check, copy and pickle, which ask before there is a wrapped optimizer, would never end.
-        if name in _OWN:
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or isinstance(getattr(DistributedOptimizer, name, None), property):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._wrapped, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in _OWN:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._wrapped, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._wrapped!r})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         gradients = self._gradients

@@ -13,9 +13,10 @@ from torch.amp import GradScaler
 
 
 def is_read_by_grad_scaler() -> bool:
-    """True if the property that calls this is being read in a method of a GradScaler."""
+    """True if `param_groups` is being read in a method of a GradScaler; to be called in `before_groups_are_read`."""
+    # Frames: this function, before_groups_are_read, param_groups, the reader.
     try:
-        frame = sys._getframe(2)
+        reader = sys._getframe(3)
     except ValueError:
         return False
-    return isinstance(frame.f_locals.get("self"), GradScaler)
+    return isinstance(reader.f_locals.get("self"), GradScaler)

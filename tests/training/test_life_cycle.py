@@ -113,8 +113,11 @@ else:
 hvd.init()
 step()
 step()
+hvd.shutdown()
+hvd.init()
+step()
 mean = sum(range(hvd.size())) / hvd.size()
-assert parameter.tolist() == [-3 * mean] * 2, parameter
+assert parameter.tolist() == [-4 * mean] * 2, parameter
 hvd.shutdown()
 print("done", mean)
 """
@@ -127,7 +130,7 @@ def test_process_sets() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_shutdown_and_init_again(ranks: int) -> None:
-    job = run_job(AGAIN, ranks).check()
+@pytest.mark.parametrize(("ranks", "overlap"), [(1, "0"), (3, "0"), (2, "1")])
+def test_shutdown_and_init_again(ranks: int, overlap: str) -> None:
+    job = run_job(AGAIN, ranks, env={"HVLIKE_OVERLAP": overlap}).check()
     assert job.stdout.count("done") == ranks

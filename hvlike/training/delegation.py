@@ -1,0 +1,94 @@
+"""An optimizer that stands for another one: same groups, state, defaults, hooks, attributes and class."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class DelegatingOptimizer(Optimizer):
+    """A torch.optim.Optimizer that owns nothing but the one it wraps.
+
+    Optimizer's own constructor is not called: it would make groups and state of its own. Every attribute that is not
+    in `own_attributes` is read, set and deleted on the wrapped optimizer, so that a GradScaler's `grad_scale` reaches
+    it, and hooks registered here run there, once. Methods are those of this class and its subclasses.
+    """
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset({"_wrapped", "step"})
+    """What is kept here. LRScheduler replaces `step` on the object it is given."""
+
+    _wrapped: Optimizer
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that does the work."""
+        return self._wrapped
+
+    def before_groups_are_read(self) -> None:
+        """Called when somebody reads `param_groups`, two frames below the reader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of a plain optimizer. Source: torch.optim.Optimizer.load_state_dict."""
+        self._wrapped.load_state_dict(state_dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        self.before_groups_are_read()
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the wrapped optimizer."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._wrapped.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the wrapped optimizer."""
+        return self._wrapped.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._wrapped.defaults = value
+
+    @property  # type: ignore[misc]  # typeshed has a setter, which makes no sense here
+    def __class__(self) -> type:
+        """The class of the wrapped optimizer: code asks isinstance(optimizer, torch.optim.SGD)."""
+        wrapped = self.__dict__.get("_wrapped")
+        return type(self) if wrapped is None else type(wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        # Without the check, copy and pickle, which ask before there is a wrapped optimizer, would never end.
+        if name in self.own_attributes:
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.own_attributes or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.own_attributes:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped!r})"
