@@ -45,25 +45,19 @@ class Operand:
 
     __slots__ = ("_tensor", "_work", "flat")
 
-    def __init__(self, tensor: torch.Tensor, strides: Sequence[int] | None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> None:
         """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own."""
         source = tensor.detach()
-        agreed = tuple(strides) if strides is not None else row_by_row(source.shape)
         dtype = dtype or source.dtype
-        in_place = (
-            source.dtype is dtype
-            and source.device.type == "cpu"
-            and not source.is_conj()
-            and not source.is_neg()
-            and (source.is_contiguous() if strides is None else tuple(source.stride()) == agreed)
-        )
-        if in_place:
+        as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
+        if as_it_is and source.dtype is dtype and source.is_cpu and not source.is_conj() and not source.is_neg():
             self._tensor = self._work = source
         else:
+            agreed = row_by_row(source.shape) if strides is None else strides
             self._tensor = source
             self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
             self._work.copy_(source)
-        self.flat = self._work.as_strided((self._work.numel(),), (1,))
+        self.flat = self._work.view(-1) if strides is None else self._work.as_strided((self._work.numel(),), (1,))
 
     def write_back(self) -> None:
         """Put what `flat` holds into the tensor, where that is not the same memory."""

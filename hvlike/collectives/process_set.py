@@ -8,6 +8,8 @@ from typing import Any
 
 from hvlike.errors import UsageError
 
+_registered: dict[tuple[int, ...], ProcessSet] = {}
+
 
 class ProcessSet:
     """Some ranks of the world; pass it as `process_set=` to any operation once it is registered.
@@ -31,10 +33,13 @@ class ProcessSet:
     def registered(self, number: int, ranks: Sequence[int], me: int) -> None:
         """Called when the set is registered; me: the rank of this process in the world."""
         self.process_set_id, self.ranks, self._me = number, list(ranks), me
+        _registered[tuple(ranks)] = self
 
     def removed(self) -> None:
         """Called when the set is removed or hvlike shut down."""
         self.process_set_id = None
+        if self.ranks is not None:
+            _registered.pop(tuple(self.ranks), None)
 
     def size(self) -> int | None:
         """How many ranks the set has; None until it is registered."""
@@ -55,10 +60,18 @@ class ProcessSet:
         """True on the ranks of the set; None until it is registered."""
         return None if self.process_set_id is None or self.ranks is None else self._me in self.ranks
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as its ranks; read back where a set of these ranks is registered, it is that set."""
+        return _restore, (self.ranks,)
+
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     __repr__ = __str__
+
+
+def _restore(ranks: list[int]) -> ProcessSet:
+    return _registered.get(tuple(ranks)) or ProcessSet(ranks)
 
 
 def _checked(ranks: object) -> list[int]:

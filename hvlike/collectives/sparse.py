@@ -30,11 +30,13 @@ class SparseSum:
     def result(self) -> torch.Tensor:
         """Wait for the sum."""
         indices, values = self._indices.result(), self._values.result()
-        return torch.sparse_coo_tensor(indices.t(), values * self._factor, self._shape).coalesce()
+        return torch.sparse_coo_tensor(
+            indices.t(), values * self._factor, self._shape, check_invariants=False
+        ).coalesce()
 
 
 def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """A sparse tensor of one sparse dimension without entries, shaped like a dense one."""
     indices = torch.empty((1, 0), dtype=torch.int64)
     values = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
-    return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape))
+    return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape), check_invariants=False)

@@ -196,10 +196,17 @@ class SharedPlane:
         length = stop - start
         own = pieces[piece][start:stop]
         copies = [region.slot(arithmetic, peer, owner, turn)[:length] for peer in region.peers]
+        # In the order of the ranks whoever adds (the first two may be swapped): then a sum does not depend on how the
+        # work was cut and dealt, and a run that is resumed or bucketed otherwise gives the same bits.
+        first, others, result = own, copies, copies[0]
+        if region.rank > 1:
+            first, others, result = copies[0], [*copies[1 : region.rank], own, *copies[region.rank :]], own
         if share:
-            arithmetic.combine(own, copies, copies[:1])
+            arithmetic.combine(first, others, [result])
         else:
-            arithmetic.accumulate(own, copies)
+            arithmetic.accumulate(first, others)
+            if first is not own:
+                arithmetic.copy(own, first)
         region.order()
         region.mine.reduced = turn + 1
         reducing.popleft()

@@ -108,3 +108,15 @@ def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_n
     for number, tensor in enumerate(tensors):
         assert bool((tensor == number * hvd.size()).all())
     hvd.barrier()
+
+
+def test_a_sum_does_not_depend_on_how_the_work_was_cut(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    if ranks_per_node is not None:
+        pytest.skip("across nodes the order of a sum follows from the lengths")
+    whole = values(hvd.rank(), 150_000, torch.float32)
+    parts = [part.clone() for part in whole.split([7, 70_000, 79_993])]
+    for _ in range(hvd.size()):  # whoever owns the first chunk
+        again = whole.clone()
+        run(lambda plane, again=again: plane.allreduce([again], Arithmetic(torch.float32, ReduceOp.SUM)))
+    run(lambda plane: plane.allreduce(parts, Arithmetic(torch.float32, ReduceOp.SUM)))
+    assert torch.equal(torch.cat(parts), again)
