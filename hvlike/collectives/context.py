@@ -218,7 +218,11 @@ def current() -> Context:
 
 
 def start(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
-    """Make the context unless it is there."""
+    """Make the context unless it is there.
+
+    Raises: ForkedProcessError in a child that has inherited it.
+    """
+    forks.check()
     if _process.context is None:
         _process.context = Context(comm, process_sets)
 
