@@ -57,7 +57,10 @@ class Operand:
             self._tensor = source
             self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
             self._work.copy_(source)
-        self.flat = self._work.view(-1) if strides is None else self._work.as_strided((self._work.numel(),), (1,))
+        elements = self._work.numel()
+        # A single element counts as contiguous with any stride, and view() would keep that stride.
+        plain = strides is None and elements > 1
+        self.flat = self._work.view(-1) if plain else self._work.as_strided((elements,), (1,))
 
     def write_back(self) -> None:
         """Put what `flat` holds into the tensor, where that is not the same memory."""

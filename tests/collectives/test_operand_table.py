@@ -71,6 +71,15 @@ def test_there_and_back(layout: Callable[[Tensor], Tensor], shape: tuple[int, ..
         assert torch.equal(tensor, values)
 
 
+def test_a_single_element_with_an_odd_stride_is_flat() -> None:
+    # It counts as contiguous; viewed as bytes it must have stride 1.
+    for tensor in (torch.ones(2)[::2], torch.ones(4, 2)[::4, 1:], torch.empty(0, 4)[:, ::2]):
+        assert tensor.is_contiguous()
+        operand = Operand(tensor, None)
+        assert operand.flat.stride() == (1,)
+        assert operand.flat.data_ptr() == tensor.data_ptr()
+
+
 def test_memory_is_shared_where_the_order_is_the_agreed_one() -> None:
     rows, turned = torch.ones(3, 4), transposed(torch.ones(3, 4))
     assert Operand(rows, None).flat.data_ptr() == rows.data_ptr()
