@@ -165,7 +165,8 @@ class Loop:
         with self._changed:
             self._waiters += 1
             try:
-                if self._driver == self._thread.ident:
+                # A driver that sleeps has not seen what this thread has posted; the background thread gives way.
+                if self._inbox or self._driver == self._thread.ident:
                     self._bell.ring()
                 self._changed.wait_for(
                     lambda: done() or not self._lock.locked(),
