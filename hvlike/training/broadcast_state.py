@@ -53,9 +53,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, DistributedOptimizer):
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}."
-        )
+        raise UsageError(f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     layout = {

@@ -1,6 +1,6 @@
 """The gradients of one optimizer between backward and step: who has arrived, what is reduced, what may happen when.
 
-    IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in optimizer.py)
+IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in optimizer.py)
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class GradientHooks(Generic[Owner, Key]):
         return len(self._attached)
 
 
-def _hook(
-    reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], None], key: Key
-) -> Callable[..., None]:
+def _hook(reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], None], key: Key) -> Callable[..., None]:
     """Return a function that autograd may keep: it holds nothing that leads back to the node."""
 
     def gradient_is_done(*_: Any) -> None:

@@ -12,9 +12,7 @@ _MOST_NAMES = 5
 
 DROP = "To drop gradients instead, call optimizer.synchronize() and then optimizer.zero_grad() on every rank."
 
-_CHANGE = (
-    "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
-)
+_CHANGE = "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
 
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "

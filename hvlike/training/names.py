@@ -37,9 +37,7 @@ def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
     # A list that names one parameter twice is as wrong as one that uses a name for two.
     repeated = find_duplicates(name for name, _ in pairs)
     if repeated:
-        raise UsageError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}"
-        )
+        raise UsageError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
     return names
 
 
