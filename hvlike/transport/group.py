@@ -7,6 +7,9 @@ from typing import Any
 
 from hvlike.transport.world import World
 
+# Open MPI sends messages with this tag on the parent communicator, where the channel uses tag 1 and those from 16.
+_FIRST_TAG, _TAGS = 2, 14
+
 
 class Group:
     """The members of one process set, seen from one of them. Positions count within the group."""
@@ -37,7 +40,7 @@ class Group:
             return
         world = self.world.comm.Get_group()
         members = world.Incl(self.ranks)
-        self.comm = self.world.comm.Create_group(members, tag=self.number % 1024)
+        self.comm = self.world.comm.Create_group(members, tag=_FIRST_TAG + self.number % _TAGS)
         members.Free()
         world.Free()
         self.comm.Set_errhandler(self.world.mpi.ERRORS_RETURN)
