@@ -259,6 +259,10 @@ class Loop:
             wait = Wait.AGAIN
         for source in self._sources:
             wait = max(wait, source(rung))
+        if self._waiters and wait is Wait.AGAIN:
+            # A message alone can end a wait (a barrier, an error), without any task.
+            with self._changed:
+                self._changed.notify_all()
         for task in list(self._tasks):
             wait = max(wait, self._step(task))
         if self._next_tick <= (now := time.monotonic()):
