@@ -70,6 +70,8 @@ def test_an_average_of_float16_does_not_overflow(hvd: ModuleType) -> None:
 
 
 def test_sums_of_16_bit_floats_are_rounded_once(hvd: ModuleType) -> None:
+    if hvd.cross_size() > 1 or not hvd.is_homogeneous():
+        pytest.skip("several nodes: rounded once on each node and once across")
     # One after the other in bfloat16, 256 + 1 + 1 + 1 would stay 256.
     mine = torch.tensor([256.0 if hvd.rank() == 0 else 1.0], dtype=torch.bfloat16)
     expected = torch.tensor([256.0 + hvd.size() - 1], dtype=torch.bfloat16)

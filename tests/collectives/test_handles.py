@@ -87,6 +87,34 @@ def test_several_threads_may_wait_at_once(hvd: ModuleType) -> None:
     assert results == {number: float(number * hvd.size()) for number in range(4)}
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_thread_beside_a_waiting_one_is_not_held_up(hvd: ModuleType) -> None:
+    # On rank 0 one thread waits, and drives the loop; what the other one does must not wait for its next look.
+    waiting = threading.Event()
+
+    def wait() -> None:
+        handle = hvd.allreduce_async(torch.ones(3), name="late", op=hvd.Sum)
+        waiting.set()
+        hvd.synchronize(handle)
+
+    thread = threading.Thread(target=wait)
+    if hvd.rank() == 0:
+        thread.start()
+        waiting.wait()
+        time.sleep(0.05)
+    started = time.monotonic()
+    for _ in range(12):
+        hvd.barrier()
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(torch.ones(2 + hvd.rank()), name="grad")
+        hvd.allreduce(torch.ones(2), name="grad")
+    # With a quarter of a second each it would be 9 s.
+    assert time.monotonic() - started < 4
+    if hvd.rank() > 0:
+        thread.start()
+    thread.join()
+
+
 def test_a_handle_says_what_it_is(hvd: ModuleType) -> None:
     handle = hvd.allreduce_async(torch.ones(1))
     hvd.synchronize(handle)
