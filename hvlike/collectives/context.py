@@ -208,7 +208,8 @@ _process = _Process()
 def current() -> Context:
     """The running context.
 
-    Raises: NotInitializedError before init() and after shutdown(); ForkedProcessError in a child process.
+    A forked child (a DataLoader worker, say) may ask for ranks and sizes; `membership` refuses it operations.
+    Raises: NotInitializedError before init() and after shutdown().
     """
     context = _process.context
     if context is None:

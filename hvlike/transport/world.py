@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hvlike")
 
 _INVALID_COMM = "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object."
-_GROUP_TAG = 17
+# Open MPI sends messages with this tag on COMM_WORLD, where the user may receive too: an unlikely one.
+_GROUP_TAG = 32_017
 
 
 @dataclass(eq=False)
