@@ -35,7 +35,7 @@ class GroupedAllreduce(torch.autograd.Function):
         ctx.run, ctx.reduction = run, reduction
         ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
         if reduction.op in (Min, Max, Product):
-            ctx.save_for_backward(*tensors, *outputs)
+            ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
         return tuple(outputs)
 
@@ -44,11 +44,10 @@ class GroupedAllreduce(torch.autograd.Function):
         """Collective like the forward call: all ranks of the set run backward."""
         incoming = [gradients[index] for index in ctx.smooth]
         inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
-        outputs = [ctx.saved_tensors[len(gradients) + index] for index in ctx.smooth] if ctx.saved_tensors else []
         if ctx.reduction.op is Product:
             found = _gradient_of_product(ctx.run, ctx.reduction, incoming, inputs)
         elif ctx.reduction.op in (Min, Max):
-            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs, outputs)
+            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs)
         else:
             # Sum and Average are their own adjoints, the factors included, which are real.
             found = ctx.run(incoming, "gradient", ctx.reduction)
@@ -57,27 +56,18 @@ class GroupedAllreduce(torch.autograd.Function):
 
 
 def _gradient_of_choice(
-    run: Run,
-    reduction: Reduction,
-    incoming: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
+    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
     total = run(incoming, "gradient", _SUM)
-    chosen = [
-        (_scaled(each.detach(), reduction) == output).to(gradient.dtype)
-        for each, output, gradient in zip(inputs, outputs, incoming, strict=True)
-    ]
+    # The result of the forward call may be rounded, by its factors or between nodes; without factors it is exact.
+    op = reduction.op if reduction.prescale >= 0 else {Min: Max, Max: Min}[reduction.op]
+    plain = [each.detach() for each in inputs]
+    best = run(plain, "choice", Reduction(op, 1.0, 1.0))
+    chosen = [(own == extreme).to(gradient.dtype) for own, extreme, gradient in zip(plain, best, incoming, strict=True)]
     ties = run(chosen, "ties", _SUM)
     scale = reduction.prescale * reduction.postscale
     return [scale * g * mine / tied.clamp(min=1) for g, mine, tied in zip(total, chosen, ties, strict=True)]
-
-
-def _scaled(values: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """What this rank alone would get, to the last bit: 16-bit floats are scaled in float32 and rounded once."""
-    wide = values.float() if values.dtype.itemsize == 2 else values
-    return (wide * reduction.prescale * reduction.postscale).to(values.dtype)
 
 
 def _gradient_of_product(
