@@ -1,6 +1,7 @@
 """Segments: shared by either way, zeroed, and gone with the processes."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -40,10 +41,19 @@ def test_an_offer_that_cannot_be_opened_or_has_another_size_is_declined() -> Non
     other.withdraw()
 
 
-def test_memory_that_the_system_refuses_is_no_offer() -> None:
+def test_memory_that_the_system_refuses_is_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    make = tempfile.mkstemp
+
+    def recording(**arguments: str) -> tuple[int, str]:
+        file, path = make(**arguments)
+        made.append(path)
+        return file, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", recording)
     assert make_offer(1 << 62, 0) is None
     assert make_offer(1 << 62, 1) is None
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("hvlike-")]
+    assert [os.path.exists(path) for path in made] == [False]
 
 
 def test_ranks_that_cannot_share_are_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
