@@ -2,7 +2,8 @@
 
 MPICH keeps its start-up segment (about 1 MiB a rank) under a name in /dev/shm until MPI_Finalize, and nobody removes
 it when the job ends in another way: a machine on which jobs fail fills its shared memory. Once every rank has mapped
-the segment the name has no use any more. Open MPI's launcher removes its files itself.
+the segment the name has no use any more. Open MPI's launcher removes its files itself; only a process without a
+launcher leaves its segment behind, even when it ends well.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import contextlib
 import os
 from pathlib import Path
 
-_START_UP_SEGMENTS = "/dev/shm/mpich_shm_"
+_MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
+_OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
-def unlink_start_up_segments() -> None:
+def unlink_start_up_segments(*, alone: bool) -> None:
     """Take the names of the start-up segments that this process maps; the memory lives on.
 
-    One rank of a node calls it, after MPI has started on all of them. Elsewhere than under MPICH on Linux it does
-    nothing.
+    alone: this process is the whole job; Open MPI's ranks map each other's segments later, by name.
+    One rank of a node calls it, after MPI has started on all of them. It does nothing where nothing is left.
     """
-    for path in _mapped():
+    for path in _mapped((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
         # Another rank of the node may have been faster, where a machine is split into several nodes for trials.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
-def _mapped() -> set[str]:
+def _mapped(prefixes: tuple[str, ...]) -> set[str]:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     # A name that is gone already is shown with "(deleted)" behind it.
-    return {line.split()[-1] for line in lines if line.split()[-1].startswith(_START_UP_SEGMENTS)}
+    return {line.split()[-1] for line in lines if line.split()[-1].startswith(prefixes)}

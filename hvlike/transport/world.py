@@ -96,7 +96,7 @@ class World:
         _prime(private)
         _prime(node)
         if node.Get_rank() == 0:
-            leftovers.unlink_start_up_segments()
+            leftovers.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
         return cls(
             mpi=mpi,
             comm=private,
