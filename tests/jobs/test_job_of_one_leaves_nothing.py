@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import CHECKOUT, LAUNCHER_PREFIXES
+from job import CHECKOUT, OUTER_PREFIXES
 
 pytestmark = pytest.mark.job
 
@@ -25,7 +25,7 @@ if {killed}:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_no_name_is_left(killed: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_PREFIXES)}
     before = set(Path("/dev/shm").iterdir())
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(killed=killed)],
