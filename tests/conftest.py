@@ -70,6 +70,11 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the job when this rank stopped early: its peers would wait for it in the next test."""
+    if SIZE == 1 and "mpi4py.MPI" in sys.modules:
+        # pytest-mpi has started MPI in this process alone, where Open MPI leaves its segment behind.
+        from hvlike.transport.leftovers import unlink_start_up_segments
+
+        unlink_start_up_segments(alone=True)
     session = getattr(config, "hvlike_exit_status", pytest.ExitCode.OK)
     if SIZE > 1 and session not in (
         pytest.ExitCode.OK,
