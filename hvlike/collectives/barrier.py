@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvlike.collectives.handles import Handle, synchronize
+from hvlike.collectives.handles import synchronize
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.request import Signature
 from hvlike.collectives.submission import begin, submit
@@ -15,14 +15,5 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     Raises: PeerLeftError, ShutdownError, DeadlockError (all HorovodInternalError).
     Source: MPI 4.1 section 6.3; horovod.torch.barrier.
     """
-    synchronize(_start(process_set, wake=False))
-
-
-def barrier_async(process_set: ProcessSet | None = None) -> Handle:
-    """Start a `barrier`; `synchronize(handle)` waits for it."""
-    return _start(process_set)
-
-
-def _start(process_set: ProcessSet | None, *, wake: bool = True) -> Handle:
     membership, name = begin("barrier", None, process_set)
-    return submit(membership, Signature("barrier"), name, [], lambda request: None, wake=wake)
+    synchronize(submit(membership, Signature("barrier"), name, [], lambda request: None, wake=False))

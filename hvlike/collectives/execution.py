@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +41,7 @@ class Executor:
                 complete(batch, None)
             else:
                 job = self._JOBS[kind](self, batch)
-                self._lane.submit(job, lambda task, batch=batch: complete(batch, task), wake=False)  # type: ignore[misc]
+                self._lane.submit(job, partial(complete, batch), wake=False)
 
     def _allreduce(self, batch: list[Agreed]) -> Job:
         signature = batch[0][0].signature

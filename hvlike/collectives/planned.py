@@ -87,11 +87,6 @@ class PlannedReducer:
         self._error: BaseException | None = None
         self._step = 0
 
-    @property
-    def in_flight(self) -> bool:
-        """True when something was marked ready since the last finish."""
-        return bool(self._tensors)
-
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
         with self._lock:

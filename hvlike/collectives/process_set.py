@@ -74,12 +74,12 @@ def _restore(ranks: list[int]) -> ProcessSet:
     return _registered.get(tuple(ranks)) or ProcessSet(ranks)
 
 
-def _checked(ranks: object) -> list[int]:
+def _checked(ranks: Any) -> list[int]:
     text = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
     if isinstance(ranks, (str, bytes)):
         raise UsageError(f"{text}, got {ranks!r}.")
     try:
-        values = sorted(operator.index(rank) for rank in ranks)  # type: ignore[attr-defined]
+        values = sorted(operator.index(rank) for rank in ranks)
     except TypeError as error:
         raise UsageError(f"{text}, got {ranks!r}.") from error
     if not values or values[0] < 0 or len(set(values)) < len(values):

@@ -146,11 +146,6 @@ class Loop:
             task.routine.close()
             self._end(task, None, error)
 
-    @property
-    def tasks(self) -> tuple[Task[Any], ...]:
-        """What is running, from inside the loop."""
-        return tuple(self._tasks)
-
     # -- driving ------------------------------------------------------------------------------
 
     def _drive_as_waiter(self, done: Callable[[], bool], deadline: float | None) -> None:
