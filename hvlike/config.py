@@ -1,60 +1,254 @@
-"""The knobs: every environment variable hvlike reads, in one table, read once by init()."""
+"""The knobs: every environment variable hvlike reads, in one table, read once by init().
+
+A knob NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it too, or by a line HVLIKE_NAME=value
+(or HOROVOD_NAME=value) of the file that HVLIKE_KNOBS_FILE names. The environment wins over the file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hvlike.errors import UsageError
+from hvlike.knob import CORES, HOROVODS, OURS, PATH, SWITCH, Knob, knob, number, one_of, whole
+
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+DYNAMIC = "DYNAMIC"
+"""The value of HVLIKE_TIMELINE that names no file: start_timeline() and stop_timeline() are used, as Horovod wants."""
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """The values of this run."""
+    """The values of this run; the table of all knobs."""
 
-    ranks_per_node: int | None = None
-    """HVLIKE_RANKS_PER_NODE: treat every so many ranks of a host as a node of their own (to try multi-node code)."""
-    init_patience: float = 60.0
-    """HVLIKE_INIT_PATIENCE_SECONDS: how long init() waits for other ranks before it says so."""
-    stall_check_seconds: float = 60.0
-    """HVLIKE_STALL_CHECK_TIME_SECONDS: how long a rank may wait for others before the log says for whom."""
-    overlap: bool | None = None
-    """HVLIKE_OVERLAP: 1 to reduce gradients beside backward, 0 to do it after; unset: 1 where a core is spare."""
-
-
-def read_knobs(environment: Mapping[str, str]) -> Knobs:
-    """The knobs set in `environment`, the others at their defaults.
-
-    Raises: UsageError for a value that is no number or out of range; the text names variable and value.
-    """
-    ranks = _number(environment, "HVLIKE_RANKS_PER_NODE", least=1)
-    patience = _number(environment, "HVLIKE_INIT_PATIENCE_SECONDS", least=0.001)
-    if ranks is not None and ranks != int(ranks):
-        raise UsageError(f"HVLIKE_RANKS_PER_NODE={ranks}: expected a whole number.")
-    stall = _number(environment, "HVLIKE_STALL_CHECK_TIME_SECONDS", least=1)
-    return Knobs(
-        ranks_per_node=None if ranks is None else int(ranks),
-        init_patience=Knobs.init_patience if patience is None else patience,
-        overlap=_switch(environment, "HVLIKE_OVERLAP"),
-        stall_check_seconds=Knobs.stall_check_seconds if stall is None else stall,
+    knobs_file: str | None = knob(
+        "KNOBS_FILE", None, PATH, "a file of lines NAME=value, as autotune writes it; the environment wins", same=False
+    )
+    # Where the ranks run
+    ranks_per_node: int | None = knob(
+        "RANKS_PER_NODE", None, whole(1), "treat every so many ranks of a host as a node, to try multi-node code"
+    )
+    init_patience: float = knob(
+        "INIT_PATIENCE_SECONDS", 60.0, number(0.001), "how long init() waits for other ranks before the log says so"
+    )
+    mpi_threads_disable: bool = knob(
+        "MPI_THREADS_DISABLE", False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE", horovod=True
+    )
+    thread_affinity: tuple[int, ...] | None = knob(
+        "THREAD_AFFINITY", None, CORES, "the core of the background thread of each local rank", horovod=True, same=False
+    )
+    # How operations are agreed and joined
+    cycle_time: float = knob(
+        "CYCLE_TIME",
+        0.0,
+        number(0),
+        "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once",
+        horovod=True,
+    )
+    fusion_threshold: int = knob(
+        "FUSION_THRESHOLD",
+        64 << 20,
+        whole(0),
+        "bytes up to which operations announced together run as one; 0: each runs alone",
+        horovod=True,
+    )
+    disable_group_fusion: bool = knob(
+        "DISABLE_GROUP_FUSION", False, SWITCH, "1: a grouped operation is not fused with any other", horovod=True
+    )
+    cache_capacity: int = knob(
+        "CACHE_CAPACITY",
+        4096,
+        whole(0),
+        "how many different operations are sent as a number once they were described; 0: none",
+        horovod=True,
+    )
+    # Gradients
+    overlap: bool | None = knob(
+        "OVERLAP", None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
+    )
+    bucket_bytes: int | None = knob(
+        "BUCKET_BYTES", None, whole(1), "bytes of gradients that are reduced together; unset: chosen by the library"
+    )
+    first_bucket_bytes: int | None = knob(
+        "FIRST_BUCKET_BYTES", None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
+    )
+    # Autotune
+    autotune: bool = knob("AUTOTUNE", False, SWITCH, "1: try sizes and times out during training", horovod=True)
+    autotune_log: str | None = knob(
+        "AUTOTUNE_LOG", None, PATH, "rank 0 writes every sample there, as CSV", horovod=True, same=False
+    )
+    autotune_file: str | None = knob(
+        "AUTOTUNE_FILE", None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
+    )
+    autotune_warmup_samples: int = knob(
+        "AUTOTUNE_WARMUP_SAMPLES", 3, whole(0), "samples that are thrown away at the start", horovod=True
+    )
+    autotune_steps_per_sample: int = knob(
+        "AUTOTUNE_STEPS_PER_SAMPLE", 10, whole(1), "training steps measured for one sample", horovod=True
+    )
+    autotune_max_samples: int = knob(
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, whole(1), "samples after which the best setting stays", horovod=True
+    )
+    autotune_noise: float = knob(
+        "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", 0.8, number(0), "how far samples are trusted: 0 fully", horovod=True
+    )
+    # What the user is told
+    stall_check_disable: bool = knob(
+        "STALL_CHECK_DISABLE", False, SWITCH, "1: say nothing about ranks that wait long", horovod=True
+    )
+    stall_check_seconds: float = knob(
+        "STALL_CHECK_TIME_SECONDS",
+        60.0,
+        number(1),
+        "how long a rank may wait for others before the log says for whom",
+        horovod=True,
+    )
+    stall_shutdown_seconds: float = knob(
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        0.0,
+        number(0),
+        "after how long a wait fails with StalledError on every rank; 0: never",
+        horovod=True,
+    )
+    log_level: str | None = knob(
+        "LOG_LEVEL", None, one_of(*LOG_LEVELS), "the level of the logger hvlike, as printed", horovod=True, same=False
+    )
+    log_hide_time: bool = knob(
+        "LOG_HIDE_TIME", False, SWITCH, "1: the printed log has no time in it", horovod=True, same=False
+    )
+    timeline: str | None = knob(
+        "TIMELINE", None, PATH, "record a timeline into this file (DYNAMIC: not at once)", horovod=True, same=False
+    )
+    timeline_mark_cycles: bool = knob(
+        "TIMELINE_MARK_CYCLES", False, SWITCH, "1: the timeline shows every announcement", horovod=True, same=False
+    )
+    timeline_max_bytes: int = knob(
+        "TIMELINE_MAX_BYTES", 256 << 20, whole(4096), "size at which the file of a rank ends", same=False
+    )
+    # Recovery
+    elastic_max_retries: int = knob(
+        "ELASTIC_MAX_RETRIES", 3, whole(0), "how often in a row elastic.run starts again without a commit in between"
     )
 
 
-def _number(environment: Mapping[str, str], name: str, *, least: float) -> float | None:
-    text = environment.get(name, "")
-    if not text:
-        return None
+KNOBS: dict[str, Knob] = {field.name: field.metadata["knob"] for field in dataclasses.fields(Knobs)}
+"""The knob of each field."""
+
+_IGNORED_BECAUSE = {
+    "process sets can always be added and removed": ("DYNAMIC_PROCESS_SETS",),
+    "the way across nodes follows from where the ranks run": (
+        "HIERARCHICAL_ALLREDUCE",
+        "HIERARCHICAL_ALLGATHER",
+        "TORUS_ALLREDUCE",
+    ),
+    "MPI is the only transport": ("CONTROLLER", "CPU_OPERATIONS"),
+    "Adasum moves its vectors in the pieces of the plane it runs on": ("ADASUM_MPI_CHUNK_SIZE",),
+    "about Horovod's own GPU streams and kernels": (
+        "NUM_NCCL_STREAMS",
+        "BATCH_D2D_MEMCOPIES",
+        "ENABLE_ASYNC_COMPLETION",
+        "DISABLE_NVTX_RANGES",
+        "ENABLE_XLA_OPS",
+    ),
+    "set by horovodrun for Gloo; here mpirun says who a rank is": (
+        "GLOO_IFACE",
+        "GLOO_TIMEOUT_SECONDS",
+        "GLOO_RENDEZVOUS_ADDR",
+        "GLOO_RENDEZVOUS_PORT",
+        "HOSTNAME",
+        "RANK",
+        "SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "SECRET_KEY",
+    ),
+    "for Horovod's launcher; here mpirun starts the ranks": ("ELASTIC", "ELASTIC_TIMEOUT", "START_TIMEOUT"),
+}
+IGNORED: dict[str, str] = {HOROVODS + name: reason for reason, names in _IGNORED_BECAUSE.items() for name in names}
+"""Horovod's variables that have no meaning here, and why."""
+
+
+def read_knobs(environment: Mapping[str, str]) -> Knobs:
+    """The knobs set in `environment` or in the file it names, the others at their defaults.
+
+    Raises: UsageError for a value that is none, for two spellings that differ, for a file that cannot be read or has
+        unknown names in it; the text names variable, value and what was expected.
+    """
+    values: dict[str, Any] = {}
+    path = _value(KNOBS["knobs_file"], environment, "")
+    settings = _read_file(path) if path else {}
+    for field, entry in KNOBS.items():
+        value = _value(entry, environment, "")
+        if value is None and settings:
+            value = _value(entry, settings, f" in {path}")
+        if value is not None:
+            values[field] = value
+    return Knobs(**values)
+
+
+def _value(entry: Knob, texts: Mapping[str, str], where: str) -> Any:
+    """What `texts` say of a knob; None: nothing. An empty text is none."""
+    found = {}
+    for spelling in entry.spellings:
+        text = texts.get(spelling, "").strip()
+        if text:
+            try:
+                found[spelling] = entry.kind.parse(text)
+            except ValueError:
+                raise UsageError(f"{spelling}={text!r}{where}: expected {entry.kind.expected}.") from None
+    values = list(found.values())
+    if any(value != values[0] for value in values):
+        said = " but ".join(f"{spelling}={texts[spelling]}" for spelling in found)
+        raise UsageError(f"{said}{where}: two spellings of one knob differ. Set only one of them.")
+    return values[0] if values else None
+
+
+def _read_file(path: str) -> dict[str, str]:
+    """The lines NAME=value of a file; empty lines and those that begin with # say nothing."""
+    known = {spelling for entry in KNOBS.values() for spelling in entry.spellings} - {OURS + "KNOBS_FILE"}
     try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r}: expected a number.") from None
-    if not value >= least:
-        raise UsageError(f"{name}={text!r}: expected at least {least:g}.")
-    return value
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"HVLIKE_KNOBS_FILE={path}: the file cannot be read: {error}.") from None
+    settings = {}
+    for number_of_line, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or name.strip() not in known:
+            raise UsageError(
+                f"HVLIKE_KNOBS_FILE={path}, line {number_of_line}: expected NAME=value with a name of docs/knobs.md, "
+                f"got {line!r}."
+            )
+        settings[name.strip()] = value.strip()
+    return settings
 
 
-def _switch(environment: Mapping[str, str], name: str) -> bool | None:
-    text = environment.get(name, "")
-    if text not in ("", "0", "1"):
-        raise UsageError(f"{name}={text!r}: expected 0 or 1.")
-    return text == "1" if text else None
+def differing(knobs: Sequence[Knobs]) -> str | None:
+    """What the ranks do not agree on, as a text that names variable, values and ranks; None when all is alike.
+
+    knobs: of each rank, in their order.
+    """
+    said = []
+    for field, entry in KNOBS.items():
+        if entry.same:
+            ranks_of: dict[Any, list[int]] = {}
+            for rank, each in enumerate(knobs):
+                ranks_of.setdefault(getattr(each, field), []).append(rank)
+            if len(ranks_of) > 1:
+                values = ", ".join(f"{value!r} on {_name(ranks)}" for value, ranks in ranks_of.items())
+                said.append(f"{entry.variable} is {values}")
+    if not said:
+        return None
+    return f"The ranks have different knobs: {'; '.join(said)}. Set them alike on every rank (mpirun -x NAME=value)."
+
+
+def _name(ranks: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
