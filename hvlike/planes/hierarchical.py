@@ -61,6 +61,16 @@ class HierarchicalPlane:
         """Write each tensor of bytes from its owner to all others."""
         yield from self._whole.gather(list(zip(owners, tensors, strict=True)))
 
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """Send `sends[i]` to position i and fill `receives[i]` from there: through memory first, then the network."""
+        sends, receives = list(sends), list(receives)
+        if self._shared is not None:
+            node = self._group.node
+            yield from self._shared.alltoall([sends[each] for each in node], [receives[each] for each in node])
+            for each in node:
+                sends[each], receives[each] = sends[each][:0], receives[each][:0]
+        yield from self._whole.alltoall(sends, receives)
+
     def close(self) -> None:
         """Free the communicators. Collective over the group."""
         self._whole.close()

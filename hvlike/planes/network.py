@@ -18,6 +18,7 @@ from hvlike.planes.exchange import Exchange
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.partition import message_elements, messages, shards
 from hvlike.planes.scratch import ordinary_tensor
+from hvlike.planes.transfer import Transfer
 from hvlike.transport.dtypes import Array, Kind, raw_view
 from hvlike.transport.natives import Natives
 from hvlike.transport.routine import Routine, complete
@@ -86,6 +87,13 @@ class Network:
                 run = raw[start : start + BROADCAST_BYTES]
                 requests.append(self._comm.Ibcast([run, self._natives.byte], owner))
         yield from self._keep(complete(requests), lambda: requests)
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """Send `sends[i]` to rank i and fill `receives[i]` from it; the own part is copied."""
+        rank: int = self._comm.Get_rank()
+        receives[rank].copy_(sends[rank])
+        transfer = Transfer(self._comm, self._natives, sends, receives)
+        yield from self._keep(transfer.run(), lambda: transfer.requests)
 
     def close(self) -> None:
         """Free the communicator, unless messages of a routine that was given up may still arrive on it."""

@@ -20,6 +20,12 @@ class Plane(Protocol):
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Write each tensor of bytes from the rank `owners[i]` of the group to all others."""
 
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """Send `sends[i]` to position i of the group and fill `receives[i]` from there; the own part is copied.
+
+        Tensors of bytes, of any length, also 0; what one position sends is as long as what the other receives.
+        """
+
     def close(self) -> None:
         """Give back what the plane holds."""
 
@@ -35,6 +41,11 @@ class SoloPlane:
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Nobody else wants it."""
+        yield from ()
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """Copy the own part."""
+        receives[0].copy_(sends[0])
         yield from ()
 
     def close(self) -> None:

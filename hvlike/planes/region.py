@@ -9,6 +9,8 @@ Every counter has one writer and only grows:
     reduced       chunks this rank has reduced as their owner
     published     chunks this rank has written into its own slots for everybody (gather)
     fetched[o]    chunks published by o this rank has copied out
+    passed[o]     chunks this rank has put into its slots for o alone (alltoall)
+    received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
     failed        not 0 once this rank has given the region up
 """
@@ -37,20 +39,22 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (3 * ranks + 5) // _LINE) * _LINE
+    return -(-8 * (5 * ranks + 5) // _LINE) * _LINE
 
 
 class Counters:
     """The counters of one rank; see the head of this file."""
 
-    __slots__ = ("_words", "fetched", "staged", "taken")
+    __slots__ = ("_words", "fetched", "passed", "received", "staged", "taken")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
         self.staged = words(segment, first, ranks)
         self.taken = words(segment, first + 8 * ranks, ranks)
         self.fetched = words(segment, first + 16 * ranks, ranks)
-        self._words = words(segment, first + 24 * ranks, 5)
+        self.passed = words(segment, first + 24 * ranks, ranks)
+        self.received = words(segment, first + 32 * ranks, ranks)
+        self._words = words(segment, first + 40 * ranks, 5)
 
     @property
     def reduced(self) -> int:
@@ -122,6 +126,11 @@ class Region:
         self._fence()
         for rank in ranks:
             self._bells[rank].nudge()
+
+
+def first_peer(owner: int) -> int:
+    """The rank over whose staged copy `owner` writes the result of a reduction."""
+    return 0 if owner else 1
 
 
 def _nothing() -> None:

@@ -22,7 +22,8 @@ from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut
 from hvlike.planes.ops import ReduceOp
-from hvlike.planes.region import Region
+from hvlike.planes.passing import Passing
+from hvlike.planes.region import Region, first_peer
 from hvlike.transport.routine import Routine, Wait
 
 PASSES = 16
@@ -62,6 +63,11 @@ class SharedPlane:
             (piece, 0, len(tensor), owner) for piece, (tensor, owner) in enumerate(zip(tensors, owners, strict=True))
         ]
         yield from self.gather_runs(tensors, runs, _BYTES)
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """Send `sends[i]` to rank i of the node and fill `receives[i]` from it; the own part is copied."""
+        passing = Passing(self._region, self._reductions.counts, sends, receives)
+        yield from self._move(passing.step, lambda: passing.unfinished)
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -173,12 +179,14 @@ class SharedPlane:
     def _slot_is_free(self, owner: int, turn: int) -> bool:
         """The chunk before the last in this slot must have been used by everybody who looks at it."""
         region = self._region
+        if region.counters[owner].received[region.rank] < region.mine.passed[owner]:
+            return False
         needed = turn - SLOTS + 1
         if needed <= 0:
             return True
         if region.counters[owner].reduced < needed:
             return False
-        if region.rank != self._first_peer(owner):
+        if region.rank != first_peer(owner):
             return True
         return all(each.taken[owner] >= needed for peer, each in enumerate(region.counters) if peer != owner)
 
@@ -220,16 +228,12 @@ class SharedPlane:
         if region.counters[owner].reduced <= turn:
             return False
         region.order()
-        slot = region.slot(arithmetic, self._first_peer(owner), owner, turn)
+        slot = region.slot(arithmetic, first_peer(owner), owner, turn)
         arithmetic.copy(pieces[piece][start:stop], slot[: stop - start])
         region.order()
         region.mine.taken[owner] = turn + 1
         taking.popleft()
         return True
-
-    @staticmethod
-    def _first_peer(owner: int) -> int:
-        return 0 if owner else 1
 
     # -- gather ---------------------------------------------------------------------------------
 

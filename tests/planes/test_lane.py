@@ -3,46 +3,17 @@
 The ranks of this machine are also grouped into pretended nodes, so that the network and hierarchical planes run too.
 """
 
-import os
-from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from planes.jobs import run
 
 from hvlike.collectives.context import current
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.hierarchical import HierarchicalPlane
 from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
 from hvlike.planes.shared import SharedPlane
-from hvlike.transport.loop import Task
-
-
-@pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
-def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
-    """hvlike started anew with so many ranks on each pretended node."""
-    hvd.shutdown()
-    before = os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
-    if request.param is not None:
-        os.environ["HVLIKE_RANKS_PER_NODE"] = str(request.param)
-    hvd.init()
-    yield request.param
-    hvd.shutdown()
-    os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
-    if before is not None:
-        os.environ["HVLIKE_RANKS_PER_NODE"] = before
-    hvd.init()
-
-
-def run(job: Callable[[Plane], Any]) -> None:
-    lane = current().membership(None, "test").lanes.first
-    ended: list[Task[None]] = []
-    lane.submit(job, ended.append, wake=False)
-    assert current().fabric.loop.wait(lambda: bool(ended), 60.0)
-    if ended[0].error is not None:
-        raise ended[0].error
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""The ranks of this machine grouped into pretended nodes, so that the network and hierarchical planes run too."""
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
+def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
+    """hvlike started anew with so many ranks on each pretended node."""
+    hvd.shutdown()
+    before = os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
+    if request.param is not None:
+        os.environ["HVLIKE_RANKS_PER_NODE"] = str(request.param)
+    hvd.init()
+    yield request.param
+    hvd.shutdown()
+    os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
+    if before is not None:
+        os.environ["HVLIKE_RANKS_PER_NODE"] = before
+    hvd.init()
