@@ -31,10 +31,17 @@ class Proposal(NamedTuple):
     order: tuple[int, ...]
     """Entries in the order they arrived here; entries that did not arrive come last."""
     bucket_bytes: int
+    """The most that a bucket holds."""
     settings: tuple[Any, ...]
     """What else has to be equal: op, factors, compression, groups."""
     spare_lane: int = -1
     """A lane that an earlier reducer of this rank has given back; -1: none."""
+    first_bucket_bytes: int = 0
+    """The most that the first bucket holds, so that communication can start early; 0: as much as the others."""
+    portable: Any = None
+    """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
+    serial: int = -1
+    """Number of the agreed plan; different from that of every other plan of the process set."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Seque
     sparse = tuple(index for index, is_sparse in enumerate(agreed.sparse) if is_sparse)
     order = [index for index in agreed.order if not agreed.sparse[index]]
     sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(agreed.shapes, itemsizes, strict=True)]
-    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, agreed.bucket_bytes)
+    first_limit = agreed.first_bucket_bytes or agreed.bucket_bytes
+    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, agreed.bucket_bytes, first_limit)
     return Plan(tuple(tuple(bucket) for bucket in buckets), agreed.strides, sparse)
 
 
@@ -88,16 +96,24 @@ def units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[in
 
 
 def fill_buckets(
-    parts: Sequence[Sequence[int]], sizes: Sequence[int], dtypes: Sequence[str], limit: int
+    parts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    dtypes: Sequence[str],
+    limit: int,
+    first_limit: int | None = None,
 ) -> list[list[int]]:
-    """Join parts, in order, to buckets of at most `limit` bytes and one dtype each; a larger part is one alone."""
+    """Join parts, in order, to buckets of at most `limit` bytes and one dtype each; a larger part is one alone.
+
+    first_limit: the same for the first bucket, where it differs.
+    """
     buckets: list[list[int]] = []
     filled = 0
     kinds: set[str] = set()
     for part in parts:
         size = sum(sizes[index] for index in part)
         kind = {dtypes[index] for index in part}
-        if buckets and kind == kinds and filled + size <= limit:
+        most = first_limit if first_limit is not None and len(buckets) == 1 else limit
+        if buckets and kind == kinds and filled + size <= most:
             buckets[-1].extend(part)
             filled += size
         else:
