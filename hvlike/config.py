@@ -241,11 +241,17 @@ def differing(knobs: Sequence[Knobs]) -> str | None:
             for rank, each in enumerate(knobs):
                 ranks_of.setdefault(getattr(each, field), []).append(rank)
             if len(ranks_of) > 1:
-                values = ", ".join(f"{value!r} on {_name(ranks)}" for value, ranks in ranks_of.items())
+                values = ", ".join(f"{_show(value)} on {_name(ranks)}" for value, ranks in ranks_of.items())
                 said.append(f"{entry.variable} is {values}")
     if not said:
         return None
     return f"The ranks have different knobs: {'; '.join(said)}. Set them alike on every rank (mpirun -x NAME=value)."
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    return "unset" if value is None else str(value)
 
 
 def _name(ranks: Sequence[int], most: int = 8) -> str:

@@ -7,6 +7,7 @@ Importing `mpi4py.MPI` initialises MPI in this process, therefore nothing of hvl
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from types import ModuleType
@@ -20,13 +21,16 @@ INSTALL_HINT = (
 )
 
 
-def load() -> ModuleType:
+def load(*, serialized: bool = False) -> ModuleType:
     """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED.
 
+    serialized: ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
     Local, but the first call runs MPI_Init, which waits for the other processes of the job.
     Returns the module `mpi4py.MPI`.
     Raises: LaunchError when no MPI library loads, MPI is finalised already, or its thread level is too low.
     """
+    if serialized and "mpi4py.MPI" not in sys.modules:
+        _ask_for_serialized()
     mpi = _import()
     if mpi.Is_finalized():
         raise LaunchError(
@@ -34,7 +38,7 @@ def load() -> ModuleType:
             "Remove the call: mpi4py finalises MPI by itself when the process ends."
         )
     if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        mpi.Init_thread(mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi, os.getpid())
     _check_thread_level(mpi)
     return mpi
@@ -57,6 +61,14 @@ def _import() -> ModuleType:
         reason = "; ".join(str(error).splitlines())
         raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from error
     return MPI
+
+
+def _ask_for_serialized() -> None:
+    # Importing MPI initialises it with what rc says; a missing mpi4py is reported by the import that follows.
+    with contextlib.suppress(ModuleNotFoundError):
+        from mpi4py import rc
+
+        rc.thread_level = "serialized"
 
 
 def _finalize(mpi: ModuleType, owner: int) -> None:

@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -64,6 +64,8 @@ class World:
         *,
         ranks_per_node: int | None = None,
         patience: float = 60.0,
+        serialized: bool = False,
+        check: Callable[[MPI.Intracomm], None] | None = None,
     ) -> World:
         """Start MPI if it does not run yet and set up the communicators of hvlike.
 
@@ -71,29 +73,45 @@ class World:
             intracommunicator of mpi4py, which is duplicated and stays the caller's.
         ranks_per_node: split each real node into nodes of so many ranks, to try multi-node code on one machine.
         patience: seconds after which a rank that still waits for the others says so in the log, again and again.
+        serialized: ask MPI for THREAD_SERIALIZED only, if it does not run yet.
+        check: called on every rank with the communicator of hvlike before anything follows from the arguments above;
+            raises UsageError on every rank or on none.
         Collective: every rank of `comm`, and only these, calls it. Blocks until all have.
-        Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent).
+        Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent); what `check` raises.
         """
         try:
-            return cls._start(comm, ranks_per_node, patience)
+            return cls._start(comm, ranks_per_node, patience, serialized, check)
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
             guard.watch_start()
 
     @classmethod
-    def _start(cls, comm: Sequence[int] | MPI.Comm | None, ranks_per_node: int | None, patience: float) -> World:
+    def _start(
+        cls,
+        comm: Sequence[int] | MPI.Comm | None,
+        ranks_per_node: int | None,
+        patience: float,
+        serialized: bool,
+        check: Callable[[MPI.Intracomm], None] | None,
+    ) -> World:
         _check_process()
-        mpi = mpi_library.load()
+        mpi = mpi_library.load(serialized=serialized)
         library = mpi.Get_library_version().strip().splitlines()[0]
         launchers.check(os.environ, mpi.COMM_WORLD.Get_size(), library)
         source = _check_comm(mpi, comm)
         if ranks_per_node is not None and ranks_per_node < 1:
             raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
         private = _make_private(mpi, source, patience)
+        _prime(private)
+        if check is not None:
+            try:
+                check(private)
+            except UsageError:
+                private.Free()
+                raise
         node = _split_by_node(mpi, private, ranks_per_node)
         rank = private.Get_rank()
         place = topology.describe(_gather_node_ids(mpi, private, node), rank)
-        _prime(private)
         _prime(node)
         if node.Get_rank() == 0:
             leftovers.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
