@@ -47,7 +47,9 @@ from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Su
 from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
+from hvlike.training.convert_batch_norm import convert_sync_batchnorm
 from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.sync_batch_norm import SyncBatchNorm
 from hvlike.version import __version__
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "__version__",
     "_check_has_gpu",
     "allgather_object",
@@ -81,6 +84,7 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "clip_grad_norm_",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "cuda_built",
