@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.bucket_exchange import BucketExchange, Packers
+from hvlike.collectives.compression import Compression, CompressorLike, StatefulCompressor
 from hvlike.collectives.operand import Operand
 from hvlike.collectives.reductions import arithmetic_of
+from hvlike.planes.adasum import Adasum
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.lane import Job
 from hvlike.planes.ops import ReduceOp, op_name
@@ -39,6 +41,11 @@ class Settings:
         return self.compression is not Compression.none
 
     @property
+    def memory(self) -> StatefulCompressor | None:
+        """The compressor, where it remembers something from step to step."""
+        return self.compression if isinstance(self.compression, StatefulCompressor) else None
+
+    @property
     def is_trivial(self) -> bool:
         """True when a single rank has nothing to do."""
         return self.prescale * self.postscale == 1
@@ -51,12 +58,24 @@ class Settings:
 class Bucket:
     """Some entries of a plan and what is kept for them from step to step."""
 
-    def __init__(self, entries: Sequence[int], strides: Sequence[tuple[int, ...] | None], settings: Settings) -> None:
-        """strides: the agreed order in memory of each entry of the plan."""
+    def __init__(
+        self,
+        entries: Sequence[int],
+        strides: Sequence[tuple[int, ...] | None],
+        settings: Settings,
+        names: Sequence[str] = (),
+        rank: int = 0,
+    ) -> None:
+        """strides: the agreed order in memory of each entry of the plan. names: of each entry of the plan.
+
+        rank: the place of this rank in the process set. Names and rank are what a stateful compressor remembers by.
+        """
         self.entries = tuple(entries)
+        self._names = [names[index] for index in entries] if names else []
+        self._rank = rank
         self._strides = [strides[index] for index in entries]
         self._settings = settings
-        self._packers: dict[torch.dtype, Packer] = {}
+        self._packers: Packers = {}
 
     def job(self, tensors: Sequence[torch.Tensor]) -> Job:
         """The job that reduces these tensors, one for each entry, in place."""
@@ -64,6 +83,9 @@ class Bucket:
         def run(plane: Plane) -> Routine[None]:
             compression = self._settings.compression
             originals = [tensor.detach() for tensor in tensors]
+            if self._settings.memory is not None:
+                yield from self._settings.memory.reduce(self._names, originals, self._exchange(plane))
+                return
             contexts: list[Any] = []
             work = originals
             if self._settings.compresses:
@@ -84,7 +106,17 @@ class Bucket:
 
     def _reduce(self, plane: Plane, flats: Sequence[torch.Tensor]) -> Routine[None]:
         """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
+        settings = self._settings
         for dtype in dict.fromkeys(flat.dtype for flat in flats):
-            packer = self._packers.setdefault(dtype, Packer())
             same = [flat for flat in flats if flat.dtype is dtype]
-            yield from packer.allreduce(plane, same, self._settings.arithmetic(dtype))
+            if settings.op is ReduceOp.ADASUM:
+                whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
+                yield from whole.allreduce(plane, same)
+                continue
+            packer = self._packers.setdefault((dtype, ()), Packer())
+            yield from packer.allreduce(plane, same, settings.arithmetic(dtype))
+
+    def _exchange(self, plane: Plane) -> BucketExchange:
+        settings = self._settings
+        factor = settings.prescale * settings.postscale / (settings.size if settings.op is ReduceOp.AVERAGE else 1)
+        return BucketExchange(plane, (self._rank, settings.size), factor, settings.arithmetic, self._packers)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.errors import MismatchError, ShapeMismatchError
 
 OVERLAPPED_BUCKET_BYTES = 8 << 20
@@ -34,6 +35,8 @@ class Proposal(NamedTuple):
     """The most that a bucket holds."""
     settings: tuple[Any, ...]
     """What else has to be equal: op, factors, compression, groups."""
+    memory: Mark = Mark()
+    """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
     spare_lane: int = -1
     """A lane that an earlier reducer of this rank has given back; -1: none."""
     first_bucket_bytes: int = 0
@@ -64,7 +67,8 @@ def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
     )
     # Ranks can lag behind in giving lanes back; then a new one is opened.
     spare_lane = first.spare_lane if all(each.spare_lane == first.spare_lane for each in proposals) else -1
-    return first._replace(sparse=sparse, strides=strides, spare_lane=spare_lane)
+    memory = merge_marks([each.memory for each in proposals])
+    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_lane=spare_lane)
 
 
 def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Sequence[int]]) -> Plan:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hvlike.collectives.bucket import Bucket, Settings
-from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.context import current
 from hvlike.collectives.plan import OVERLAPPED_BUCKET_BYTES, SINGLE_BUCKET_BYTES, Plan, Proposal, equal_parts, make_plan
 from hvlike.collectives.process_set import ProcessSet
@@ -131,6 +131,8 @@ class PlannedReducer:
         """Forget the plan; the next `finish` makes a new one. Local; nothing may be in flight."""
         if self._release is not None:
             self._release()
+        if self._settings.memory is not None:
+            self._settings.memory.roll_back()
         self._release = None
         self._plan = None
         self._lane = None
@@ -142,6 +144,7 @@ class PlannedReducer:
     def _agree(self) -> Plan:
         """Propose what this rank has; the plan that all ranks derive from all proposals."""
         present = list(self._tensors)
+        memory = self._settings.memory
         proposal = Proposal(
             names=tuple(entry.name for entry in self._entries),
             shapes=tuple(entry.shape for entry in self._entries),
@@ -151,6 +154,7 @@ class PlannedReducer:
             order=tuple(present),
             bucket_bytes=OVERLAPPED_BUCKET_BYTES if self._early else SINGLE_BUCKET_BYTES,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
+            memory=memory.mark() if memory is not None else Mark(),
             spare_lane=self._membership.lanes.propose(),
         )
         handle = submit(self._membership, Signature("plan", detail=proposal), self.name, [], _outputs_of, wake=False)
@@ -164,9 +168,12 @@ class PlannedReducer:
             lanes.give_back(proposal.spare_lane)
         self._lane = lane
         self._release = weakref.finalize(self, lanes.give_back, lane.number)
+        if memory is not None:
+            memory.align(agreed.memory)
         itemsizes = [entry.dtype.itemsize for entry in self._entries]
         plan = make_plan(agreed, itemsizes, self._groups)
-        self._buckets = [Bucket(indices, plan.strides, self._settings) for indices in plan.buckets]
+        names, rank = [entry.name for entry in self._entries], self._membership.group.rank
+        self._buckets = [Bucket(indices, plan.strides, self._settings, names, rank) for indices in plan.buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket}
         self._missing = [0] * len(self._buckets)
         self._plan = plan
@@ -208,6 +215,8 @@ class PlannedReducer:
             # The lane is lost with the job that failed; the next step starts from a new plan.
             self.close()
             raise error
+        if self._settings.memory is not None:
+            self._settings.memory.commit()
 
     def _start_complete(self, *, wake: bool) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""

@@ -45,12 +45,17 @@ def broadcast_optimizer_state(
 
     optimizer: any torch optimizer, wrapped or not; its state may be empty or different on other ranks, the root's
     takes its place. root_rank: global rank of the root. model: accepted for Horovod's sake, not needed.
-    Tensors travel as tensors, everything else pickled. The root's optimizer is not changed.
+    Tensors travel as tensors, everything else pickled. The root's optimizer is not changed. Of what a compressor
+    remembers, every rank gets what is to be equal on all, and keeps the errors of its own gradients.
     Collective: every rank of the set calls it. Blocks until done.
     Raises: MismatchError, on every rank, where parameter groups differ in their parameters.
     Source: horovod.torch.broadcast_optimizer_state.
     """
+    distributed: DistributedOptimizer | None = None
+    shared: dict[str, Any] | None = None
     if isinstance(optimizer, DistributedOptimizer):
+        shared = optimizer.shared_memory("broadcast_optimizer_state")
+        distributed = optimizer
         optimizer = optimizer.wrapped
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
@@ -67,7 +72,7 @@ def broadcast_optimizer_state(
     tensors: list[Tensor] = []
     if is_root:
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        data, tensors = pack((dict(optimizer.state), options), parameters)
+        data, tensors = pack((dict(optimizer.state), options, shared), parameters)
         packed = data, [TensorForm.of(tensor) for tensor in tensors]
     data, forms = broadcast_object(packed, root_rank, process_set=process_set)
     if not is_root:
@@ -76,7 +81,10 @@ def broadcast_optimizer_state(
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     _broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
     if not is_root:
-        _adopt(optimizer, *unpack(data, parameters, tensors))
+        state, options, shared = unpack(data, parameters, tensors)
+        _adopt(optimizer, state, options)
+        if distributed is not None and shared is not None:
+            distributed.load_shared_memory(shared)
 
 
 def named_tensors(params: object) -> dict[str, Tensor]:

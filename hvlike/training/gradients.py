@@ -133,6 +133,15 @@ class Gradients:
         """Attach hooks to new parameters at once, so that their first gradients overlap with backward too."""
         self._refresh()
 
+    def memory_changed(self, call: str) -> None:
+        """A compressor's memory is replaced: agree with the other ranks again.
+
+        call: who does that, for errors. Raises: UsageError while gradients are being reduced.
+        """
+        if self.phase is Phase.REDUCING:
+            raise misuse.changed_while_reducing(call)
+        self._drop_reducer()
+
     def _begin(self) -> None:
         if self.phase is Phase.ACCUMULATING:
             for slot in self._slots:

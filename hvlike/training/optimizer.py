@@ -206,6 +206,49 @@ class DistributedOptimizer(DelegatingOptimizer):
         self._wrapped.add_param_group(param_group)
         self._gradients.groups_changed()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
+
+        Other optimizers ignore the key. It holds the errors of this rank alone: for an exact continuation every rank
+        saves its own state dict, or one holds them all (hvlike.gather_optimizer_state).
+        Source: torch.optim.Optimizer.state_dict.
+        """
+        state = self._wrapped.state_dict()
+        memory = self._gradients.reduction.memory
+        remembered = {} if memory is None else memory.state_dict()
+        return state | {"compression": remembered} if remembered else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
+
+        A rank takes the errors that were saved by the same rank of a job of the same size, and starts without where
+        there are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
+        Raises: UsageError between backward and step, with a compressor that remembers something.
+        Source: torch.optim.Optimizer.load_state_dict.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            self._gradients.memory_changed("optimizer.load_state_dict()")
+            memory.load_state_dict(state_dict.get("compression", {}))
+        self._wrapped.load_state_dict(state_dict)
+
+    def shared_memory(self, call: str) -> dict[str, Any] | None:
+        """Return what a compressor remembers and is to be equal on all ranks, which agree on it anew; None: nothing.
+
+        call: the name of the function that asks, for errors. Local. Raises: UsageError between backward and step.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is None:
+            return None
+        self._gradients.memory_changed(call)
+        return memory.shared_state()
+
+    def load_shared_memory(self, state: dict[str, Any]) -> None:
+        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local."""
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            memory.load_shared(state)
+
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():

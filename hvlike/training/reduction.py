@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
+from hvlike.collectives.compression import (
+    Compression,
+    CompressorLike,
+    StatefulCompressor,
+    check_compressed_op,
+    check_compressor,
+)
 from hvlike.collectives.context import Context, current
 from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.collectives.process_set import ProcessSet
@@ -42,11 +48,16 @@ class Reduction:
             raise UsageError(f"gradient_predivide_factor not supported with op != Average, got op {op_name(op)}.")
         if not self.predivide_factor > 0:
             raise UsageError(f"gradient_predivide_factor must be > 0, got {self.predivide_factor}.")
-        check_compressor(self.compression)
+        check_compressed_op(check_compressor(self.compression), op)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
         # A copied process set would not be the one that was registered.
         return replace(self, groups=deepcopy(self.groups, memo), compression=deepcopy(self.compression, memo))
+
+    @property
+    def memory(self) -> StatefulCompressor | None:
+        """The compressor, where it remembers something from step to step."""
+        return self.compression if isinstance(self.compression, StatefulCompressor) else None
 
     def is_local(self, context: Context) -> bool:
         """True where there is nobody to reduce with: one rank in the set, or this rank not a member of it."""
@@ -67,6 +78,8 @@ class Reduction:
     def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
         """Return a reducer for the gradients of these parameters. Local; needs init()."""
         current()
+        if self.memory is not None:
+            self.memory.claim(self)
         entries = [
             Entry(name=each, shape=tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
             for each, parameter in zip(names, parameters, strict=True)

@@ -1,0 +1,59 @@
+"""Compressors without memory: tensors travel as they are, or cast to a narrower floating dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.compression.compressor import Compressor
+from hvlike.errors import UsageError
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _the_none, ()
+
+
+class CastCompressor(Compressor):
+    """Floating tensors wider than `wire_dtype` travel as `wire_dtype`; all others pass through.
+
+    Sums are still accumulated in float32 by the reduction; only what travels is rounded.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        if not wire_dtype.is_floating_point:
+            raise UsageError(f"CastCompressor needs a floating dtype to send as, got {wire_dtype}.")
+        self.wire_dtype = wire_dtype
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Return `tensor` cast to the wire dtype and the dtype it had; unchanged and None if it passes through."""
+        dtype = tensor.dtype
+        if not dtype.is_floating_point or dtype.itemsize <= self.wire_dtype.itemsize:
+            return tensor, None
+        return tensor.to(self.wire_dtype), dtype
+
+    def decompress(self, tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+        """Return `tensor` cast back to the dtype in `ctx`."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.wire_dtype))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wire_dtype})"
+
+
+NONE = NoneCompressor()
+"""The only one there needs to be."""
+
+
+def _the_none() -> NoneCompressor:
+    """Return what a pickled NoneCompressor becomes again, so that `is Compression.none` holds."""
+    return NONE

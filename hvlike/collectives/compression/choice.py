@@ -1,0 +1,78 @@
+"""The compressors at hand, and what is accepted as one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.compression.casting import NONE, CastCompressor
+from hvlike.collectives.compression.compressor import Compressor, CompressorLike
+from hvlike.collectives.compression.power_sgd import PowerSGD
+from hvlike.collectives.compression.stateful import StatefulCompressor
+from hvlike.collectives.compression.top_k import TopK
+from hvlike.errors import UsageError
+from hvlike.planes.ops import ReduceOp, op_name
+
+
+class Compression:
+    """The compressors at hand.
+
+    `none` (the default), `fp16` and `bf16` are compressors. `PowerSGD(...)` and `TopK(...)` make one with a memory,
+    for one DistributedOptimizer.
+    Source: horovod.torch.Compression.
+    """
+
+    none: ClassVar[Compressor] = NONE
+    fp16: ClassVar[Compressor] = CastCompressor(torch.float16)
+    bf16: ClassVar[Compressor] = CastCompressor(torch.bfloat16)
+    PowerSGD: ClassVar[type[PowerSGD]] = PowerSGD
+    TopK: ClassVar[type[TopK]] = TopK
+
+
+class AdaptedCompressor(Compressor):
+    """A compressor that does not derive from Compressor, shown by a text that is the same on every rank."""
+
+    def __init__(self, inner: CompressorLike) -> None:
+        self.inner = inner
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """See the inner one."""
+        return self.inner.compress(tensor)
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        """See the inner one."""
+        return self.inner.decompress(tensor, ctx)
+
+    def __repr__(self) -> str:
+        described = self.inner if isinstance(self.inner, type) else type(self.inner)
+        return f"{described.__module__}.{described.__qualname__}"
+
+
+def check_compressor(compression: object) -> Compressor:
+    """Return `compression` as a Compressor, if it can compress and decompress.
+
+    Raises: UsageError otherwise; the text says what was expected.
+    """
+    if isinstance(compression, type) and issubclass(compression, StatefulCompressor):
+        raise UsageError(
+            f"compression must be a compressor, got the class {compression.__name__}; make one: "
+            f"{compression.__name__}(...)."
+        )
+    if isinstance(compression, Compressor):
+        return compression
+    if isinstance(compression, CompressorLike):
+        return AdaptedCompressor(compression)
+    raise UsageError(
+        f"compression must have the methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx), like "
+        f"hvlike.Compression.none, .fp16 and .bf16; got {compression!r}."
+    )
+
+
+def check_compressed_op(compression: object, op: ReduceOp) -> None:
+    """Raises: UsageError for a compressor that only knows sums where another op is asked for."""
+    if isinstance(compression, StatefulCompressor) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise UsageError(
+            f"{type(compression).__name__} approximates sums: expected op Average or Sum, got op {op_name(op)}."
+        )

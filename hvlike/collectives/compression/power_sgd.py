@@ -1,0 +1,176 @@
+"""PowerSGD: a gradient matrix M travels as two thin ones, P and Q, with P Q^T close to the mean of M.
+
+    each rank           M = gradient + error                         (n, m)
+    each rank           P = M Q        Q from the step before        (n, r)   -> allreduced
+    one rank for each   P = orthonormal(P)                                    -> shared
+    each rank           Q = M^T P                                    (m, r)   -> allreduced
+    each rank           error = M - P (own Q)^T,   gradient = P Q^T
+
+One step of the power method for a mean of matrices that no rank ever holds. What is remembered, the error, is what
+the thin matrices could not carry of this rank's own gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.compression.exchange import Exchange
+from hvlike.collectives.compression.low_rank import orthonormal, outer_sum, product, random_matrix, subtract_product
+from hvlike.collectives.compression.stateful import StatefulCompressor
+from hvlike.errors import UsageError
+from hvlike.transport.routine import Routine, Wait
+
+
+@dataclass(eq=False)
+class _Work:
+    """One compressed tensor on its way."""
+
+    name: str
+    tensor: Tensor
+    matrix: Tensor
+    q: Tensor
+    p: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class PowerSGD(StatefulCompressor):
+    """Low-rank compression of the gradients of one DistributedOptimizer, with error feedback and warm start.
+
+    matrix_approximation_rank: columns of P and Q; 1 to 4 is usual, more is closer and sends more.
+    start_powerSGD_iter: steps that are reduced in full before compression begins; 0 compresses from the first on.
+    min_compression_rate: a tensor of (n, m) elements is compressed only where n m > (n + m) rank min_compression_rate;
+        vectors never are. use_error_feedback: add what a step could not carry to the next one.
+    warm_start: begin with the Q of the step before, else with random numbers.
+    orthogonalization_epsilon: added to the length of a column before it is divided by it; not needed against zeros.
+    random_seed: the same on all ranks.
+    A tensor is seen as the matrix of its first dimension by all others. float16 and bfloat16 are computed in float32;
+    the result is bitwise the same on every rank. A step whose gradients are not finite gives NaN on every rank and is
+    not remembered. With a GradScaler the errors are those of scaled gradients.
+    Raises: UsageError for wrong arguments.
+    Source: Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019 (arXiv 1905.13727), algorithms 1 and 2; names and
+    defaults of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
+    """
+
+    def __init__(
+        self,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2.0,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0.0,
+        random_seed: int = 0,
+    ) -> None:
+        super().__init__(use_error_feedback=use_error_feedback)
+        _check_whole("matrix_approximation_rank", matrix_approximation_rank, least=1)
+        _check_whole("start_powerSGD_iter", start_powerSGD_iter, least=0)
+        _check_whole("random_seed", random_seed)
+        if not min_compression_rate > 0:
+            raise UsageError(f"PowerSGD: min_compression_rate must be > 0, got {min_compression_rate!r}.")
+        if not orthogonalization_epsilon >= 0:
+            raise UsageError(f"PowerSGD: orthogonalization_epsilon must be >= 0, got {orthogonalization_epsilon!r}.")
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
+        """Reduce in place: compressed where that saves enough, in full elsewhere. Collective over the exchange."""
+        self._take_place(exchange)
+        plain: list[Tensor] = []
+        works: list[_Work] = []
+        for name, tensor in zip(names, tensors, strict=True):
+            if self.iteration >= self.start_powerSGD_iter and self.compresses(tensor):
+                works.append(self._begin(name, tensor))
+                yield Wait.AGAIN
+            else:
+                plain.append(tensor)
+        yield from exchange.allreduce([*(work.p for work in works), *plain])
+        carried = [work for work in works if _is_finite(work, work.p)]
+        yield from self._orthonormalise(carried, exchange)
+        for work in carried:
+            work.q = product(work.matrix.t(), work.p).contiguous()
+            subtract_product(work.matrix, work.p, work.q)
+            yield Wait.AGAIN
+        yield from exchange.allreduce([work.q for work in carried])
+        for work in carried:
+            if _is_finite(work, work.q):
+                self._end(work)
+                yield Wait.AGAIN
+        self._count(
+            sum(each.nbytes for each in tensors),
+            sum(each.nbytes for each in plain) + sum(work.p.nbytes + work.q.nbytes for work in works),
+        )
+
+    def compresses(self, tensor: Tensor) -> bool:
+        """True where a tensor of this shape and dtype is worth compressing."""
+        if tensor.dim() < 2 or not tensor.dtype.is_floating_point or not tensor.numel():
+            return False
+        rows, columns = _matrix_shape(tensor)
+        rank = min(rows, columns, self.matrix_approximation_rank)
+        return (rows + columns) * rank * self.min_compression_rate < rows * columns
+
+    def _begin(self, name: str, tensor: Tensor) -> _Work:
+        matrix = self._with_error(name, tensor.reshape(_matrix_shape(tensor)))
+        q = self._start(name, matrix)
+        return _Work(name, tensor, matrix, q, product(matrix, q).contiguous())
+
+    def _start(self, name: str, matrix: Tensor) -> Tensor:
+        """The orthonormal Q that this step begins with."""
+        rows, columns = matrix.shape
+        shape = (columns, min(rows, columns, self.matrix_approximation_rank))
+        kept = self._shared.get(name) if self.warm_start else None
+        start = random_matrix(shape, matrix.dtype, self.random_seed, self.iteration, name)
+        if kept is not None and tuple(kept.shape) == shape and kept.dtype is matrix.dtype:
+            # A column of zeros would stay one for ever.
+            start = torch.where((kept == 0).all(dim=0), start, kept)
+        return orthonormal(start)
+
+    def _orthonormalise(self, works: Sequence[_Work], exchange: Exchange) -> Routine[None]:
+        """Make the columns of each P orthonormal, on one rank, and give the result to all: no two could differ."""
+        owners = [index % exchange.size for index in range(len(works))]
+        for work, owner in zip(works, owners, strict=True):
+            if owner == exchange.rank:
+                work.p = orthonormal(work.p, self.orthogonalization_epsilon)
+                yield Wait.AGAIN
+        yield from exchange.share([work.p for work in works], owners)
+
+    def _end(self, work: _Work) -> None:
+        work.tensor.copy_(outer_sum(work.p, work.q).view(work.tensor.shape))
+        if self.use_error_feedback:
+            self._next_errors[work.name] = work.matrix
+        if self.warm_start:
+            self._next_shared[work.name] = work.q
+
+    def __repr__(self) -> str:
+        return (
+            f"PowerSGD(matrix_approximation_rank={self.matrix_approximation_rank}, "
+            f"start_powerSGD_iter={self.start_powerSGD_iter}, min_compression_rate={self.min_compression_rate}, "
+            f"use_error_feedback={self.use_error_feedback}, warm_start={self.warm_start}, "
+            f"orthogonalization_epsilon={self.orthogonalization_epsilon}, random_seed={self.random_seed})"
+        )
+
+
+def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """(a, b, c, ...) as (a, b c ...)."""
+    return tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def _is_finite(work: _Work, reduced: Tensor) -> bool:
+    """Look at what is equal on all ranks; where it is not finite, so is the gradient."""
+    if bool(torch.isfinite(reduced).all()):
+        return True
+    work.tensor.fill_(math.nan)
+    return False
+
+
+def _check_whole(name: str, value: object, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" >= {least}"
+        raise UsageError(f"PowerSGD: {name} must be a whole number{bound}, got {value!r}.")

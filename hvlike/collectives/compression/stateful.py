@@ -1,0 +1,203 @@
+"""Compressors with a memory: what they remember, when it changes, and how it is saved.
+
+A step either happens or does not: what its buckets compute is put aside and becomes the memory in `commit`, when
+all gradients of the step are reduced. After a failed step (`roll_back`) the memory is what it was before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.compression.compressor import Compressor
+from hvlike.collectives.compression.exchange import Exchange
+from hvlike.errors import UsageError
+from hvlike.transport.routine import Routine
+
+
+class Mark(NamedTuple):
+    """What ranks compare of a memory before they go on together."""
+
+    iteration: int = 0
+    digest: str = ""
+
+
+class CompressionStats(NamedTuple):
+    """What compression has saved since the compressor was made."""
+
+    compress_rate: float
+    """bytes_before / bytes_after; 1 when nothing was reduced yet."""
+    bytes_before: int
+    """Bytes of all gradients that this rank had to reduce."""
+    bytes_after: int
+    """Bytes that this rank has contributed to the exchanges in their place."""
+
+
+class StatefulCompressor(Compressor):
+    """Base of compressors that need several rounds of communication and remember something from step to step.
+
+    They belong to one DistributedOptimizer and are keyed by the names of its parameters. Each rank remembers the
+    error of its own gradients, which is different on every rank; what else is remembered is equal on all ranks.
+    """
+
+    def __init__(self, *, use_error_feedback: bool) -> None:
+        self.use_error_feedback = use_error_feedback
+        self.iteration = 0
+        """Steps that were reduced."""
+        self._errors: dict[str, Tensor] = {}
+        self._shared: dict[str, Tensor] = {}
+        self._next_errors: dict[str, Tensor] = {}
+        self._next_shared: dict[str, Tensor] = {}
+        self._place: tuple[int, int] | None = None
+        self._loaded: Mapping[str, Any] = {}
+        self._bytes_before = 0
+        self._bytes_after = 0
+        self._owner: weakref.ref[object] | None = None
+
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
+        """Reduce `tensors` in place; `names` are what their memory is known by. Collective over the exchange."""
+        raise NotImplementedError
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Refuse: this compressor reduces by itself. Raises: UsageError."""
+        raise self._no_single_calls()
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        """Refuse: this compressor reduces by itself. Raises: UsageError."""
+        raise self._no_single_calls()
+
+    def compression_stats(self) -> CompressionStats:
+        """Return what was saved so far on this rank. Local. Source: torch's PowerSGDState, which counts elements."""
+        rate = self._bytes_before / self._bytes_after if self._bytes_after else 1.0
+        return CompressionStats(rate, self._bytes_before, self._bytes_after)
+
+    # -- the steps ------------------------------------------------------------------------------
+
+    def claim(self, owner: object) -> None:
+        """Belong to `owner`. Raises: UsageError while another owner is alive: their names would be mixed up."""
+        current = self._owner() if self._owner is not None else None
+        if current is not None and current is not owner:
+            raise UsageError(
+                f"{self!r} is used by another DistributedOptimizer already, and its memory belongs to that one's "
+                "parameters. Make a compressor for each optimizer."
+            )
+        self._owner = weakref.ref(owner)
+
+    def commit(self) -> None:
+        """All buckets of a step are reduced: what they have put aside is the memory now."""
+        self._errors.update(self._next_errors)
+        self._shared.update(self._next_shared)
+        self.iteration += 1
+        self.roll_back()
+
+    def roll_back(self) -> None:
+        """Forget what the buckets of an unfinished step have put aside."""
+        self._next_errors = {}
+        self._next_shared = {}
+
+    def _count(self, before: int, after: int) -> None:
+        self._bytes_before += before
+        self._bytes_after += after
+
+    def _take_place(self, exchange: Exchange) -> None:
+        """Know which rank this is, and take up the errors that it has saved under the same circumstances."""
+        place = (exchange.rank, exchange.size)
+        if self._place is None and self._loaded and self._loaded["size"] == exchange.size:
+            self._errors = dict(self._loaded["errors"].get(exchange.rank, {}))
+        self._loaded = {}
+        self._place = place
+
+    def _with_error(self, name: str, tensor: Tensor) -> Tensor:
+        """A new tensor in working precision: the gradient and what earlier steps have left of it."""
+        dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+        work = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        work.copy_(tensor)
+        error = self._errors.get(name)
+        if self.use_error_feedback and error is not None and error.shape == work.shape and error.dtype is dtype:
+            work.add_(error)
+        return work
+
+    # -- agreement between ranks ----------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """What must be equal on all ranks, in short."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._shared.items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return Mark(self.iteration, digest.hexdigest())
+
+    def align(self, agreed: Mark) -> None:
+        """Go on from what the ranks have merged; memories that differ, after a failed step say, start anew."""
+        self.iteration = agreed.iteration
+        if not agreed.digest:
+            self._shared = {}
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory as numbers and tensors; empty before the first step. Local.
+
+        `iteration` and `shared` are the same on every rank. `errors` holds the memory of this rank alone, under its
+        number among the `size` ranks that reduce together: for an exact continuation every rank saves its own, or
+        one file holds them all (hvlike.gather_optimizer_state).
+        """
+        if not self.iteration and not self._errors and not self._loaded:
+            return {}
+        size, errors = self._saved_errors()
+        return {"iteration": self.iteration, "shared": dict(self._shared), "size": size, "errors": errors}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up a memory that was saved; an empty dict: start anew. Local.
+
+        A rank takes the errors that were saved under its own number by as many ranks as there are now; a rank that
+        finds none starts without error.
+        Raises: UsageError for anything that is not what state_dict() returns.
+        """
+        if state_dict and not {"iteration", "shared", "size", "errors"} <= set(state_dict):
+            raise UsageError(
+                f"{type(self).__name__}.load_state_dict expects what its state_dict() returned, with the keys "
+                f"iteration, shared, size and errors; got the keys {sorted(map(str, state_dict))}."
+            )
+        self.roll_back()
+        self._errors = {}
+        self._place = None
+        self._loaded = dict(state_dict)
+        self.load_shared(state_dict or {"iteration": 0, "shared": {}})
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks."""
+        return {"iteration": self.iteration, "shared": dict(self._shared)}
+
+    def load_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up another rank's `shared_state`; this rank keeps its own errors."""
+        self.iteration = int(state["iteration"])
+        self._shared = {name: tensor.detach().clone() for name, tensor in state["shared"].items()}
+
+    def _saved_errors(self) -> tuple[int, dict[int, dict[str, Tensor]]]:
+        if self._place is None:
+            return self._loaded.get("size", 1), dict(self._loaded.get("errors", {}))
+        rank, size = self._place
+        return size, {rank: dict(self._errors)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An owner is not copied with what it owns, nor is half a step.
+        return self.__dict__ | {"_owner": None, "_next_errors": {}, "_next_shared": {}}
+
+    def _no_single_calls(self) -> UsageError:
+        return UsageError(
+            f"{type(self).__name__} reduces in several rounds and remembers errors by parameter: it belongs to "
+            f"DistributedOptimizer(compression=...). Use Compression.fp16 or .bf16 in a single call."
+        )
+
+
+def merge_marks(marks: Sequence[Mark]) -> Mark:
+    """What all ranks can go on from: the highest count, and the memory only if it is the same everywhere."""
+    first = marks[0]
+    same = all(each == first for each in marks)
+    return Mark(max(each.iteration for each in marks), first.digest if same else "")
