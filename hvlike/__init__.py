@@ -14,6 +14,7 @@ from hvlike.collectives.abilities import (
     nccl_built,
     rocm_built,
 )
+from hvlike.collectives.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvlike.collectives.allreduce import (
     allreduce,
     allreduce_,
@@ -24,6 +25,7 @@ from hvlike.collectives.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from hvlike.collectives.alltoall import alltoall, alltoall_async
 from hvlike.collectives.barrier import barrier
 from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvlike.collectives.compression import Compression
@@ -44,6 +46,12 @@ from hvlike.collectives.lifecycle import (
 from hvlike.collectives.objects import allgather_object, broadcast_object
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
+from hvlike.collectives.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
@@ -68,11 +76,15 @@ __all__ = [
     "SyncBatchNorm",
     "__version__",
     "_check_has_gpu",
+    "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -93,10 +105,14 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -108,6 +124,8 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "rocm_built",
     "shutdown",
     "size",

@@ -47,6 +47,20 @@ def cut(lengths: Sequence[int], elements: int) -> list[tuple[int, int, int]]:
     ]
 
 
+def in_rounds(runs: Iterable[tuple[int, int, int]], owners: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Order runs (piece, start, stop) such that the owners of the pieces are busy all at once.
+
+    The first run of each owner, then the second of each, ...; returns (piece, start, stop, owner).
+    """
+    counts: dict[int, int] = {}
+    ordered = []
+    for piece, start, stop in runs:
+        owner = owners[piece]
+        ordered.append((counts.setdefault(owner, 0), owner, piece, start, stop))
+        counts[owner] += 1
+    return [(piece, start, stop, owner) for _, owner, piece, start, stop in sorted(ordered)]
+
+
 @dataclass
 class Turns:
     """How many chunks each rank of the node has owned so far; the same on every rank at the same point."""

@@ -41,8 +41,13 @@ class Exchange:
         raw: Sequence[Array],
         messages: Sequence[Sequence[Message]],
         window: int,
+        *,
+        share: bool,
     ) -> None:
-        """pieces, raw: the tensors as pieces and as bytes; messages[r]: those of the shard of rank r."""
+        """pieces, raw: the tensors as pieces and as bytes; messages[r]: those of the shard of rank r.
+
+        share: send the results to all; without it they stay with their owners, and all else is only read.
+        """
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
@@ -56,12 +61,9 @@ class Exchange:
         """Messages of each rank's shard for which the own contribution has left."""
         self.finished = 0
         """Messages of the own shard that hold the result."""
-        self._rows: list[Row] = [
-            ContributionReceiver(self, window),
-            ContributionSender(self, window),
-            ResultSender(self, window),
-            ResultReceiver(self, window),
-        ]
+        self._rows: list[Row] = [ContributionReceiver(self, window), ContributionSender(self, window)]
+        if share:
+            self._rows += [ResultSender(self, window), ResultReceiver(self, window)]
 
     def run(self) -> Routine[None]:
         """Exchange and reduce; yields while nothing can move."""

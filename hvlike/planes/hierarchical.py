@@ -37,7 +37,7 @@ class HierarchicalPlane:
             yield from self._alone(tensors, arithmetic)
             return
         owner = None if self._group.homogeneous else 0
-        chunks = yield from self._shared.reduce_scatter(tensors, arithmetic, owner)
+        chunks = yield from self._shared.reduce_partially(tensors, arithmetic, owner)
         if self._cross is not None:
             mine = [
                 tensors[each.piece][each.start : each.stop] for each in chunks if each.owner == self._group.local_rank
@@ -56,6 +56,68 @@ class HierarchicalPlane:
         for tensor in tensors:
             arithmetic.accumulate(arithmetic.view(tensor), [])
         yield from self._cross.allreduce(tensors, arithmetic.continuation)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Reduce each tensor on the position `owners[i]`, in place; the others' are only read.
+
+        The tensors are reduced in each node by the rank that crosses with the node of their owner, go across, and
+        where that rank is not the owner himself from it to him.
+        """
+        crossers = [self._crosser(owner) for owner in owners]
+        mine = [index for index, local in enumerate(crossers) if local == self._group.local_rank]
+        work = list(tensors)
+        for index in mine:
+            if owners[index] != self._group.rank:
+                # What this rank reduces for others must not appear in their callers' tensors.
+                work[index] = tensors[index].clone()
+        rest = arithmetic
+        if self._shared is not None:
+            yield from self._shared.reduce_scatter(work, crossers, arithmetic, partial=True)
+            rest = arithmetic.continuation
+        elif any(len(node) > 1 for node in self._group.nodes):
+            for index in mine:
+                arithmetic.accumulate(arithmetic.view(work[index]), [])
+            rest = arithmetic.continuation
+        if self._cross is not None:
+            targets = [self._place_across(owners[index]) for index in mine]
+            yield from self._cross.reduce_scatter([work[index] for index in mine], targets, rest)
+        if self._shared is not None and not self._group.homogeneous:
+            yield from self._hand_out(work, owners)
+
+    def _crosser(self, position: int) -> int:
+        """The local rank that crosses for a member, on every node."""
+        return self._node_of(position).index(position) if self._group.homogeneous else 0
+
+    def _node_of(self, position: int) -> tuple[int, ...]:
+        return next(node for node in self._group.nodes if position in node)
+
+    def _place_across(self, position: int) -> int:
+        """The rank, among those that cross with this one, of the node of a member."""
+        local = self._group.local_rank
+        return sorted(node[local] for node in self._group.nodes).index(self._node_of(position)[local])
+
+    def _hand_out(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """Bring the tensors from the first rank of the node, which has crossed for all, to their owners."""
+        group, shared = self._group, self._shared
+        if shared is None:
+            return
+        owned = [
+            [tensor.view(torch.uint8) for tensor, owner in zip(tensors, owners, strict=True) if owner == position]
+            for position in group.node
+        ]
+        none = torch.empty(0, dtype=torch.uint8)
+        sends, receives = [none] * group.local_size, [none] * group.local_size
+        if group.local_rank == 0:
+            sends = [none, *(torch.cat(each) if each else none for each in owned[1:])]
+            yield from shared.alltoall(sends, receives)
+            return
+        mine = owned[group.local_rank]
+        receives[0] = torch.empty(sum(map(len, mine)), dtype=torch.uint8)
+        yield from shared.alltoall(sends, receives)
+        for target, part in zip(mine, torch.split(receives[0], [len(each) for each in mine]), strict=True):
+            target.copy_(part)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Write each tensor of bytes from its owner to all others."""

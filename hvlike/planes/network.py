@@ -16,7 +16,7 @@ from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.buffers import Buffers
 from hvlike.planes.exchange import Exchange
 from hvlike.planes.ops import ReduceOp
-from hvlike.planes.partition import message_elements, messages, shards
+from hvlike.planes.partition import Run, message_elements, messages, shards
 from hvlike.planes.scratch import ordinary_tensor
 from hvlike.planes.transfer import Transfer
 from hvlike.transport.dtypes import Array, Kind, raw_view
@@ -74,7 +74,24 @@ class Network:
                 yield from self._reduce_flat(pieces, wide, *native)
             else:
                 raw = [raw_view(tensor) for tensor in tensors if tensor.numel()]
-                yield from self._exchange(pieces, raw, arithmetic)
+                owned = shards([len(piece) for piece in pieces], self._size)
+                yield from self._exchange(pieces, raw, arithmetic, owned, share=True)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Reduce each flat contiguous CPU tensor on the rank `owners[i]`, in place; the others' are only read."""
+        owned: list[list[Run]] = [[] for _ in range(self._size)]
+        for index, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
+            if len(tensor):
+                owned[owner].append(Run(index, 0, len(tensor)))
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        if self._size == 1:
+            for piece in pieces:
+                arithmetic.combine(piece, [])
+        elif any(owned):
+            raw = [raw_view(tensor) for tensor in tensors]
+            yield from self._exchange(pieces, raw, arithmetic, owned, share=False)
 
     def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Routine[None]:
         """Write each flat contiguous CPU tensor of (owner, tensor) from its owner to all other ranks."""
@@ -125,16 +142,27 @@ class Network:
         yield from self._keep(complete([request]), lambda: [request])
         arithmetic.finish(flat)
 
-    def _exchange(self, pieces: Sequence[Piece], raw: Sequence[Array], arithmetic: Arithmetic) -> Routine[None]:
-        lengths = [len(piece) for piece in pieces]
+    def _exchange(
+        self,
+        pieces: Sequence[Piece],
+        raw: Sequence[Array],
+        arithmetic: Arithmetic,
+        owned: Sequence[Sequence[Run]],
+        *,
+        share: bool,
+    ) -> Routine[None]:
+        """Reduce by pairwise exchange; owned: the runs of each rank; share: all want the results."""
+        total = sum(map(len, pieces))
         elements = message_elements(
-            sum(lengths), self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE
+            total, self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE
         )
-        parts = [messages(shard, elements) for shard in shards(lengths, self._size)]
+        parts = [messages(runs, elements) for runs in owned]
         size = elements * arithmetic.itemsize
         self._buffers.require(size)
         window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
-        exchange = Exchange(self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window)
+        exchange = Exchange(
+            self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window, share=share
+        )
         yield from self._keep(exchange.run(), lambda: exchange.requests)
 
     def _keep(self, routine: Routine[None], requests: Callable[[], Sequence[Any]]) -> Routine[None]:

@@ -17,6 +17,11 @@ class Plane(Protocol):
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
 
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Reduce each tensor on the rank `owners[i]` of the group, in place; the others' are only read."""
+
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Write each tensor of bytes from the rank `owners[i]` of the group to all others."""
 
@@ -38,6 +43,12 @@ class SoloPlane:
         for tensor in tensors:
             arithmetic.combine(arithmetic.view(tensor), [])
         yield from ()
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Apply the factors in place: all is owned here."""
+        yield from self.allreduce(tensors, arithmetic)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Nobody else wants it."""

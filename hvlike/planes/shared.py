@@ -12,6 +12,7 @@ Every element is reduced on exactly one rank, so the results are bitwise the sam
 
 from __future__ import annotations
 
+import enum
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut
+from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut, in_rounds
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
 from hvlike.planes.region import Region, first_peer
@@ -31,6 +32,14 @@ PASSES = 16
 
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
+
+
+class Results(enum.Enum):
+    """Who gets the result of a reduction."""
+
+    TO_ALL = "every rank"
+    TO_OWNER = "the owner of the chunk"
+    PARTIAL = "the owner of the chunk, who is not yet through with it"
 
 
 class SharedPlane:
@@ -46,16 +55,37 @@ class SharedPlane:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
-        yield from self._work(tensors, arithmetic, None, share=True)
+        yield from self._work(tensors, arithmetic, self._deal(tensors, arithmetic, None), Results.TO_ALL)
 
-    def reduce_scatter(
+    def reduce_partially(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None
     ) -> Routine[list[Chunk]]:
         """Leave the partial result of every chunk with its owner; `owner`: one rank for all, None: in turn.
 
         Returns the chunks, with their owners.
         """
-        return (yield from self._work(tensors, arithmetic, owner, share=False))
+        chunks = self._deal(tensors, arithmetic, owner)
+        yield from self._work(tensors, arithmetic, chunks, Results.PARTIAL)
+        return chunks
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic, *, partial: bool = False
+    ) -> Routine[None]:
+        """Reduce each tensor on the rank `owners[i]` of the node, in place; the others' are only read.
+
+        partial: leave what `arithmetic.continuation` goes on with.
+        """
+        region = self._region
+        elements = region.chunk // arithmetic.itemsize
+        runs = in_rounds(cut([len(tensor) for tensor in tensors], elements), owners)
+        chunks = self._reductions.split(runs, elements)
+        yield from self._work(tensors, arithmetic, chunks, Results.PARTIAL if partial else Results.TO_OWNER)
+        # A rank that owns nothing could run ahead, and its third stamp replace the first before that was looked at.
+        last = {chunk.owner: chunk.turn for chunk in chunks if chunk.owner != region.rank}
+        yield from self._move(
+            lambda: False,
+            lambda: any(region.counters[owner].reduced <= turn for owner, turn in last.items()),
+        )
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """Write each tensor of bytes from the rank `owners[i]` of the node to all others."""
@@ -103,30 +133,30 @@ class SharedPlane:
 
     # -- reduction ------------------------------------------------------------------------------
 
+    def _deal(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None) -> list[Chunk]:
+        """Cut tensors into chunks; `owner`: one rank for all, None: in turn."""
+        runs = cut([len(tensor) for tensor in tensors], self._region.chunk // arithmetic.itemsize)
+        return self._reductions.deal(runs) if owner is None else self._reductions.give(runs, owner)
+
     def _work(
-        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None, *, share: bool
-    ) -> Routine[list[Chunk]]:
+        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, chunks: Sequence[Chunk], results: Results
+    ) -> Routine[None]:
+        if not chunks:
+            return
         region = self._region
         pieces = [arithmetic.view(tensor) for tensor in tensors]
-        lengths = [len(piece) for piece in pieces]
-        runs = cut(lengths, region.chunk // arithmetic.itemsize)
-        turns = self._reductions
-        chunks = turns.deal(runs) if owner is None else turns.give(runs, owner)
-        if not chunks:
-            return chunks
-        self._enter(lengths, arithmetic)
+        self._enter([len(piece) for piece in pieces], arithmetic)
         staging = deque(chunk for chunk in chunks if chunk.owner != region.rank)
         reducing = deque(chunk for chunk in chunks if chunk.owner == region.rank)
-        taking = staging.copy() if share else deque[Chunk]()
+        taking = staging.copy() if results is Results.TO_ALL else deque[Chunk]()
         yield from self._move(
             lambda: (
-                self._stage(pieces, staging, arithmetic, share)
-                | self._reduce(pieces, reducing, arithmetic, share)
+                self._stage(pieces, staging, arithmetic, results)
+                | self._reduce(pieces, reducing, arithmetic, results)
                 | self._take(pieces, taking, arithmetic)
             ),
             lambda: bool(staging or reducing or taking),
         )
-        return chunks
 
     def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """Say which work this is; the owners compare before they add anything."""
@@ -160,7 +190,7 @@ class SharedPlane:
                 f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
             )
 
-    def _stage(self, pieces: list[Piece], staging: deque[Chunk], arithmetic: Arithmetic, share: bool) -> bool:
+    def _stage(self, pieces: list[Piece], staging: deque[Chunk], arithmetic: Arithmetic, results: Results) -> bool:
         if not staging:
             return False
         region = self._region
@@ -171,7 +201,7 @@ class SharedPlane:
         arithmetic.copy(slot[: stop - start], pieces[piece][start:stop])
         region.order()
         region.mine.staged[owner] = turn + 1
-        if not share:
+        if results is not Results.TO_ALL:
             region.mine.taken[owner] = turn + 1
         staging.popleft()
         return True
@@ -190,7 +220,7 @@ class SharedPlane:
             return True
         return all(each.taken[owner] >= needed for peer, each in enumerate(region.counters) if peer != owner)
 
-    def _reduce(self, pieces: list[Piece], reducing: deque[Chunk], arithmetic: Arithmetic, share: bool) -> bool:
+    def _reduce(self, pieces: list[Piece], reducing: deque[Chunk], arithmetic: Arithmetic, results: Results) -> bool:
         if not reducing:
             return False
         region = self._region
@@ -209,8 +239,10 @@ class SharedPlane:
         first, others, result = own, copies, copies[0]
         if region.rank > 1:
             first, others, result = copies[0], [*copies[1 : region.rank], own, *copies[region.rank :]], own
-        if share:
+        if results is Results.TO_ALL:
             arithmetic.combine(first, others, [result])
+        elif results is Results.TO_OWNER:
+            arithmetic.combine(first, others, [] if first is own else [own])
         else:
             arithmetic.accumulate(first, others)
             if first is not own:

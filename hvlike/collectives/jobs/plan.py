@@ -1,0 +1,21 @@
+"""The job of a plan: the lane it will run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvlike.collectives.jobs.site import Agreed, Site
+from hvlike.planes.lane import Job
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
+
+
+def plan_job(site: Site, batch: Sequence[Agreed]) -> Job:
+    """Take or open a lane; a job like any other, so that lanes are opened in the same order everywhere."""
+    request, verdict = batch[0]
+
+    def job(plane: Plane) -> Routine[None]:
+        lane = yield from site.lanes.take(verdict.extra.spare_lane)
+        request.outputs += [lane, verdict.extra]
+
+    return job
