@@ -17,6 +17,7 @@ from hvlike.collectives.context import Context, current, is_running
 from hvlike.collectives.planned import PlannedReducer
 from hvlike.errors import UsageError
 from hvlike.training import misuse
+from hvlike.training.autotune.tuner import Tuner, tune
 from hvlike.training.hooks import GradientHooks
 from hvlike.training.names import name_parameters
 from hvlike.training.reduction import Reduction
@@ -53,8 +54,9 @@ class Gradients:
         self.given_names = dict(names)
         """Names from the user, also of parameters that may be added later."""
         self._slots: list[Slot] = []
-        self._hooks: GradientHooks[Gradients, Slot] = GradientHooks(self, Gradients.arrived)
+        self._hooks: GradientHooks[Gradients, Slot] = GradientHooks(self, type(self).arrived)
         self._reducer: PlannedReducer | None = None
+        self._tuner: Tuner | None = None
         self._waiting: list[Slot] = []
         self._context: Context | None = None
         self._lock = threading.Lock()
@@ -104,10 +106,16 @@ class Gradients:
             raise misuse.zero_grad_while_reducing()
         self._begin()
 
-    def stepped(self) -> None:
-        """The optimizer has used the gradients."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step of the wrapped optimizer, which uses the gradients."""
+        yield
         if self.phase is not Phase.REDUCING:
             self._begin()
+
+    def prepare_for_scaler(self) -> None:
+        """A GradScaler is about to look for infinities: all ranks must find the same. Collective; blocks."""
+        self.synchronize("GradScaler")
 
     def set_passes(self, passes: int) -> None:
         """Change how many backward passes make a step; counting starts anew. Raises: UsageError."""
@@ -178,7 +186,7 @@ class Gradients:
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad
+            if self._is_reduced(parameter)
         ]
         if self._reducer is not None and not (is_running() and current() is self._context):
             self._drop_reducer()
@@ -188,6 +196,10 @@ class Gradients:
         if not same:
             self._replace_slots(wanted)
             self._drop_reducer()
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        """Whether a parameter of the groups takes part."""
+        return parameter.requires_grad
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
         names = name_parameters(self._optimizer.param_groups, self.given_names)
@@ -219,6 +231,8 @@ class Gradients:
             reducer = self._ready_reducer()
             if reducer is not None:
                 replacements = reducer.finish(self._missing)
+                if self._tuner is not None:
+                    self._tuner.step_ended(reducer)
         except BaseException:
             self._abandon()
             raise
@@ -237,13 +251,15 @@ class Gradients:
         context = current()
         if self._context is not context:
             self._drop_reducer()
-            self._context, self.name = context, None
+            self._context, self.name, self._tuner = context, None, None
         if self._reducer is None and self._slots and not self.reduction.is_local(context):
             if self.name is None:
                 self.name = self.reduction.automatic_name(context)
             self._reducer = self.reduction.reducer(
                 self.name, [slot.name for slot in self._slots], [slot.parameter for slot in self._slots]
             )
+            if context.knobs.autotune:
+                self._tuner = tune(self._tuner, self._reducer, self.name, self.reduction.process_set)
         waiting, self._waiting = self._waiting, []
         if self._reducer is not None:
             for slot in waiting:

@@ -42,4 +42,4 @@ class Decider:
 
     def seconds_of(self, choice: Choice) -> float:
         """The shortest time measured with a choice that was in use."""
-        return min(each.seconds for each in self._measured if self._table[each.index] == choice)
+        return min(each.seconds for each in self._measured if self._table[each.point] == choice)

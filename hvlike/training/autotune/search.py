@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LENGTH_SCALES = (1.6, 0.8, 0.4, 0.2)
-"""How far apart points of the unit cube may be and still tell of each other; the likeliest is taken, of equals the first."""
+"""How far apart points of the unit cube may be and still tell of each other; the likeliest wins, or else the first."""
 
 _LEAST_NOISE = 1e-6
 
@@ -26,7 +26,7 @@ _LEAST_NOISE = 1e-6
 class Measurement(NamedTuple):
     """One sample: which point of the table was in use, and the time of a step with it, in seconds."""
 
-    index: int
+    point: int
     seconds: float
 
 
@@ -54,14 +54,14 @@ def suggest(points: Array, measured: Sequence[Measurement], noise: float) -> int
     if not measured:
         return 0
     belief = believe(points, measured, noise)
-    best = min(belief.mean[each.index] for each in measured)
+    best = min(belief.mean[each.point] for each in measured)
     return int(np.argmax(expected_improvement(belief, float(best))))
 
 
 def best_measured(points: Array, measured: Sequence[Measurement], noise: float) -> int:
     """The index of the measured point that the process believes to be the fastest: one lucky sample does not win."""
     belief = believe(points, measured, noise)
-    return min((each.index for each in measured), key=lambda index: (float(belief.mean[index]), index))
+    return min((each.point for each in measured), key=lambda index: (float(belief.mean[index]), index))
 
 
 def believe(points: Array, measured: Sequence[Measurement], noise: float) -> Belief:
@@ -69,7 +69,7 @@ def believe(points: Array, measured: Sequence[Measurement], noise: float) -> Bel
     values = np.log([each.seconds for each in measured])
     spread = float(values.std())
     values = (values - values.mean()) / (spread or 1.0)
-    places = points[[each.index for each in measured]]
+    places = points[[each.point for each in measured]]
     noise = max(noise, _LEAST_NOISE)
     fits = [_fit(places, values, scale, noise) for scale in LENGTH_SCALES]
     fit = max(fits, key=lambda each: each.likelihood)
@@ -99,8 +99,8 @@ class _Fit(NamedTuple):
 
 def _fit(places: Array, values: Array, scale: float, noise: float) -> _Fit:
     covariance = _kernel(places, places, scale) + noise * np.eye(len(places))
-    lower = np.linalg.cholesky(covariance)
-    weights = np.linalg.solve(lower.T, np.linalg.solve(lower, values))
+    lower: Array = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
+    weights: Array = np.asarray(np.linalg.solve(lower.T, np.linalg.solve(lower, values)), dtype=np.float64)
     likelihood = -0.5 * float(values @ weights) - float(np.log(np.diag(lower)).sum())
     return _Fit(scale, lower, weights, likelihood)
 

@@ -84,7 +84,7 @@ def test_any_measurements_give_a_point_and_the_same_one_again(samples: list[tupl
     first = suggest(POINTS, measured, noise)
     assert 0 <= first < len(GRID)
     assert first == suggest(POINTS, list(measured), noise)
-    assert best_measured(POINTS, measured, noise) in {each.index for each in measured}
+    assert best_measured(POINTS, measured, noise) in {each.point for each in measured}
 
 
 def test_a_coordinate_that_never_changes_does_not_count() -> None:
