@@ -1,0 +1,155 @@
+"""The recorder of a rank: takes events from any thread and writes them to its trace file in blocks.
+
+While it is off, all that is left of it is the test of the attribute `on`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hvlike.errors import UsageError
+from hvlike.observe.trace_file import TraceFile, path_of_rank
+
+logger = logging.getLogger("hvlike")
+
+PENDING_EVENTS = 2048
+"""Events in memory before whoever adds one writes them."""
+
+Arguments = Mapping[str, Any] | None
+
+
+class Recorder:
+    """The timeline of one rank, off until `start`."""
+
+    def __init__(self, rank: int, size: int, host: str, offset: int) -> None:
+        """offset: nanoseconds to add to time.monotonic_ns() for the time since the job began, alike on all ranks."""
+        self.on = False
+        self.marks_cycles = False
+        self.generation = 0
+        """How many times it was started: rows of an earlier time mean nothing."""
+        self._rank = rank
+        self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
+        self._offset = offset
+        self._lock = threading.Lock()
+        self._pending: list[dict[str, Any]] = []
+        self._rows: dict[str, int] = {}
+        self._file: TraceFile | None = None
+
+    def start(self, path: str, *, mark_cycles: bool, max_bytes: int) -> None:
+        """Record into the file of this rank. Local.
+
+        Raises: UsageError when it records already, or when the file cannot be written.
+        """
+        with self._lock:
+            if self._file is not None:
+                raise UsageError(
+                    f"start_timeline({path!r}): rank {self._rank} records a timeline into {self._file.path} already. "
+                    "Call stop_timeline() first."
+                )
+            name = self._about_process("process_name", f"rank {self._rank} ({self._about['host']})")
+            self._file = TraceFile(path_of_rank(path, self._rank), self._about, name, max_bytes)
+            self._pending = [self._about_process("process_sort_index", self._rank)]
+            self._rows = {}
+            self.generation += 1
+            self.marks_cycles = mark_cycles
+            self.on = True
+
+    def stop(self) -> None:
+        """Write what there is and close the file; does nothing while it is off. Local."""
+        with self._lock:
+            self.on = False
+            self._write()
+            self._close()
+
+    def flush(self) -> None:
+        """Write what there is; the loop calls it a few times a second."""
+        if self._pending:
+            with self._lock:
+                self._write()
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds since the job began."""
+        return time.monotonic_ns() + self._offset
+
+    def row(self, title: str) -> int:
+        """The number of the row with this title."""
+        number = self._rows.get(title)
+        if number is None:
+            with self._lock:
+                number = self._rows.setdefault(title, len(self._rows) + 1)
+            self._add({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": title}})
+            self._add({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": number}})
+        return number
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    def begin(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
+        """Something begins in a row; what begins before it ends lies inside of it."""
+        self._event("B", row, name, arguments, at)
+
+    def end(self, row: int, arguments: Arguments = None) -> None:
+        """What was begun last in a row ends."""
+        self._event("E", row, None, arguments, None)
+
+    def instant(self, row: int, name: str, arguments: Arguments = None) -> None:
+        """Something happens in a row."""
+        self._event("i", row, name, arguments, None, s="t")
+
+    def flow_from(self, row: int, identity: str, at: int) -> None:
+        """An arrow starts here; it ends where `flow_to` names the same identity, on whatever rank."""
+        self._event("s", row, "order", None, at, cat="flow", id=identity)
+
+    def flow_to(self, row: int, identity: str, at: int) -> None:
+        """An arrow ends in what has begun here last."""
+        self._event("f", row, "order", None, at, cat="flow", id=identity, bp="e")
+
+    def _event(self, phase: str, row: int, name: str | None, arguments: Arguments, at: int | None, **more: str) -> None:
+        nanoseconds = self.now if at is None else at
+        event: dict[str, Any] = {"ph": phase, "tid": row, "ts": nanoseconds / 1000}
+        if name is not None:
+            event["name"] = name
+        if arguments:
+            event["args"] = arguments
+        self._add(event | more)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is None:
+                return
+            event["pid"] = self._rank
+            self._pending.append(event)
+            if len(self._pending) >= PENDING_EVENTS:
+                self._write()
+
+    def _about_process(self, name: str, value: str | int) -> dict[str, Any]:
+        key = "sort_index" if isinstance(value, int) else "name"
+        return {"ph": "M", "name": name, "pid": self._rank, "tid": 0, "args": {key: value}}
+
+    def _write(self) -> None:
+        """Hand the events to the file; with the lock held. A file that cannot grow ends the recording, not the job."""
+        file, events = self._file, self._pending
+        self._pending = []
+        if file is None or not events:
+            return
+        last = {"ph": "i", "s": "g", "name": "TIMELINE_FULL", "pid": self._rank, "tid": 0, "ts": self.now / 1000}
+        try:
+            fits = file.write(events, last)
+        except OSError as error:
+            logger.warning("rank %d: the timeline %s ends here: %s", self._rank, file.path, error)
+            fits = False
+        if not fits:
+            self.on = False
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
