@@ -37,15 +37,17 @@ def allreduce(
     """Reduce over ranks into a new tensor.
 
     tensor: any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
-    op: Average (default), Sum, Min, Max or Product. Average divides while reducing, integers truncate toward zero;
-        16-bit floats accumulate in float32. average: deprecated, True for Average and False for Sum.
+    op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while reducing, integers truncate toward
+        zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once what the
+        ranks' tensors have in common. average: deprecated, True for Average and False for Sum.
     compression: applied before and after, e.g. Compression.fp16.
     Returns a tensor like `tensor`. Collective: every rank of the set calls it, in any order, under the same name.
     Blocks until done.
     Raises: UsageError (a ValueError) on this rank alone; MismatchError, PeerLeftError, ShutdownError (all
         HorovodInternalError) on every rank.
     Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: to the
-        elements that were chosen, ties share. Product: of the product of the others.
+        elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
+        UsageError.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)

@@ -5,6 +5,7 @@ y[r] = c * op over s of (p * x[s]) on every rank r, with L = sum over r of L[r](
     Sum, Average   dL/dx[s] = (factors) g                          an allreduce with the same op and factors
     Min, Max       dL/dx[s] = c p g / ties where p x[s] was chosen, else 0
     Product        dL/dx[s] = c p g * (product over the other ranks of p x)
+    Adasum         none: its coefficients depend on all inputs, and to hold them constant would be a wrong answer
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hvlike.collectives.reductions import Max, Min, Product, Reduction, Sum
+from hvlike.collectives.reductions import Adasum, Max, Min, Product, Reduction, Sum
 from hvlike.errors import UsageError
 
 Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -42,6 +43,11 @@ class GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Collective like the forward call: all ranks of the set run backward."""
+        if ctx.reduction.op is Adasum:
+            raise UsageError(
+                "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
+                "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
+            )
         incoming = [gradients[index] for index in ctx.smooth]
         inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
         if ctx.reduction.op is Product:

@@ -12,6 +12,7 @@ import torch
 from hvlike.errors import UsageError
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.ops import ReduceOp, op_name, reduce_op
+from hvlike.transport.dtypes import dtype_name
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -54,19 +55,28 @@ def arithmetic_of(dtype: torch.dtype, op: ReduceOp, size: int, prescale: float, 
     return Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
 
 
+def check_adasum(dtype: torch.dtype) -> None:
+    """Refuse a dtype that has no Adasum: it is made of dot products of real vectors, which integers round."""
+    if not dtype.is_floating_point:
+        raise UsageError(
+            f"op Adasum is not defined on dtype {dtype_name(dtype)}; expected float16, bfloat16, float32 or float64."
+        )
+
+
 def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[torch.dtype]) -> None:
     """Refuse a reduction that is not defined on these dtypes, or factors it cannot take."""
-    if reduction.op is Adasum:
-        raise UsageError(
-            f"{kind} {name!r}: op=Adasum is not available in this version; use op=hvd.Average or op=hvd.Sum."
-        )
     if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
         raise UsageError(
             f"{kind} {name!r}: expected numbers as factors, got prescale_factor={reduction.prescale}, "
             f"postscale_factor={reduction.postscale}."
         )
+    if reduction.op is Adasum and "allreduce" not in kind:
+        raise UsageError(f"{kind} {name!r}: op Adasum is defined for allreduce alone; use Average or Sum.")
     try:
         for dtype in dict.fromkeys(dtypes):
+            if reduction.op is Adasum:
+                check_adasum(dtype)
+                continue
             arithmetic_of(dtype, reduction.op, 1, reduction.prescale, reduction.postscale)
     except UsageError as error:
         raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None

@@ -22,7 +22,8 @@ def clip_grad_norm_(
     max_norm, norm_type, error_if_nonfinite, foreach: as in torch. The norm is taken over all parameters of the
     optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
     Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
-    Returns the total norm before clipping, a 0-dim tensor, the same on every rank of the set.
+    Returns the total norm before clipping, a 0-dim tensor, the same on every rank of the set. With op=Adasum the
+    gradients are this rank's, and so is the norm.
     Raises: UsageError for an optimizer that is not distributed; RuntimeError, on every rank, for a norm that is not
     finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
     Source: torch.nn.utils.clip_grad_norm_.

@@ -83,6 +83,15 @@ def not_synchronized() -> UsageError:
     )
 
 
+def nothing_to_skip() -> UsageError:
+    """skip_synchronize() where the reduction follows the step."""
+    return UsageError(
+        "optimizer.skip_synchronize() is not supported with op=hvd.Adasum: what the step has changed is reduced after "
+        "it, so there is no earlier synchronization to skip. Call optimizer.step() outside of it; gradients may be "
+        "clipped or unscaled before the step without synchronize()."
+    )
+
+
 def inside_no_sync(call: str) -> UsageError:
     """A call that needs reduced gradients where they are kept local."""
     return UsageError(

@@ -20,6 +20,7 @@ from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
 from hvlike.training.closure import after, reduce_loss
 from hvlike.training.delegation import DelegatingOptimizer
+from hvlike.training.deltas import Deltas
 from hvlike.training.gradients import Gradients, Phase
 from hvlike.training.grouping import check_groups
 from hvlike.training.names import check_all_named, check_named_parameters
@@ -36,10 +37,10 @@ class DistributedOptimizer(DelegatingOptimizer):
 
     optimizer: any torch.optim.Optimizer. named_parameters: pairs (name, parameter), for errors and matching.
     compression: what gradients travel as. backward_passes_per_step: passes whose gradients are summed up locally before
-    they are reduced. op: Average or Sum. gradient_predivide_factor: f divides by f before the sum and multiplies by f
-    after it (Average only). groups: a number, or lists of parameters, that are reduced together; num_groups: older
-    name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce over, None for all;
-    a rank outside of it steps on its own gradients.
+    they are reduced. op: Average, Sum or Adasum. gradient_predivide_factor: f divides by f before the sum and
+    multiplies by f after it (Average only). groups: a number, or lists of parameters, that are reduced together;
+    num_groups: older name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce
+    over, None for all; a rank outside of it steps on its own gradients.
 
     Reduction starts in backward, as gradients become ready, and is finished by step(). The states, and what each call
     does in them (= stays, > goes on to; "error" leaves the state as it is):
@@ -58,6 +59,12 @@ class DistributedOptimizer(DelegatingOptimizer):
     "skipping" is inside skip_synchronize(). After synchronize(), a plain step() does not reduce again; it warns once.
     A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
     step(closure) reduces after each evaluation and returns the loss reduced in the same way.
+
+    op=Adasum reduces what a step has changed: each rank's optimizer steps on its own gradients, with state (momentum,
+    say) of its own, and every parameter becomes its start plus the Adasum of the ranks' differences, which float
+    dtypes have. Between backward and step nothing is under way, so the state is always IDLE: synchronize() does
+    nothing, skip_synchronize() raises UsageError, clipping and the loss of a closure are this rank's. A GradScaler
+    skips the step on all ranks or on none. A rank whose step fails changes nothing and takes over what the others did.
 
     Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
     parameters contribute zeros. Making the optimizer is local and does not block.
@@ -98,7 +105,7 @@ class DistributedOptimizer(DelegatingOptimizer):
             sparse_as_dense=sparse_as_dense,
             process_set=_check_process_set(process_set),
         )
-        self._wrap(optimizer, Gradients(optimizer, reduction, names, backward_passes_per_step))
+        self._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
 
     def _wrap(self, optimizer: Optimizer, gradients: Gradients) -> None:
         self._wrapped = optimizer
@@ -120,11 +127,10 @@ class DistributedOptimizer(DelegatingOptimizer):
         """
         if closure is None:
             self._before_step()
-            result = self._wrapped.step(**kwargs)
-        else:
-            result = self._wrapped.step(after(closure, self._after_closure), **kwargs)
-        self._gradients.stepped()
-        return result
+        with self._gradients.stepping():
+            if closure is None:
+                return self._wrapped.step(**kwargs)
+            return self._wrapped.step(after(closure, self._after_closure), **kwargs)
 
     @untraced
     def synchronize(self) -> None:
@@ -150,8 +156,11 @@ class DistributedOptimizer(DelegatingOptimizer):
     def skip_synchronize(self) -> Iterator[None]:
         """Let step() use the gradients as synchronize() and the user have left them. Local.
 
+        Raises: UsageError with op=Adasum, where there is nothing to skip.
         Source: horovod.torch.DistributedOptimizer.skip_synchronize.
         """
+        if self._gradients.reduction.of_deltas:
+            raise misuse.nothing_to_skip()
         before, self._skipping = self._skipping, True
         try:
             yield
@@ -252,7 +261,8 @@ class DistributedOptimizer(DelegatingOptimizer):
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
-            self.synchronize_for("GradScaler")
+            self._gradients.prepare_for_scaler()
+            self._reduced_by_user = False
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         gradients = self._gradients
@@ -276,7 +286,7 @@ class DistributedOptimizer(DelegatingOptimizer):
     def _after_closure(self, loss: Any) -> Any:
         gradients = self._gradients
         self._before_step()
-        if gradients.reduction.is_local(current()):
+        if gradients.reduction.of_deltas or gradients.reduction.is_local(current()):
             return loss
         return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
 
@@ -298,5 +308,10 @@ def _restore(
 ) -> DistributedOptimizer:
     """Make a copy or an unpickled DistributedOptimizer; needs no init(), so that checkpoints can be read anywhere."""
     restored = DistributedOptimizer.__new__(DistributedOptimizer)
-    restored._wrap(optimizer, Gradients(optimizer, reduction, names, backward_passes_per_step))
+    restored._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
     return restored
+
+
+def _gradients(optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> Gradients:
+    """Return what reduces for this optimizer: before its steps, or what they have changed."""
+    return (Deltas if reduction.of_deltas else Gradients)(optimizer, reduction, names, passes)

@@ -40,10 +40,12 @@ class Reduction:
 
     def __post_init__(self) -> None:
         op = reduce_op(self.op)
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise UsageError(
-                f"DistributedOptimizer: op {op_name(op)} is not supported for gradients; expected Average or Sum."
+                f"DistributedOptimizer: op {op_name(op)} is not supported for gradients; expected Average, Sum or "
+                "Adasum."
             )
+        object.__setattr__(self, "op", op)
         if self.predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
             raise UsageError(f"gradient_predivide_factor not supported with op != Average, got op {op_name(op)}.")
         if not self.predivide_factor > 0:
@@ -58,6 +60,11 @@ class Reduction:
     def memory(self) -> StatefulCompressor | None:
         """The compressor, where it remembers something from step to step."""
         return self.compression if isinstance(self.compression, StatefulCompressor) else None
+
+    @property
+    def of_deltas(self) -> bool:
+        """True when what a step has changed is reduced, and not the gradients before it."""
+        return self.op is ReduceOp.ADASUM
 
     def is_local(self, context: Context) -> bool:
         """True where there is nobody to reduce with: one rank in the set, or this rank not a member of it."""

@@ -16,7 +16,10 @@ REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
         lambda hvd: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum),
         "The op parameter supersedes average. Please provide only one of them.",
     ),
-    "Adasum": (lambda hvd: hvd.allreduce(torch.ones(2), name="g", op=hvd.Adasum), "allreduce 'g': op=Adasum"),
+    "Adasum of integers": (
+        lambda hvd: hvd.allreduce(torch.ones(2).int(), name="g", op=hvd.Adasum),
+        "op Adasum is not defined on dtype int32; expected float16, bfloat16, float32 or float64.",
+    ),
     "Average of bool": (
         lambda hvd: hvd.allreduce(torch.ones(2).bool(), name="mask"),
         "allreduce 'mask' with op Average: op Average is not defined on dtype bool",

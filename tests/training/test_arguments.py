@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
         lambda model: {"groups": [list(model.parameters()), list(model.parameters())[:1]]},
         "A parameter can only appear once in groups.",
     ),
-    "Min": (lambda model: {"op": 3}, "op Min is not supported for gradients; expected Average or Sum"),
+    "Min": (lambda model: {"op": 3}, "op Min is not supported for gradients; expected Average, Sum or Adasum"),
     "no op": (lambda model: {"op": 99}, "op 99 is no reduction"),
     "predivide with Sum": (
         lambda model: {"op": 1, "gradient_predivide_factor": 2.0},
