@@ -30,6 +30,7 @@ from hvlike.collectives.barrier import barrier
 from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvlike.collectives.compression import Compression
 from hvlike.collectives.handles import Handle, poll, synchronize
+from hvlike.collectives.join import join
 from hvlike.collectives.lifecycle import (
     cross_rank,
     cross_size,
@@ -45,13 +46,15 @@ from hvlike.collectives.lifecycle import (
 )
 from hvlike.collectives.objects import allgather_object, broadcast_object
 from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from hvlike.collectives.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
+from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
+from hvlike.collectives.registration import add_process_set, remove_process_set
+from hvlike.collectives.sparse import sparse_allreduce_async
 from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
@@ -76,6 +79,7 @@ __all__ = [
     "SyncBatchNorm",
     "__version__",
     "_check_has_gpu",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -116,6 +120,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -126,8 +131,10 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from hvlike.collectives.bucket_exchange import BucketExchange, Packers
-from hvlike.collectives.compression import Compression, CompressorLike, StatefulCompressor
+from hvlike.collectives.compression import (
+    CastCompressor,
+    Compression,
+    CompressorLike,
+    NoneCompressor,
+    StatefulCompressor,
+)
 from hvlike.collectives.operand import Operand
 from hvlike.collectives.reductions import arithmetic_of
 from hvlike.planes.adasum import Adasum
@@ -49,6 +55,11 @@ class Settings:
     def is_trivial(self) -> bool:
         """True when a single rank has nothing to do."""
         return self.prescale * self.postscale == 1
+
+    @property
+    def is_portable(self) -> bool:
+        """True when a rank that has no such reduction can take part in it for one that has joined."""
+        return isinstance(self.compression, (NoneCompressor, CastCompressor))
 
     def describe(self) -> tuple[Any, ...]:
         """What must be equal on all ranks, as plain values."""

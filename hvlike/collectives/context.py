@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from hvlike.collectives.agreement import name_ranks
 from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
-from hvlike.collectives.membership import Membership, Switchboard
+from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.config import read_knobs
+from hvlike.collectives.registry import Registry, ranks_of, what_is_wrong
+from hvlike.collectives.settings import Settings
+from hvlike.config import Knobs
 from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
 from hvlike.transport import forks
 from hvlike.transport.cores import has_spare_core
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.group import Group
 from hvlike.transport.guard import Guard
 from hvlike.transport.liveness import Liveness
 from hvlike.transport.routine import Routine, Wait
@@ -32,8 +32,15 @@ class Context:
 
     def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
         """Collective and blocking: every rank of `comm`."""
-        self._knobs = knobs = read_knobs(os.environ)
-        self.world = World.start(comm, ranks_per_node=knobs.ranks_per_node, patience=knobs.init_patience)
+        settings = Settings()
+        self._knobs = knobs = settings.knobs
+        self.world = World.start(
+            comm,
+            ranks_per_node=knobs.ranks_per_node,
+            patience=knobs.init_patience,
+            serialized=knobs.mpi_threads_disable,
+            check=settings.check,
+        )
         self.guard = Guard(self.world, lambda: self.close(EXIT))
         try:
             self._check_same(process_sets)
@@ -43,18 +50,24 @@ class Context:
             raise
         self.fabric = Fabric(self.world)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
-        self._sets: list[ProcessSet] = []
-        self._memberships: dict[int, Membership] = {}
-        self._switchboard = Switchboard(self.fabric)
+        self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
         self._farewell = Farewell(self.fabric, self._lose)
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
-            self._register(process_set)
+            task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)
+            self.fabric.loop.wait(partial(getattr, task, "done"))
+            if task.error is not None:
+                raise task.error
         self.guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
             atexit.register(self.close)
+
+    @property
+    def knobs(self) -> Knobs:
+        """The settings of this job."""
+        return self._knobs
 
     @property
     def overlaps(self) -> bool:
@@ -69,23 +82,7 @@ class Context:
         Raises: UsageError for a set that is not registered, or of which this rank is not a member.
         """
         forks.check()
-        if process_set is None or process_set is global_process_set:
-            return self._memberships[0]
-        if not isinstance(process_set, ProcessSet):
-            raise UsageError(f"{what}: expected a ProcessSet, got {type(process_set).__name__}.")
-        number = process_set.process_set_id
-        if number is None or number >= len(self._sets) or self._sets[number] is not process_set:
-            raise UsageError(
-                f"{what}: Process set provided does not exist, or has not been registered: {process_set}. Pass it to "
-                "init(process_sets=[...]) on every rank."
-            )
-        membership = self._memberships.get(number)
-        if membership is None:
-            raise UsageError(
-                f"{what}: Rank {self.world.rank} is not a member of the provided process set, which has "
-                f"{name_ranks(process_set.ranks or [])}."
-            )
-        return membership
+        return self.registry.find(process_set, what)
 
     def close(self, reason: str = SHUTDOWN) -> None:
         """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
@@ -94,22 +91,19 @@ class Context:
             # The user has ended MPI himself: there is nobody left to talk to.
             loop.close()
             return
-        loop.wait(lambda: all(each.lanes.first.idle for each in self._memberships.values()), _FINISH_SECONDS)
+        loop.wait(lambda: all(each.lanes.first.idle for each in self.registry.memberships.values()), _FINISH_SECONDS)
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
         self._farewell.part(reason)
         self.guard.uninstall()
         atexit.unregister(self.close)
         loop.close()
-        for number in sorted(self._memberships):
-            self._memberships[number].close()
-        for process_set in self._sets:
-            process_set.removed()
+        self.registry.close()
         self.world.close()
 
     def _watch(self) -> None:
         """The health check of the process sets; in the loop."""
-        for membership in self._memberships.values():
+        for membership in self.registry.memberships.values():
             membership.negotiator.watch()
         lost = self._liveness.lost()
         if lost:
@@ -118,19 +112,8 @@ class Context:
             )
 
     def _fail_all(self, error: HorovodInternalError) -> None:
-        for membership in self._memberships.values():
+        for membership in self.registry.memberships.values():
             membership.fail(error)
-
-    def _register(self, process_set: ProcessSet) -> None:
-        """Give a set its number. Collective over the world: members and others, in the same order."""
-        number = len(self._sets)
-        ranks = process_set.ranks or []
-        self._sets.append(process_set)
-        process_set.registered(number, ranks, self.world.rank)
-        if self.world.rank in ranks:
-            group = Group(self.world, number, ranks)
-            seconds = self._knobs.stall_check_seconds
-            self._memberships[number] = Membership(self.fabric, group, self._switchboard, seconds)
 
     def _check_same(self, process_sets: Sequence[ProcessSet]) -> None:
         """All ranks must name the same sets, each of them a new one of ranks that exist."""
@@ -139,7 +122,7 @@ class Context:
         for process_set in process_sets:
             if process_set.ranks is None:
                 try:
-                    process_set.ranks = _ranks_of(process_set.mpi_comm, self.world)
+                    process_set.ranks = ranks_of(process_set.mpi_comm, self.world)
                 except UsageError as error:
                     unknown = str(error)
         answers = self.world.comm.allgather((unknown, [each.ranks for each in process_sets]))
@@ -154,21 +137,16 @@ class Context:
                 f"{everybody[different[0]]}. Pass the same process sets in the same order on every rank."
             )
         for number, ranks in enumerate(everybody[0]):
-            if ranks in seen:
+            reason = what_is_wrong(ranks, seen, self.world.size)
+            if reason is not None:
                 raise UsageError(
-                    f"Horovod could not be initialized because process_sets entry number {number} is a duplicate "
-                    f"of the global or an earlier process set: {ranks}."
-                )
-            if ranks[-1] >= self.world.size:
-                raise UsageError(
-                    f"process_sets entry number {number} names rank {ranks[-1]}, but the job has ranks 0 to "
-                    f"{self.world.size - 1}: {ranks}."
+                    f"Horovod could not be initialized because process_sets entry number {number} cannot be: {reason}"
                 )
             seen.append(ranks)
 
     def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """Some ranks have left; in the loop."""
-        for membership in self._memberships.values():
+        for membership in self.registry.memberships.values():
             if set(errors) & set(membership.group.ranks):
                 membership.negotiator.lose(errors)
                 self.fabric.loop.start(self._abandon(membership, errors), wake=False)
@@ -181,19 +159,6 @@ class Context:
         gone = next(rank for rank in errors if rank in membership.group.ranks)
         for lane in membership.lanes.all():
             lane.fail(errors[gone])
-
-
-def _ranks_of(comm: Any, world: World) -> list[int]:
-    """The ranks of a communicator in our numbering."""
-    members, everybody = comm.Get_group(), world.comm.Get_group()
-    try:
-        ranks = world.mpi.Group.Translate_ranks(members, list(range(members.Get_size())), everybody)
-    finally:
-        members.Free()
-        everybody.Free()
-    if world.mpi.UNDEFINED in list(ranks):
-        raise UsageError("ProcessSet: the communicator has members outside the ranks that hvlike was started with.")
-    return sorted(ranks)
 
 
 class _Process:

@@ -44,7 +44,9 @@ class Executor:
             if kind == "barrier":
                 complete(batch, None)
             else:
-                self._site.lanes.first.submit(JOBS[kind](self._site, batch), partial(complete, batch), wake=False)
+                request, verdict = batch[0]
+                job = request.job(verdict.extra) if request.job else JOBS[kind](self._site, batch)
+                self._site.lanes.first.submit(job, partial(complete, batch), wake=False)
 
 
 def fuse(agreed: Sequence[Agreed], limit: int) -> list[list[Agreed]]:

@@ -1,15 +1,20 @@
-"""A registered process set on one of its members: group, lane, negotiator, executor."""
+"""A registered process set on one of its members: group, lanes, negotiator, executor."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hvlike.collectives.execution import Executor
+from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
+from hvlike.collectives.shadow import Shadows
+from hvlike.config import Knobs
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.lane import Lanes, open_lane
+from hvlike.planes.lane import Lane, Lanes, open_lane
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
+from hvlike.transport.routine import Routine
 
 _TOPIC = 2
 
@@ -17,25 +22,31 @@ _TOPIC = 2
 class Membership:
     """What this rank needs to take part in the operations of one process set."""
 
-    def __init__(self, fabric: Fabric, group: Group, switchboard: Switchboard, stall_seconds: float) -> None:
-        """Collective over the group and blocking: connects the group and opens its first lane."""
+    def __init__(
+        self,
+        fabric: Fabric,
+        group: Group,
+        first: Lane,
+        switchboard: Switchboard,
+        knobs: Knobs,
+        end: Callable[[HorovodInternalError], None],
+    ) -> None:
+        """first: the lane of negotiated requests; end: ends everything on this rank with an error."""
         self.group = group
-        self._fabric = fabric
-        self._switchboard = switchboard
-        group.connect()
-        task = fabric.loop.start(open_lane(fabric, group, 0), wake=False)
-        fabric.loop.wait(lambda: task.done)
-        if task.error is not None or task.result is None:
-            raise task.error or RuntimeError("no lane")
-        self.lanes = Lanes(fabric, task.result)
+        self.lanes = Lanes(fabric, first)
         self.executor = Executor(self.lanes)
+        self._switchboard = switchboard
         self.negotiator = Negotiator(
             fabric,
             group,
             self.executor.run,
             lambda rank, what, value: switchboard.send(rank, group.number, what, value),
-            stall_seconds,
+            end,
+            stall_limits(knobs),
+            knobs.cache_capacity,
+            knobs.cycle_time / 1000,
         )
+        self.shadows = Shadows(self.lanes, self.negotiator)
         switchboard.connect(group.number, self.negotiator)
 
     def fail(self, error: HorovodInternalError) -> None:
@@ -52,6 +63,29 @@ class Membership:
         self.group.disconnect()
 
 
+def open_membership(
+    fabric: Fabric,
+    group: Group,
+    switchboard: Switchboard,
+    knobs: Knobs,
+    end: Callable[[HorovodInternalError], None],
+) -> Routine[Membership]:
+    """Make what a member of `group` needs. Collective over the group; groups in the same order everywhere.
+
+    On several nodes it makes communicators, which blocks until all members are here: they are on the way.
+    """
+    group.connect()
+    lane = yield from open_lane(fabric, group, 0)
+    return Membership(fabric, group, lane, switchboard, knobs, end)
+
+
+def stall_limits(knobs: Knobs) -> StallLimits:
+    """The limits of the stall inspector from the knobs."""
+    if knobs.stall_check_disable:
+        return StallLimits(None, 0.0)
+    return StallLimits(knobs.stall_check_seconds, knobs.stall_shutdown_seconds)
+
+
 class Switchboard:
     """Brings the messages of negotiators to the one of the right process set."""
 
@@ -59,6 +93,7 @@ class Switchboard:
         self._channel = fabric.channel
         self._negotiators: dict[int, Negotiator] = {}
         self._early: dict[int, list[tuple[int, str, Any]]] = {}
+        self._newest = -1
         self._fabric = fabric
         fabric.channel.listen(_TOPIC, lambda rank, letter, tensors: self._deliver(rank, *letter))
 
@@ -67,14 +102,11 @@ class Switchboard:
         self._channel.send(rank, _TOPIC, (number, what, value))
 
     def connect(self, number: int, negotiator: Negotiator) -> None:
-        """Deliver to `negotiator` from now on, what came early first."""
-
-        def deliver_early() -> None:
-            self._negotiators[number] = negotiator
-            for rank, what, value in self._early.pop(number, []):
-                negotiator.hear(rank, what, value)
-
-        self._fabric.loop.post(deliver_early)
+        """Deliver to `negotiator` from now on, what came early first. In the loop; sets in rising order."""
+        self._newest = number
+        self._negotiators[number] = negotiator
+        for rank, what, value in self._early.pop(number, []):
+            negotiator.hear(rank, what, value)
 
     def disconnect(self, number: int) -> None:
         """Deliver nothing more."""
@@ -82,8 +114,8 @@ class Switchboard:
 
     def _deliver(self, rank: int, number: int, what: str, value: Any) -> None:
         negotiator = self._negotiators.get(number)
-        if negotiator is None:
+        if negotiator is not None:
+            negotiator.hear(rank, what, value)
+        elif number > self._newest:
             # A peer can be through with registering the set before this rank is.
             self._early.setdefault(number, []).append((rank, what, value))
-        else:
-            negotiator.hear(rank, what, value)

@@ -9,63 +9,77 @@ Each Negotiator lives in the loop, but for `submit` and `wait`, which any thread
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-from hvlike.collectives.agreement import Agreement, Verdict, name_ranks
+from hvlike.collectives.agreement import Verdict
+from hvlike.collectives.coordinator import Announcement, Coordinator
+from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
+from hvlike.collectives.joining import neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
-from hvlike.collectives.waits import Counts, Waiting, WaitTable
-from hvlike.errors import DeadlockError, DuplicateNameError, HorovodInternalError
+from hvlike.collectives.waits import Waiting
+from hvlike.errors import DuplicateNameError, HorovodInternalError
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
-
-logger = logging.getLogger("hvlike")
+from hvlike.transport.routine import Routine, Wait
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
 
-SIGNATURES_REMEMBERED = 4096
-
 READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
+INSPECT, ANSWER, END = "inspect", "answer", "end"
 
 Send = Callable[[int, str, Any], None]
 Runner = Callable[[list[tuple[Request, Verdict]]], None]
 
 
 class Negotiator:
-    """The requests of this rank in one process set and, on its first rank, those of all."""
+    """The requests of this rank in one process set and, on its first rank, the coordinator of all."""
 
-    def __init__(self, fabric: Fabric, group: Group, run: Runner, send: Send, stall_seconds: float) -> None:
-        """run: carries out what was agreed; send: takes a message to a rank; stall_seconds: when to complain."""
+    def __init__(
+        self,
+        fabric: Fabric,
+        group: Group,
+        run: Runner,
+        send: Send,
+        end: Callable[[HorovodInternalError], None],
+        limits: StallLimits,
+        capacity: int,
+        cycle_seconds: float,
+    ) -> None:
+        """run: carries out what was agreed; send: takes a message to a rank; end: ends everything with an error."""
+        self.cycle_seconds = cycle_seconds
+        """How long the coordinator gathers what is ready before it announces it."""
         self.names = AutomaticNames()
         self.steps: dict[str, int] = {}
         """Steps of each planned reduction that this rank has entered."""
+        self.stand_in: Callable[[Verdict], Request | None] = stand_in
+        """Makes the request of a rank that has joined from what the others ask for."""
         self._fabric = fabric
         self._group = group
         self._run = run
         self._send = send
-        self._coordinator = group.ranks[0]
+        self._end = end
         self._requests: dict[Key, Request] = {}
         self._lock = threading.Lock()
         self._outbox: deque[Request] = deque()
         self._numbers: dict[Signature, int] = {}
-        self._signatures: dict[int, Signature] = {}
-        self._agreement = Agreement(group.ranks)
-        self._waits = WaitTable(group.ranks)
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
-        self._gone: dict[int, HorovodInternalError] = {}
         self._closed: HorovodInternalError | None = None
         self._threads: set[int] = set()
-        self._stall_seconds = stall_seconds
-        self._next_report = 0.0
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
+        self._last: tuple[Key, str, float] | None = None
+        self._steps_at: dict[Key, tuple[str, float, str]] = {}
+        self._gathered: list[Announcement] = []
+        self._coordinator: Coordinator | None = None
+        if group.rank == 0:
+            inspection = Inspection(group.ranks, lambda number: self._tell_all(INSPECT, number), limits)
+            self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity)
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -85,6 +99,7 @@ class Negotiator:
                     "use a different tensor name."
                 )
             self._requests[key] = request
+        self._last = (key, request.place, request.time)
         self._threads.add(threading.get_ident())
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
@@ -114,6 +129,18 @@ class Negotiator:
         finally:
             loop.post(lambda: self._report(RESUMED, None), wake=False)
 
+    def enter_step(self, key: Key, step: int, place: str, detail: str) -> None:
+        """This rank waits in a step of a planned reduction from now on."""
+        self._threads.add(threading.get_ident())
+        now = time.monotonic()
+        self.steps[key[1]] = step
+        self._steps_at[key] = (place, now, detail)
+        self._last = (key, place, now)
+
+    def leave_step(self, key: Key) -> None:
+        """The step has ended."""
+        self._steps_at.pop(key, None)
+
     # -- in the loop: as a member ---------------------------------------------------------------
 
     def stoppable(self, key: Key, stop: Callable[[HorovodInternalError], None] | None) -> None:
@@ -123,53 +150,37 @@ class Negotiator:
         else:
             self._stoppable[key] = stop
 
-    def _flush(self) -> None:
-        entries = []
-        while self._outbox:
-            request = self._outbox.popleft()
-            number = self._numbers.get(request.signature)
-            entries.append((request.name, request.signature if number is None else number))
-        if entries:
-            self._report(READY, entries)
-
-    def _report(self, what: str, value: Any) -> None:
-        """Tell the coordinator, which may be this rank."""
-        if self._group.rank == 0:
-            self.hear(self._fabric.world.rank, what, value)
-        else:
-            self._send(self._coordinator, what, value)
-
     def hear(self, rank: int, what: str, value: Any) -> None:
         """A message of a member of this group."""
-        position = self._positions[rank]
-        if what == READY:
-            self._collect(position, value)
-        elif what == VERDICTS:
+        coordinator = self._coordinator
+        if what == VERDICTS:
             self._obey(*value)
-        elif what == WAITING:
-            self._waits.report(position, replace(value, since=time.monotonic()))
-            self._check_deadlock()
-        elif what == RESUMED:
-            self._waits.resume(position)
+        elif what == INSPECT:
+            self._report(ANSWER, self._answer(value))
+        elif what == END:
+            self._end(value)
+        elif coordinator is not None:
+            position = self._positions[rank]
+            if what == READY:
+                coordinator.collect(position, value)
+            elif what == WAITING:
+                coordinator.waiting(position, value)
+            elif what == RESUMED:
+                coordinator.resumed(position)
+            elif what == ANSWER:
+                coordinator.answered(position, value)
 
-    def _obey(self, verdicts: list[tuple[Verdict, int | None]], counts: Counts) -> None:
-        self.names.align(counts)
-        agreed = []
-        for verdict, number in verdicts:
-            with self._lock:
-                request = self._requests.pop(verdict.key, None)
-            if number is not None:
-                self._numbers[verdict.signature] = number
-            if request is None:
-                stop = self._stoppable.pop(verdict.key, None)
-                if stop is not None and verdict.error is not None:
-                    stop(verdict.error)
-            elif verdict.error is not None:
-                request.handle.complete(None, verdict.error)
-            else:
-                agreed.append((request, verdict))
-        if agreed:
-            self._run(agreed)
+    def watch(self) -> None:
+        """On the coordinator, look for stalls; called about four times a second."""
+        if self._coordinator is not None and self._closed is None:
+            error = self._coordinator.watch()
+            if error is not None:
+                self._tell_all(END, error)
+
+    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some members have left. On every rank of the group."""
+        if self._coordinator is not None:
+            self._coordinator.lose(errors)
 
     def close(self, error: HorovodInternalError) -> None:
         """Refuse what comes and fail what is there."""
@@ -183,92 +194,90 @@ class Negotiator:
             stop(error)
         self._stoppable.clear()
 
-    # -- in the loop: as the coordinator --------------------------------------------------------
+    @property
+    def idle(self) -> bool:
+        """True when nothing is in flight here, nor known to be anywhere."""
+        return not (self._requests or self._outbox or (self._coordinator and self._coordinator.agreement.pending))
 
-    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
-        """Some members have left: nothing that needs them can run any more. On every rank of the group."""
-        self._gone.update({rank: error for rank, error in errors.items() if rank in self._group.ranks})
-        if self._group.rank == 0 and self._gone:
-            self._announce(self._doomed(list(self._agreement.pending)))
+    def _flush(self) -> None:
+        entries = []
+        while self._outbox:
+            request = self._outbox.popleft()
+            number = self._numbers.get(request.signature)
+            entries.append((request.name, request.signature if number is None else number))
+        if entries:
+            self._report(READY, entries)
 
-    def _doomed(self, keys: Iterable[Key]) -> list[Verdict]:
-        verdicts = []
-        for key in keys:
-            gone = [rank for rank in self._agreement.missing(key) if rank in self._gone]
-            if gone:
-                error = self._gone[gone[0]]
-                told = type(error)(
-                    f"{key[0]} {key[1]!r} cannot be completed: {name_ranks(gone)} will not take part. {error}"
-                )
-                verdicts.append(self._fail(key, told))
-        return verdicts
+    def _report(self, what: str, value: Any) -> None:
+        """Tell the coordinator, which may be this rank."""
+        if self._coordinator is not None:
+            self.hear(self._fabric.world.rank, what, value)
+        else:
+            self._send(self._group.ranks[0], what, value)
 
-    def _fail(self, key: Key, error: HorovodInternalError) -> Verdict:
-        self._agreement.withdraw(key)
-        return Verdict(key, Signature(key[0]), error=error, uniform=False)
-
-    def _collect(self, position: int, entries: list[tuple[str, Signature | int]]) -> None:
-        verdicts = []
-        for name, entry in entries:
-            signature = self._signatures[entry] if isinstance(entry, int) else entry
-            key = (signature.kind, name)
-            verdict = self._agreement.submit(position, key, signature)
-            if verdict is not None:
-                verdicts.append(verdict)
-            elif self._gone:
-                verdicts += self._doomed([key])
-        self._announce(verdicts)
-
-    def _announce(self, verdicts: list[Verdict], counts: Counts | None = None) -> None:
-        if not verdicts:
-            return
-        for verdict in verdicts:
-            self._waits.ended(verdict.key)
-        value = ([(verdict, self._number(verdict)) for verdict in verdicts], counts or {})
+    def _tell_all(self, what: str, value: Any) -> None:
         for rank in self._group.ranks[1:]:
-            self._send(rank, VERDICTS, value)
-        self._obey(*value)
+            self._send(rank, what, value)
+        self.hear(self._fabric.world.rank, what, value)
 
-    def _number(self, verdict: Verdict) -> int | None:
-        """The number by which all members call this signature from now on, when it is a new one."""
-        known = verdict.signature in self._numbers
-        if (
-            known
-            or not verdict.uniform
-            or verdict.signature.kind == "plan"
-            or len(self._signatures) >= SIGNATURES_REMEMBERED
-        ):
-            return None
-        number = len(self._signatures)
-        self._signatures[number] = verdict.signature
-        self._numbers[verdict.signature] = number
-        return number
-
-    def _check_deadlock(self) -> None:
-        if not self._waits.deadlocked(self._missing):
+    def _announce(self, announcement: Announcement) -> None:
+        if not self.cycle_seconds:
+            self._tell_all(VERDICTS, announcement)
             return
-        error = DeadlockError(
-            f"no rank can go on: {self._waits.describe()}. Every rank has to call the same operations under the same "
-            "names; look for a collective that only some ranks reach (inside `if rank == 0:`, say) or for names that "
-            "differ."
-        )
-        counts = self._waits.aligned_counts()
-        self._announce([self._fail(key, error) for key in self._waits.waited_for()], counts)
+        self._gathered.append(announcement)
+        if len(self._gathered) == 1:
+            self._fabric.loop.start(self._gather(), wake=False)
 
-    def _missing(self, key: Key) -> list[int]:
-        """Who has not asked for a request yet; nobody if it has been decided and only takes its time."""
-        return self._agreement.missing(key) if key in self._agreement.pending else []
+    def _gather(self) -> Routine[None]:
+        until = time.monotonic() + self.cycle_seconds
+        while time.monotonic() < until:
+            yield Wait.POLL
+        gathered, self._gathered = self._gathered, []
+        verdicts = [each for announced, _ in gathered for each in announced]
+        self._tell_all(VERDICTS, (verdicts, {kind: n for _, counts in gathered for kind, n in counts.items()}))
 
-    def watch(self) -> None:
-        """Report, on the coordinator, who has waited long and for whom; called about four times a second."""
-        oldest = self._waits.oldest()
+    def _obey(self, verdicts: list[tuple[Verdict, int | None]], counts: dict[str, int]) -> None:
+        self.names.align(counts)
+        agreed = []
+        for verdict, number in verdicts:
+            with self._lock:
+                request = self._requests.pop(verdict.key, None)
+            if number is not None:
+                self._numbers[verdict.signature] = number
+            if verdict.error is not None:
+                stop = self._stoppable.pop(verdict.key, None)
+                if request is not None:
+                    request.handle.complete(None, verdict.error)
+                elif stop is not None:
+                    stop(verdict.error)
+                continue
+            # Decided without this rank: it has joined.
+            request = request or self.stand_in(verdict)
+            if request is not None:
+                agreed.append((request, verdict))
+        if agreed:
+            self._run(agreed)
+
+    def _answer(self, number: int) -> Answer:
         now = time.monotonic()
-        if oldest is None or now - oldest < self._stall_seconds or now < self._next_report:
-            return
-        self._next_report = now + self._stall_seconds
-        logger.warning(
-            "stalled for %.0f s: %s; not waiting with them: %s. Every rank has to call the same operations.",
-            now - oldest,
-            self._waits.describe(),
-            name_ranks(self._waits.absent()) if self._waits.absent() else "nobody",
-        )
+        unfinished = {
+            key: Submission(
+                key,
+                request.place,
+                now - request.time,
+                describe_tensors(request.signature.shapes, request.signature.dtypes),
+            )
+            for key, request in list(self._requests.items())
+        }
+        for key, (place, since, detail) in list(self._steps_at.items()):
+            unfinished[key] = Submission(key, place, now - since, detail)
+        last = None if self._last is None else Submission(self._last[0], self._last[1], now - self._last[2])
+        return Answer(number, unfinished, last, dict(self.steps))
+
+
+def stand_in(verdict: Verdict) -> Request | None:
+    """What a rank that has joined does for an operation of the others; None: nothing."""
+    if verdict.key[0] != "allreduce":
+        return None
+    tensors = neutral_tensors(verdict.signature)
+    return Request(verdict.key[1], verdict.signature, tensors, lambda request: None)

@@ -21,6 +21,20 @@ SINGLE_BUCKET_BYTES = 64 << 20
 """Bucket size where it cannot, so that fewer buckets cost less."""
 
 
+class BucketSizes(NamedTuple):
+    """How much is reduced together."""
+
+    bucket_bytes: int
+    first_bucket_bytes: int
+    """The most that the first bucket holds: where it is less, communication starts earlier."""
+
+
+def choose_sizes(bucket_bytes: int | None, first_bucket_bytes: int | None, *, overlaps: bool) -> BucketSizes:
+    """What the user has set, else what suits a reduction beside backward or after it."""
+    chosen = bucket_bytes or (OVERLAPPED_BUCKET_BYTES if overlaps else SINGLE_BUCKET_BYTES)
+    return BucketSizes(chosen, first_bucket_bytes or chosen)
+
+
 class Proposal(NamedTuple):
     """What one rank says of its gradients after its first backward."""
 
@@ -31,16 +45,13 @@ class Proposal(NamedTuple):
     sparse: tuple[bool, ...]
     order: tuple[int, ...]
     """Entries in the order they arrived here; entries that did not arrive come last."""
-    bucket_bytes: int
-    """The most that a bucket holds."""
+    sizes: BucketSizes
     settings: tuple[Any, ...]
     """What else has to be equal: op, factors, compression, groups."""
     memory: Mark = Mark()
     """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
     spare_lane: int = -1
     """A lane that an earlier reducer of this rank has given back; -1: none."""
-    first_bucket_bytes: int = 0
-    """The most that the first bucket holds, so that communication can start early; 0: as much as the others."""
     portable: Any = None
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
     serial: int = -1
@@ -76,8 +87,7 @@ def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Seque
     sparse = tuple(index for index, is_sparse in enumerate(agreed.sparse) if is_sparse)
     order = [index for index in agreed.order if not agreed.sparse[index]]
     sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(agreed.shapes, itemsizes, strict=True)]
-    first_limit = agreed.first_bucket_bytes or agreed.bucket_bytes
-    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, agreed.bucket_bytes, first_limit)
+    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, *agreed.sizes)
     return Plan(tuple(tuple(bucket) for bucket in buckets), agreed.strides, sparse)
 
 
@@ -137,6 +147,11 @@ def equal_parts(count: int, groups: int) -> list[list[int]]:
         result.append(list(range(start, stop)))
         start = stop
     return result
+
+
+def describe_names(names: Sequence[str]) -> str:
+    """The parameters of a reduction, the first few of them: ": 0.weight, 0.bias, 2.weight, ... (8 in all)"."""
+    return f": {', '.join(names[:4])}" + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
 
 
 def find_plan_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Proposal]) -> MismatchError | None:

@@ -10,6 +10,7 @@ The tensors are reduced where they are. The lane of the plan is its own, so its 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,18 +19,19 @@ from typing import Any
 
 import torch
 
-from hvlike.collectives.bucket import Bucket, Settings
+from hvlike.collectives.bucket import Settings
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.context import current
-from hvlike.collectives.plan import OVERLAPPED_BUCKET_BYTES, SINGLE_BUCKET_BYTES, Plan, Proposal, equal_parts, make_plan
+from hvlike.collectives.places import place_of_caller
+from hvlike.collectives.plan import BucketSizes, Plan, Proposal, choose_sizes, describe_names, equal_parts
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average
 from hvlike.collectives.request import Request, Signature, order_in_memory
+from hvlike.collectives.schedule import Schedule
 from hvlike.collectives.sparse import SparseSum
 from hvlike.collectives.submission import submit
 from hvlike.collectives.waits import STEP
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
 from hvlike.transport.loop import Task
@@ -75,27 +77,37 @@ class PlannedReducer:
         self._process_set = process_set
         self._lock = threading.Lock()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._early = current().overlaps
-        self._plan: Plan | None = None
-        self._lane: Lane | None = None
-        self._release: Callable[[], Any] | None = None
-        self._buckets: list[Bucket] = []
+        self.overlaps = current().overlaps
+        """Complete buckets start beside backward."""
+        knobs = current().knobs
+        self.sizes = choose_sizes(knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps)
+        self.served = 0
+        """Steps that the plan has served: the same on every rank after a step."""
+        self.schedule: Schedule | None = None
+        """What is agreed; None before the first step."""
+        self._release: weakref.finalize[Any, PlannedReducer] | None = None
         self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
         self._started = 0
         self._unfinished = 0
         self._error: BaseException | None = None
         self._step = 0
+        self._membership.shadows.reducers.add(self)
+
+    @property
+    def busy(self) -> bool:
+        """True between the first tensor that is ready and the end of `finish`."""
+        return bool(self._tensors)
 
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
         with self._lock:
             self._tensors[index] = tensor
-            if self._plan is None or index not in self._bucket_of:
+            if self.schedule is None or index not in self._bucket_of:
                 return
             bucket = self._bucket_of[index]
             self._missing[bucket] -= 1
-            if self._early and not self._missing[bucket]:
+            if self.overlaps and not self._missing[bucket]:
                 self._start_complete(wake=True)
 
     def finish(self, missing: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -114,35 +126,54 @@ class PlannedReducer:
             if index not in self._tensors:
                 self._tensors[index] = missing(index)
         try:
-            plan = self._plan or self._agree()
-            replaced = self._densify(plan)
-            sparse = self._start_sparse(plan)
-            self._reduce_dense()
+            schedule = self.schedule or self._agree()
+            replaced = self._densify(schedule.plan)
+            sparse = self._start_sparse(schedule.plan)
+            self._reduce_dense(schedule)
             for index, total in sparse.items():
                 replaced[index] = total.result()
+            self.served += 1
             return replaced
         finally:
             self._tensors = {}
-            self._missing = [len(bucket.entries) for bucket in self._buckets]
+            self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
             self._started = 0
             self._step += 1
+
+    def resize(self, sizes: BucketSizes) -> None:
+        """Reduce in buckets of other sizes from the next step on, under a new plan.
+
+        Every rank does so after the same step. Local; nothing may be in flight.
+        """
+        if sizes != self.sizes:
+            self.sizes = sizes
+            self.close()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all tensors together."""
+        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
 
     def close(self) -> None:
         """Forget the plan; the next `finish` makes a new one. Local; nothing may be in flight."""
         if self._release is not None:
             self._release()
-        if self._settings.memory is not None:
-            self._settings.memory.roll_back()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the plan and count steps anew; what becomes of its lane is up to the caller."""
+        if self._release is not None:
+            self._release.detach()
         self._release = None
-        self._plan = None
-        self._lane = None
-        self._buckets = []
+        self.schedule = None
+        self.served = 0
+        self._step = 0
         self._bucket_of = {}
 
     # -- the plan -------------------------------------------------------------------------------
 
-    def _agree(self) -> Plan:
-        """Propose what this rank has; the plan that all ranks derive from all proposals."""
+    def _agree(self) -> Schedule:
+        """Propose what this rank has; the schedule that all ranks derive from all proposals."""
         present = list(self._tensors)
         memory = self._settings.memory
         proposal = Proposal(
@@ -152,10 +183,11 @@ class PlannedReducer:
             strides=tuple(self._strides(index) for index in range(len(self._entries))),
             sparse=tuple(self._tensors[index].is_sparse for index in range(len(self._entries))),
             order=tuple(present),
-            bucket_bytes=OVERLAPPED_BUCKET_BYTES if self._early else SINGLE_BUCKET_BYTES,
+            sizes=self.sizes,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
             memory=memory.mark() if memory is not None else Mark(),
             spare_lane=self._membership.lanes.propose(),
+            portable=self._settings if self._settings.is_portable else None,
         )
         handle = submit(self._membership, Signature("plan", detail=proposal), self.name, [], _outputs_of, wake=False)
         lanes = self._membership.lanes
@@ -166,18 +198,10 @@ class PlannedReducer:
             raise
         if lane.number != proposal.spare_lane:
             lanes.give_back(proposal.spare_lane)
-        self._lane = lane
         self._release = weakref.finalize(self, lanes.give_back, lane.number)
-        if memory is not None:
-            memory.align(agreed.memory)
-        itemsizes = [entry.dtype.itemsize for entry in self._entries]
-        plan = make_plan(agreed, itemsizes, self._groups)
-        names, rank = [entry.name for entry in self._entries], self._membership.group.rank
-        self._buckets = [Bucket(indices, plan.strides, self._settings, names, rank) for indices in plan.buckets]
-        self._bucket_of = {index: number for number, bucket in enumerate(plan.buckets) for index in bucket}
-        self._missing = [0] * len(self._buckets)
-        self._plan = plan
-        return plan
+        schedule = self.schedule = Schedule(agreed, lane, self._settings)
+        self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
+        return schedule
 
     def _strides(self, index: int) -> tuple[int, ...] | None:
         tensor = self._tensors[index]
@@ -199,35 +223,35 @@ class PlannedReducer:
             for index in plan.sparse
         }
 
-    def _reduce_dense(self) -> None:
+    def _reduce_dense(self, schedule: Schedule) -> None:
         with self._lock:
-            self._missing = [0] * len(self._buckets)
+            self._missing = [0] * len(schedule.buckets)
             self._start_complete(wake=False)
         negotiator = self._membership.negotiator
         loop = current().fabric.loop
         key = (STEP, self.name)
-        negotiator.steps[self.name] = self._step + 1
+        negotiator.enter_step(key, self._step + 1, place_of_caller(), describe_names(schedule.names))
         loop.post(lambda: negotiator.stoppable(key, self._stop), wake=False)
-        negotiator.wait(key, lambda: self._unfinished == 0, None)
+        try:
+            negotiator.wait(key, lambda: self._unfinished == 0, None)
+        finally:
+            negotiator.leave_step(key)
         loop.post(lambda: negotiator.stoppable(key, None), wake=False)
         error, self._error = self._error, None
         if error is not None:
             # The lane is lost with the job that failed; the next step starts from a new plan.
             self.close()
             raise error
-        if self._settings.memory is not None:
-            self._settings.memory.commit()
 
     def _start_complete(self, *, wake: bool) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
-        while self._started < len(self._buckets) and not self._missing[self._started]:
-            bucket = self._buckets[self._started]
-            tensors = [self._tensors[index] for index in bucket.entries]
+        schedule = self.schedule
+        while schedule and self._started < len(schedule.buckets) and not self._missing[self._started]:
+            number = self._started
+            tensors = [self._tensors[index] for index in schedule.buckets[number].entries]
             self._started += 1
             self._unfinished += 1
-            lane = self._lane
-            if lane is not None:
-                lane.submit(bucket.job(tensors), self._bucket_ended, wake=wake)
+            schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake)
 
     def _bucket_ended(self, task: Task[None]) -> None:
         if task.error is not None:
@@ -237,8 +261,8 @@ class PlannedReducer:
 
     def _stop(self, error: HorovodInternalError) -> None:
         """End a wait that can never succeed; in the loop."""
-        if self._lane is not None:
-            self._lane.fail(error)
+        if self.schedule is not None:
+            self.schedule.lane.fail(error)
 
 
 def _outputs_of(request: Request) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.operand import is_dense
+from hvlike.planes.lane import Job
 from hvlike.transport.dtypes import dtype_name
 
 Key = tuple[str, str]
@@ -47,6 +49,11 @@ class Request:
     handle: Handle = field(default_factory=Handle)
     outputs: list[Any] = field(default_factory=list)
     """What the job itself has made: gathered tensors, lanes."""
+    job: Callable[[Any], Job] | None = None
+    """Makes the job of a request that brings its own, from what `Verdict.extra` says."""
+    place: str = ""
+    """File and line of the call."""
+    time: float = field(default_factory=time.monotonic)
 
     @property
     def key(self) -> Key:

@@ -10,9 +10,11 @@ import torch
 from hvlike.collectives.context import current
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.membership import Membership
+from hvlike.collectives.places import place_of_caller
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.request import Request, Signature, signature_of
 from hvlike.errors import UsageError
+from hvlike.planes.lane import Job
 from hvlike.transport.dtypes import element_of
 
 
@@ -24,9 +26,10 @@ def submit(
     finish: Callable[[Request], Any],
     *,
     wake: bool = True,
+    job: Callable[[Any], Job] | None = None,
 ) -> Handle:
-    """Put an operation in flight. `wake=False`: the caller waits for the handle at once."""
-    request = Request(name, signature, tensors, finish)
+    """Put an operation in flight. `wake=False`: the caller waits for the handle at once; `job`: see Request."""
+    request = Request(name, signature, tensors, finish, job=job, place=place_of_caller())
     membership.negotiator.submit(request, wake=wake)
     return request.handle
 

@@ -6,7 +6,7 @@ these waits lacks a rank that waits for something else, nothing will ever happen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvlike.collectives.request import Key
@@ -52,30 +52,36 @@ class WaitTable:
         for position in [each for each, waiting in self.waits.items() if waiting.key == key]:
             del self.waits[position]
 
-    def deadlocked(self, missing: Callable[[Key], Sequence[int]]) -> bool:
-        """True when all members wait and each lacks another; missing(key): who has not asked for a named request."""
-        waits = self.waits.values()
+    def deadlocked(self, missing: Callable[[Key], Sequence[int]], joined: Collection[int] = ()) -> bool:
+        """True when all members wait and each lacks another; those that have joined are in nobody's way.
+
+        missing(key): who has not asked for a named request.
+        """
+        waits = [waiting for position, waiting in self.waits.items() if position not in joined]
         return (
-            len(waits) == len(self.ranks)
+            bool(waits)
+            and len(waits) == len(self.ranks) - len(joined)
             and all(each.certain for each in waits)
-            and all(self.lacking(each, missing) for each in waits)
+            and all(self.lacking(each, missing, joined) for each in waits)
         )
 
-    def lacking(self, waiting: Waiting, missing: Callable[[Key], Sequence[int]]) -> list[int]:
+    def lacking(
+        self, waiting: Waiting, missing: Callable[[Key], Sequence[int]], joined: Collection[int] = ()
+    ) -> list[int]:
         """The ranks without which this wait cannot end, as far as it is known."""
         kind, name = waiting.key
         if kind != STEP:
             return list(missing(waiting.key))
         entered = waiting.steps.get(name, 0)
-        return [self.ranks[position] for position, other in self.waits.items() if other.steps.get(name, 0) < entered]
+        return [
+            self.ranks[position]
+            for position, other in self.waits.items()
+            if position not in joined and other.steps.get(name, 0) < entered
+        ]
 
     def waited_for(self) -> list[Key]:
         """What is waited for, each once."""
         return list(dict.fromkeys(each.key for each in self.waits.values()))
-
-    def oldest(self) -> float | None:
-        """Since when the longest wait lasts."""
-        return min((each.since for each in self.waits.values()), default=None)
 
     def describe(self) -> str:
         """rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'y'"""
@@ -83,10 +89,6 @@ class WaitTable:
             f"rank {self.ranks[position]} waits in {waiting.key[0]} {waiting.key[1]!r}"
             for position, waiting in sorted(self.waits.items())
         )
-
-    def absent(self) -> list[int]:
-        """The ranks that do not wait."""
-        return [rank for position, rank in enumerate(self.ranks) if position not in self.waits]
 
     def aligned_counts(self) -> dict[str, int]:
         """Counts of unnamed operations from which all members can go on alike."""

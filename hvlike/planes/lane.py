@@ -7,7 +7,7 @@ order of its own (the negotiated requests of a process set, the plan of an optim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hvlike.errors import LaunchError, ShutdownError
 from hvlike.planes.chunks import chunk_bytes
@@ -131,6 +131,14 @@ class Lanes:
         """Every lane that was opened."""
         return tuple(self._lanes)
 
+    def spare_numbers(self) -> list[int]:
+        """The lanes that are not used now."""
+        return list(self._spare)
+
+    def set_spare(self, numbers: Iterable[int]) -> None:
+        """Let these lanes be the spare ones, in rising order; the same on every rank."""
+        self._spare = deque(sorted(numbers))
+
     def propose(self) -> int:
         """The number of a spare lane, -1 if there is none; the caller hands it to `take` or to `give_back`."""
         try:
@@ -141,6 +149,9 @@ class Lanes:
     def take(self, number: int) -> Routine[Lane]:
         """Lane `number`, or a new one for -1. Collective over the group, in the same order everywhere."""
         if number >= 0:
+            if number in self._spare:
+                # This rank has joined and takes what the others have chosen.
+                self._spare.remove(number)
             return self._lanes[number]
         lane = yield from open_lane(self._fabric, self.first.group, len(self._lanes))
         self._lanes.append(lane)

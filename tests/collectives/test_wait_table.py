@@ -47,21 +47,26 @@ def test_deadlocked(waits: list[Waiting | None], missing: dict[Key, list[int]], 
     assert table(*waits).deadlocked(lambda key: missing.get(key, [])) is deadlock
 
 
+def test_members_that_have_joined_are_in_nobodys_way() -> None:
+    found = table(waiting(X), waiting(Y), waiting(("join", "join")))
+    missing = {X: [1], Y: [0], ("join", "join"): [0, 1]}
+    assert found.deadlocked(lambda key: missing[key], joined=[2])
+    assert not table(waiting(X), None, waiting(Z)).deadlocked(lambda key: [1], joined=[2])
+    assert not table(waiting(X), waiting(X)).deadlocked(lambda key: [0], joined=[0, 1]), "nobody is left to deadlock"
+
+
 def test_resumed_and_ended_waits_are_forgotten() -> None:
     found = table(waiting(X), waiting(Y), waiting(X))
     found.resume(1)
     found.resume(1)
-    assert found.absent() == [1]
+    assert sorted(found.waits) == [0, 2]
     found.ended(X)
-    assert found.absent() == [0, 1, 2]
-    assert found.oldest() is None
+    assert found.waits == {}
 
 
 def test_description() -> None:
     found = table(waiting(X, since=7.0), waiting(Z, since=5.0), None)
     assert found.describe() == "rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'x'"
-    assert found.absent() == [2]
-    assert found.oldest() == 5.0
     assert found.waited_for() == [X, Z]
 
 

@@ -1,0 +1,179 @@
+"""The stall inspector: when some ranks wait long for others, one report of who waits, who is missing and where.
+
+Lives on the coordinator. When something is overdue it asks every member what it is at; a member answers from its
+loop, which runs also while the user's program computes. The report is made once all have answered, or without
+those that do not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hvlike.collectives.agreement import Agreement, name_ranks
+from hvlike.collectives.joining import JOIN_KEY
+from hvlike.collectives.request import Key
+from hvlike.collectives.waits import STEP, Counts, WaitTable
+from hvlike.errors import HorovodInternalError, StalledError
+
+logger = logging.getLogger("hvlike")
+
+ANSWER_SECONDS = 2.0
+"""How long the members have to answer."""
+
+HEAD = (
+    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for "
+    "remainder of ranks for more than {seconds:.0f} seconds. Every rank has to call the same operations; look for a "
+    "rank that is busy, takes another branch, or has less data (see hvd.join())."
+)
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """When waiting is too long."""
+
+    report_seconds: float | None = 60.0
+    """After how long a report is made, and how long until the next; None: never."""
+    shutdown_seconds: float = 0.0
+    """After how long everything in the process set ends with StalledError; 0: never."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """An operation as the rank that asked for it describes it."""
+
+    key: Key
+    place: str
+    """File and line of the call."""
+    seconds: float
+    """How long ago."""
+    detail: str = ""
+    """Shapes and dtypes, or the parameters of a bucket."""
+
+    def __str__(self) -> str:
+        return f"{self.key[0]} {self.key[1]!r} at {self.place}, {self.seconds:.0f} s ago"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member is at."""
+
+    number: int
+    """Of the question."""
+    unfinished: Mapping[Key, Submission]
+    last: Submission | None
+    """What it has asked for last, finished or not."""
+    steps: Counts
+    """Steps of each planned reduction it has entered."""
+
+
+@dataclass
+class Inspection:
+    """Watches one process set. Positions count within the group."""
+
+    ranks: tuple[int, ...]
+    ask: Callable[[int], None]
+    """Sends a question with this number to every member."""
+    limits: StallLimits
+    _number: int = 0
+    _deadline: float | None = None
+    _next_report: float = 0.0
+    _answers: dict[int, Answer] = field(default_factory=dict)
+
+    def watch(self, agreement: Agreement, waits: WaitTable) -> HorovodInternalError | None:
+        """Ask, or report what was answered; returns the error that shall end everything once that is due."""
+        now = time.monotonic()
+        limits = [each for each in (self.limits.report_seconds, self.limits.shutdown_seconds or None) if each]
+        if not limits:
+            return None
+        overdue = find_overdue(agreement, waits, now, min(limits))
+        if self._deadline is None:
+            if overdue and now >= self._next_report:
+                self._number += 1
+                self._answers = {}
+                self._deadline = now + ANSWER_SECONDS
+                self.ask(self._number)
+            return None
+        if len(self._answers) < len(self.ranks) and now < self._deadline:
+            return None
+        self._deadline = None
+        self._next_report = now + min(limits)
+        lines = {key: self._describe(key, agreement, waits) for key in overdue}
+        found = {key: line for key, line in lines.items() if line is not None}
+        if not found:
+            return None
+        report, shutdown = self.limits.report_seconds, self.limits.shutdown_seconds
+        text = "\n".join(found.values())
+        if report is not None and any(overdue[key] >= report for key in found):
+            logger.warning("%s\n%s", HEAD.format(seconds=report), text)
+        if shutdown and any(overdue[key] >= shutdown for key in found):
+            return StalledError(
+                f"Horovod has been shut down: operations have waited for other ranks for more than {shutdown:g} s "
+                f"(HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
+            )
+        return None
+
+    def hear(self, position: int, answer: Answer) -> None:
+        """The member at `position` answers."""
+        if answer.number == self._number:
+            self._answers[position] = answer
+
+    def _describe(self, key: Key, agreement: Agreement, waits: WaitTable) -> str | None:
+        """One operation of the report; None if it is not clear that it waits for anybody."""
+        if key[0] == STEP:
+            missing = self._behind(key[1], agreement)
+            waiting = [each for each, wait in waits.waits.items() if wait.key == key]
+        else:
+            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
+            waiting = sorted(agreement.pending.get(key, ()))
+        if not missing or not waiting:
+            return None
+        known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
+        details = [each.detail for each in known if each is not None]
+        where = ", ".join(self._where(position, key) for position in waiting)
+        absent = "; ".join(self._last_of(position) for position in missing)
+        return f"{key[0]} {key[1]!r}{details[0] if details else ''}\n  waits on {where}\n  missing: {absent}"
+
+    def _behind(self, name: str, agreement: Agreement) -> list[int]:
+        """Who has not entered the step that others are in, as far as they have answered."""
+        steps = {position: answer.steps.get(name, 0) for position, answer in self._answers.items()}
+        most = max(steps.values(), default=0)
+        silent = [each for each in range(len(self.ranks)) if each not in steps]
+        return [
+            each
+            for each in sorted([*silent, *(position for position, step in steps.items() if step < most)])
+            if each not in agreement.joined
+        ]
+
+    def _where(self, position: int, key: Key) -> str:
+        answer = self._answers.get(position)
+        submission = answer.unfinished.get(key) if answer is not None else None
+        rank = f"rank {self.ranks[position]}"
+        return rank if submission is None else f"{rank} ({submission.place}, since {submission.seconds:.0f} s)"
+
+    def _last_of(self, position: int) -> str:
+        answer = self._answers.get(position)
+        rank = name_ranks([self.ranks[position]])
+        if answer is None:
+            return f"{rank}, which does not answer (stopped, or busy in a call that holds Python's lock)"
+        if answer.last is None:
+            return f"{rank}, which has submitted nothing yet"
+        return f"{rank}, which submitted last {answer.last}"
+
+
+def find_overdue(agreement: Agreement, waits: WaitTable, now: float, seconds: float) -> dict[Key, float]:
+    """What has waited for others longer than `seconds`, and how long: requests not all have made, planned steps."""
+    ages = {key: now - since for key, since in agreement.since.items() if key != JOIN_KEY}
+    for wait in waits.waits.values():
+        if wait.key[0] == STEP:
+            ages[wait.key] = max(ages.get(wait.key, 0.0), now - wait.since)
+    return {key: age for key, age in ages.items() if age >= seconds}
+
+
+def describe_tensors(shapes: Iterable[tuple[int, ...]], dtypes: Iterable[str]) -> str:
+    """A request's tensors, the first few of them: ": float32 [3, 4], int64 []"."""
+    listed = [f"{dtype} {list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)]
+    shown = ", ".join(listed[:4]) + (f", ... ({len(listed)} in all)" if len(listed) > 4 else "")
+    return f": {shown}" if listed else ""

@@ -1,0 +1,107 @@
+"""What join() does to an agreement: who is excused, what he contributes, how it ends. Pure logic, no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hvlike.collectives.operand import row_by_row
+from hvlike.collectives.request import Key, Signature
+from hvlike.planes.ops import ReduceOp, identity
+
+JOIN_KEY: Key = ("join", "join")
+
+EXCUSED_KINDS = ("allreduce", "barrier", "plan")
+"""What runs without the ranks that have joined: they contribute nothing, or count as arrived."""
+
+
+@dataclass(frozen=True, eq=False)
+class JoinRequest:
+    """What a rank says when it joins."""
+
+    counts: Mapping[str, int]
+    """How many unnamed operations of each kind it has issued."""
+    plans: frozenset[int]
+    """The planned reductions it takes part in, by their serial numbers."""
+    spare_lanes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class JoinEnd:
+    """What all ranks are told when the last one has joined."""
+
+    last: int
+    """The rank that joined last."""
+    counts: Mapping[str, int]
+    plans: frozenset[int]
+    """The planned reductions that all ranks took part in to the end: their lanes can be used again."""
+    spare_lanes: frozenset[int] = frozenset()
+    """What was spare on every rank."""
+
+
+@dataclass
+class Joined:
+    """Who has joined, in order. Positions count within the group."""
+
+    requests: dict[int, JoinRequest] = field(default_factory=dict)
+    new_plans: dict[int, set[int]] = field(default_factory=dict)
+    """Plans made after a rank had joined, by position: it takes part in those too."""
+
+    spare_lanes: dict[int, set[int]] = field(default_factory=dict)
+    """What is spare on the ranks that have joined, by position."""
+
+    def add(self, position: int, request: JoinRequest) -> None:
+        """The member at `position` has joined."""
+        self.requests[position] = request
+        self.new_plans[position] = set()
+        self.spare_lanes[position] = set(request.spare_lanes)
+
+    def take_lane(self, number: int) -> int:
+        """The lane `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
+        if not all(number in lanes for lanes in self.spare_lanes.values()):
+            return -1
+        for lanes in self.spare_lanes.values():
+            lanes.remove(number)
+        return number
+
+    def planned(self, serial: int) -> None:
+        """A plan was agreed."""
+        for plans in self.new_plans.values():
+            plans.add(serial)
+
+    def end(self, ranks: Sequence[int]) -> JoinEnd:
+        """All have joined."""
+        counts: dict[str, int] = {}
+        for request in self.requests.values():
+            for kind, count in request.counts.items():
+                counts[kind] = max(counts.get(kind, 0), count)
+        plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
+        spare = frozenset.intersection(*(frozenset(lanes) for lanes in self.spare_lanes.values()))
+        return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
+
+
+def why_not(signature: Signature) -> str | None:
+    """Why a request cannot run while some ranks have joined; None if it can."""
+    if signature.kind not in EXCUSED_KINDS:
+        return f"{signature.kind.capitalize()} is not supported with Join at this time"
+    if signature.kind == "allreduce" and signature.op == ReduceOp.PRODUCT and signature.prescale != 1:
+        return "op Product with a prescale_factor has no neutral contribution; scale the tensor before the call"
+    if signature.kind == "plan" and signature.detail.portable is None:
+        return "The first step of an optimizer with such a compressor needs all ranks"
+    return None
+
+
+def neutral_tensors(signature: Signature) -> list[torch.Tensor]:
+    """What a rank that has joined contributes to a reduction."""
+    op = ReduceOp(signature.op)
+    if signature.prescale < 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+        # The factor comes first and turns the order round.
+        op = ReduceOp.MAX if op is ReduceOp.MIN else ReduceOp.MIN
+    tensors = []
+    for name, shape, strides in zip(signature.dtypes, signature.shapes, signature.strides, strict=True):
+        dtype: torch.dtype = getattr(torch, name)
+        value = 0 if signature.prescale == 0 else identity(op, dtype)
+        tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype).fill_(value))
+    return tensors

@@ -1,0 +1,70 @@
+"""What all ranks have agreed about one planned reduction: its buckets, and the lane they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvlike.collectives.bucket import Bucket, Settings
+from hvlike.collectives.operand import row_by_row
+from hvlike.collectives.plan import Proposal, make_plan
+from hvlike.collectives.reductions import Sum, arithmetic_of
+from hvlike.planes.lane import Job, Lane
+from hvlike.planes.plane import Plane
+from hvlike.transport.loop import Task
+from hvlike.transport.routine import Routine
+
+Ended = Callable[[Task[None]], None]
+
+
+class Schedule:
+    """Starts the buckets of a plan, in its order, step after step.
+
+    With the first bucket of a step travels the count of active ranks: those that have joined contribute zeros to the
+    buckets and nothing to the count, so that every rank knows without a message when all have joined.
+    """
+
+    def __init__(self, agreed: Proposal, lane: Lane, settings: Settings) -> None:
+        """agreed: the merged proposals; settings: the same on every rank."""
+        self.serial = agreed.serial
+        self.lane = lane
+        self.names = agreed.names
+        self._agreed = agreed
+        self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
+        groups: Sequence[Sequence[int]] = agreed.settings[1]
+        self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
+        self.buckets = [
+            Bucket(entries, self.plan.strides, settings, agreed.names, lane.group.rank) for entries in self.plan.buckets
+        ]
+        self._count = torch.zeros(1, dtype=torch.int32)
+        self._arithmetic = arithmetic_of(torch.int32, Sum, lane.group.size, 1.0, 1.0)
+
+    @property
+    def active(self) -> int:
+        """How many ranks took part in the last step with gradients of their own."""
+        return int(self._count)
+
+    def start(self, number: int, tensors: Sequence[torch.Tensor], after: Ended, *, active: bool, wake: bool) -> None:
+        """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop."""
+        job = self.buckets[number].job(tensors)
+        self.lane.submit(job if number else self._counting(job, active), after, wake=wake)
+
+    def zeros(self, number: int) -> list[torch.Tensor]:
+        """What a rank without gradients contributes to bucket `number`."""
+        tensors = []
+        for index in self.plan.buckets[number]:
+            shape, strides, dtype = self._agreed.shapes[index], self.plan.strides[index], self._dtypes[index]
+            room = (
+                torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+            )
+            tensors.append(room.zero_())
+        return tensors
+
+    def _counting(self, job: Job, active: bool) -> Job:
+        def run(plane: Plane) -> Routine[None]:
+            self._count.fill_(int(active))
+            yield from plane.allreduce([self._count], self._arithmetic)
+            yield from job(plane)
+
+        return run
