@@ -52,28 +52,37 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name under which the ranks meet; groups have names of their own."""
-        return f"{self.what}.{self.name}" if self.what.startswith("grouped_") else self.name
+        """The name under which the ranks meet; groups and sparse tensors have names of their own."""
+        return self.name if self.what in ("allgather", "reducescatter") else f"{self.what}.{self.name}"
 
 
 def start_gather(
-    call: Call, tensors: Sequence[torch.Tensor], result: Callable[[list[torch.Tensor]], Any], *, wake: bool = True
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    result: Callable[[list[torch.Tensor]], Any],
+    *,
+    detail: Any = None,
+    wake: bool = True,
 ) -> Handle:
-    """Start concatenating the rows of all ranks; `result(outputs)` is what the handle returns."""
-    return _start_gather(call, tensors, lambda pairs: result([output for output, _ in pairs]), wake=wake)
+    """Start concatenating the rows of all ranks; `result(outputs)` is what the handle returns.
+
+    detail: what else must be the same on all ranks.
+    """
+    return _start_gather(call, tensors, lambda pairs: result([output for output, _ in pairs]), detail, wake=wake)
 
 
 def _start_gather(
-    call: Call, tensors: Sequence[torch.Tensor], result: Callable[[list[Any]], Any], *, wake: bool
+    call: Call, tensors: Sequence[torch.Tensor], result: Callable[[list[Any]], Any], detail: Any, *, wake: bool
 ) -> Handle:
     check_tensors(call.what, call.name, tensors)
+    signature = signature_of("allgather", tensors, detail=detail)
 
     def finish(request: Request) -> Any:
         return result(
             [(output.to(tensor.device), rows) for tensor, (output, rows) in zip(tensors, request.outputs, strict=True)]
         )
 
-    return submit(call.membership, signature_of("allgather", tensors), call.key, tensors, finish, wake=wake)
+    return submit(call.membership, signature, call.key, tensors, finish, wake=wake)
 
 
 def start_reduce(
@@ -146,7 +155,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
         """Gather, and keep which rows are whose."""
-        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(_start_gather(call, tensors, list, wake=False))
+        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(_start_gather(call, tensors, list, None, wake=False))
         ctx.call = call
         ctx.rows = [rows for _, rows in pairs]
         ctx.shapes = [tensor.shape for tensor in tensors]

@@ -1,38 +1,73 @@
-"""The sum of sparse tensors over ranks: their indices and values gathered, duplicates left for coalesce()."""
+"""The sum of sparse tensors over ranks: their indices and values gathered side by side.
+
+An entry that several ranks hold appears several times; `coalesce()` adds it up.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from hvlike.collectives.allgather import allgather_async
 from hvlike.collectives.bucket import Settings
+from hvlike.collectives.handles import Handle
 from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.reductions import Average, Sum
+from hvlike.collectives.rows import Call, start_gather
 from hvlike.errors import UsageError
-from hvlike.planes.ops import ReduceOp, op_name
+from hvlike.planes.ops import ReduceOp, check_supported, op_name, reduce_op
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet | None = None
+) -> Callable[[], torch.Tensor]:
+    """Start the sum of sparse tensors over ranks.
+
+    tensor: sparse COO, coalesced or not, any dtype on which the op is defined; the same shape, sparse dimensions and
+        dtype on every rank, but any number of entries, also none. op: Average (default) or Sum.
+    Returns a callable that blocks until done and returns the result: a sparse tensor of the same shape with the
+    entries of all ranks in rank order, not coalesced. No gradient. Does not block.
+    Collective: every rank of the set calls it, in any order, under the same name.
+    Raises: UsageError (a ValueError) on this rank alone; the callable: ShapeMismatchError and the other
+        HorovodInternalErrors on every rank.
+    Source: horovod.torch.sparse_allreduce_async.
+    """
+    call = Call.begin("sparse_allreduce", name, process_set)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise UsageError(f"sparse_allreduce {call.name!r}: expected a sparse COO tensor, got {got}; see to_sparse().")
+    reduction = _checked(f"sparse_allreduce {call.name!r}", reduce_op(op))
+    try:
+        check_supported(reduction, tensor.dtype)
+    except UsageError as error:
+        raise UsageError(f"sparse_allreduce {call.name!r}: {error}") from None
+    size = call.membership.group.size if reduction is Average else 1
+    handle = _start(call, tensor.detach())
+
+    def result() -> torch.Tensor:
+        indices, values = handle.result()
+        scaled = values if size == 1 else _divide(values, size)
+        return _assemble(indices, scaled, tensor.shape)
+
+    return result
 
 
 class SparseSum:
-    """One sparse reduction in flight."""
+    """One sparse reduction of gradients in flight."""
 
     def __init__(self, tensor: torch.Tensor, name: str, settings: Settings, process_set: ProcessSet | None) -> None:
         """Start gathering; a dense tensor (a stand-in of zeros) contributes nothing. Collective."""
-        if settings.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UsageError(f"op {op_name(settings.op)} is not defined on sparse gradients; possible: Average, Sum.")
+        _checked(f"gradient {name!r}", settings.op)
         own = tensor.detach() if tensor.is_sparse else empty_like_sparse(tensor)
-        own = own.coalesce()
-        self._shape = tuple(own.shape)
+        self._shape = own.shape
         divisor = settings.size if settings.op is ReduceOp.AVERAGE else 1
         self._factor = settings.prescale * settings.postscale / divisor
-        # One row for each entry of the sparse tensor: what differs between ranks is the first dimension.
-        self._indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
-        self._values = allgather_async(own.values().contiguous(), f"{name}.values", process_set)
+        self._handle = _start(Call.begin("sparse_allreduce", name, process_set), own.coalesce())
 
     def result(self) -> torch.Tensor:
-        """Wait for the sum."""
-        indices, values = self._indices.result(), self._values.result()
-        return torch.sparse_coo_tensor(
-            indices.t(), values * self._factor, self._shape, check_invariants=False
-        ).coalesce()
+        """Wait for the sum; coalesced."""
+        indices, values = self._handle.result()
+        return _assemble(indices, values * self._factor, self._shape).coalesce()
 
 
 def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,3 +75,27 @@ def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64)
     values = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
     return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape), check_invariants=False)
+
+
+def _checked(what: str, op: ReduceOp) -> ReduceOp:
+    if op not in (Average, Sum):
+        raise UsageError(f"{what}: op {op_name(op)} is not defined on sparse tensors; possible: Average, Sum.")
+    return op
+
+
+def _start(call: Call, tensor: torch.Tensor) -> Handle:
+    """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
+    rows = [tensor._indices().t().contiguous(), tensor._values()]
+    return start_gather(call, rows, list, detail=tuple(tensor.shape))
+
+
+def _divide(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide; integers are truncated toward zero, entry by entry."""
+    if values.is_floating_point() or values.is_complex():
+        return values / size
+    return torch.div(values, size, rounding_mode="trunc")
+
+
+def _assemble(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    # Without checks: torch warns about every sparse tensor that is made without saying whether to check it.
+    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
