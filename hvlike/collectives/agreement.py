@@ -6,10 +6,11 @@ differently, it fails on every rank with an error that names the ranks and both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvlike.collectives.joining import JOIN_KEY, Joined, why_not
 from hvlike.collectives.plan import find_plan_mismatch, merge_proposals
 from hvlike.collectives.request import Key, Signature
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError
@@ -34,33 +35,84 @@ class Agreement:
 
     ranks: tuple[int, ...]
     pending: dict[Key, dict[int, Signature]] = field(default_factory=dict)
+    since: dict[Key, float] = field(default_factory=dict)
+    """When each pending request was asked for first, in seconds of the coordinator's clock."""
+    joins: Joined = field(default_factory=Joined)
+    plans: int = 0
+    """How many plans were agreed: their serial numbers."""
 
-    def submit(self, position: int, key: Key, signature: Signature) -> Verdict | None:
+    @property
+    def joined(self) -> Collection[int]:
+        """The positions of the members that have joined."""
+        return self.joins.requests.keys()
+
+    def submit(self, position: int, key: Key, signature: Signature, now: float = 0.0) -> Verdict | None:
         """The member at `position` asks; the verdict if it was the last one."""
         asked = self.pending.setdefault(key, {})
         asked[position] = signature
-        if len(asked) < len(self.ranks):
+        self.since.setdefault(key, now)
+        return self._decide(key)
+
+    def join(self, position: int, signature: Signature, now: float = 0.0) -> list[Verdict]:
+        """The member at `position` joins; the verdicts on everything that lacked only it."""
+        self.joins.add(position, signature.detail)
+        verdicts = [self._decide(key) for key in list(self.pending) if key != JOIN_KEY]
+        verdicts.append(self.submit(position, JOIN_KEY, signature, now))
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def _decide(self, key: Key) -> Verdict | None:
+        asked = self.pending[key]
+        excused = () if key == JOIN_KEY else self.joined
+        if len(asked) + len([each for each in excused if each not in asked]) < len(self.ranks):
             return None
-        del self.pending[key]
+        self.withdraw(key, decided=True)
         return self.judge(key, asked)
 
     def judge(self, key: Key, asked: Mapping[int, Signature]) -> Verdict:
-        """Compare what all members ask for."""
-        signatures = [asked[position] for position in range(len(self.ranks))]
+        """Compare what the members ask for; those that have joined have no say."""
+        positions = sorted(asked)
+        ranks = [self.ranks[position] for position in positions]
+        signatures = [asked[position] for position in positions]
         first = signatures[0]
+        if key == JOIN_KEY:
+            end = self.joins.end(self.ranks)
+            self.joins = Joined()
+            return Verdict(key, first, end, uniform=False)
         uniform = all(signature == first for signature in signatures)
-        error = None if uniform else find_mismatch(key[1], self.ranks, signatures)
-        extra = None if error else summarise(signatures)
-        return Verdict(key, first, extra, error, uniform)
+        error = None if uniform else find_mismatch(key[1], ranks, signatures)
+        if error is None and len(ranks) < len(self.ranks):
+            error = self._refuse_while_joined(key, first)
+        if error is not None:
+            return Verdict(key, first, None, error, uniform)
+        extra = summarise(signatures)
+        if first.kind == "plan":
+            self.plans += 1
+            self.joins.planned(self.plans)
+            extra = extra._replace(serial=self.plans, spare_lane=self.joins.take_lane(extra.spare_lane))
+        return Verdict(key, first, extra, None, uniform)
+
+    def _refuse_while_joined(self, key: Key, signature: Signature) -> HorovodInternalError | None:
+        reason = why_not(signature)
+        if reason is None:
+            return None
+        joined = name_ranks(self.ranks[position] for position in self.joined)
+        return HorovodInternalError(
+            f"{key[0]} {key[1]!r} cannot run: {joined} called hvd.join() and takes no part. {reason}. Call it before "
+            "any rank joins, or after hvd.join() has returned on all ranks."
+        )
 
     def missing(self, key: Key) -> list[int]:
-        """The ranks that have not asked for `key` yet."""
+        """The ranks that have not asked for `key` yet and are not excused."""
         asked = self.pending.get(key, {})
-        return [rank for position, rank in enumerate(self.ranks) if position not in asked]
+        excused = () if key == JOIN_KEY else self.joined
+        return [rank for position, rank in enumerate(self.ranks) if position not in asked and position not in excused]
 
-    def withdraw(self, key: Key) -> None:
-        """Forget a request that failed before all have asked."""
+    def withdraw(self, key: Key, *, decided: bool = False) -> None:
+        """Forget a request; unless it was decided, it failed before all have asked."""
         self.pending.pop(key, None)
+        self.since.pop(key, None)
+        if key == JOIN_KEY and not decided:
+            self.joins = Joined()
 
 
 def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[Signature]) -> HorovodInternalError | None:
@@ -128,6 +180,13 @@ def _show_dtypes(dtypes: tuple[str, ...]) -> str:
 
 
 _CHECKS: tuple[_Check, ...] = (
+    _Check(
+        "arguments",
+        lambda each: each.detail,
+        "Add or remove the same process set on every rank, in the same order.",
+        kinds=("process_set",),
+        show=lambda detail: f"{detail[0]} {list(detail[1])}",
+    ),
     _Check(
         "CPU/GPU device selection",
         lambda each: each.device,
