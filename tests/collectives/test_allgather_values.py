@@ -41,3 +41,34 @@ def test_every_layout(hvd: ModuleType) -> None:
     row = torch.full((1, 2), float(hvd.rank()))
     expected = torch.cat([torch.full((3, 2), float(rank)) for rank in range(hvd.size())])
     assert torch.equal(allgather(row.expand(3, 2)), expected)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["blocking", "async"])
+def test_a_group_of_mixed_tensors(hvd: ModuleType, waits: bool) -> None:
+    every = [
+        [
+            contribution(rank, (rank, 3), torch.float32),
+            contribution(rank, (), torch.int64),
+            contribution(rank, (2, 2), torch.bool),
+            contribution(rank, (3 - min(rank, 3), 0), torch.bfloat16),
+        ]
+        for rank in range(hvd.size())
+    ]
+    given = every[hvd.rank()]
+    results = hvd.grouped_allgather(given) if waits else hvd.synchronize(hvd.grouped_allgather_async(given))
+    assert isinstance(results, list)
+    for index, result in enumerate(results):
+        right = torch.cat([torch.atleast_1d(tensors[index]) for tensors in every])
+        assert result.dtype is right.dtype
+        assert torch.equal(result, right)
+
+
+def test_many_in_flight_in_any_order(hvd: ModuleType) -> None:
+    numbers = list(range(12))
+    handles = {
+        number: hvd.allgather_async(torch.full((hvd.rank() + number, 5), float(number)), name=str(number))
+        for number in (numbers if hvd.rank() % 2 else reversed(numbers))
+    }
+    for number in numbers:
+        rows = sum(rank + number for rank in range(hvd.size()))
+        assert torch.equal(hvd.synchronize(handles[number]), torch.full((rows, 5), float(number)))
