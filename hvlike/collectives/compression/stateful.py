@@ -71,6 +71,11 @@ class StatefulCompressor(Compressor):
         """Refuse: this compressor reduces by itself. Raises: UsageError."""
         raise self._no_single_calls()
 
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """What earlier steps have left of this rank's gradients, by the name of the parameter."""
+        return dict(self._errors)
+
     def compression_stats(self) -> CompressionStats:
         """Return what was saved so far on this rank. Local. Source: torch's PowerSGDState, which counts elements."""
         rate = self._bytes_before / self._bytes_after if self._bytes_after else 1.0
