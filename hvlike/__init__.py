@@ -59,6 +59,7 @@ from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
 from hvlike.training.convert_batch_norm import convert_sync_batchnorm
+from hvlike.training.gather_state import gather_optimizer_state
 from hvlike.training.optimizer import DistributedOptimizer
 from hvlike.training.sync_batch_norm import SyncBatchNorm
 from hvlike.version import __version__
@@ -106,6 +107,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "extension_available",
+    "gather_optimizer_state",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
