@@ -55,6 +55,7 @@ from hvlike.collectives.reducescatter import (
 from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from hvlike.collectives.registration import add_process_set, remove_process_set
 from hvlike.collectives.sparse import sparse_allreduce_async
+from hvlike.collectives.timeline import start_timeline, stop_timeline
 from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
@@ -138,5 +139,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

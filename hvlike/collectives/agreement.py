@@ -27,6 +27,8 @@ class Verdict:
     error: HorovodInternalError | None = None
     uniform: bool = True
     """Every rank sent the very same signature."""
+    last: int = -1
+    """The rank that asked last; -1: it was not decided by anyone's asking."""
 
 
 @dataclass

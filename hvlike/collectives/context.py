@@ -43,12 +43,13 @@ class Context:
         )
         self.guard = Guard(self.world, lambda: self.close(EXIT))
         try:
-            self._check_same(process_sets)
+            self._check_same(process_sets, settings.misplaced(self.world))
         except UsageError:
             # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
             self.world.close()
             raise
         self.fabric = Fabric(self.world)
+        settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
         self._farewell = Farewell(self.fabric, self._lose)
@@ -98,6 +99,7 @@ class Context:
         self.guard.uninstall()
         atexit.unregister(self.close)
         loop.close()
+        self.fabric.recorder.stop()
         self.registry.close()
         self.world.close()
 
@@ -115,10 +117,12 @@ class Context:
         for membership in self.registry.memberships.values():
             membership.fail(error)
 
-    def _check_same(self, process_sets: Sequence[ProcessSet]) -> None:
-        """All ranks must name the same sets, each of them a new one of ranks that exist."""
+    def _check_same(self, process_sets: Sequence[ProcessSet], unknown: str) -> None:
+        """All ranks must name the same sets, each of them a new one of ranks that exist.
+
+        unknown: what is wrong on this rank; all ranks are told.
+        """
         seen = [list(range(self.world.size))]
-        unknown = ""
         for process_set in process_sets:
             if process_set.ranks is None:
                 try:

@@ -13,6 +13,7 @@ from hvlike.collectives.agreement import Agreement, Verdict, name_ranks
 from hvlike.collectives.inspection import Answer, Inspection
 from hvlike.collectives.joining import JOIN_KEY
 from hvlike.collectives.request import Key, Signature
+from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import Counts, Waiting, WaitTable
 from hvlike.errors import DeadlockError, HorovodInternalError
 
@@ -26,7 +27,12 @@ class Coordinator:
     """What the ranks of one process set have asked for, as their first rank sees it."""
 
     def __init__(
-        self, ranks: tuple[int, ...], announce: Callable[[Announcement], None], inspection: Inspection, capacity: int
+        self,
+        ranks: tuple[int, ...],
+        announce: Callable[[Announcement], None],
+        inspection: Inspection,
+        capacity: int,
+        trace: Trace,
     ) -> None:
         """announce: tells every member, this rank included; capacity: how many signatures get a number."""
         self.agreement = Agreement(ranks)
@@ -35,6 +41,7 @@ class Coordinator:
         self._ranks = ranks
         self._tell = announce
         self._capacity = capacity
+        self._trace = trace
         self._signatures: dict[int, Signature] = {}
         self._numbers: dict[Signature, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
@@ -46,12 +53,15 @@ class Coordinator:
         for name, entry in entries:
             signature = self._signatures[entry] if isinstance(entry, int) else entry
             key = (signature.kind, name)
+            if self._trace.recorder.on:
+                self._trace.ready(self._ranks[position], key)
             if key == JOIN_KEY:
                 verdicts += self.agreement.join(position, signature)
                 self._doom(verdicts, key)
                 continue
             verdict = self.agreement.submit(position, key, signature, now)
             if verdict is not None:
+                verdict.last = self._ranks[position]
                 verdicts.append(verdict)
             else:
                 self._doom(verdicts, key)
@@ -107,6 +117,7 @@ class Coordinator:
             self.waits.ended(verdict.key)
             if verdict.key == JOIN_KEY and verdict.error is None:
                 counts = verdict.extra.counts
+        self._trace.cycle()
         self._tell(([(verdict, self._number(verdict)) for verdict in verdicts], counts or {}))
 
     def _number(self, verdict: Verdict) -> int | None:

@@ -14,11 +14,10 @@ from hvlike.collectives.jobs.plan import plan_job
 from hvlike.collectives.jobs.reducescatter import reducescatter_job
 from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.request import Signature
+from hvlike.collectives.trace import Trace
+from hvlike.config import Knobs
 from hvlike.planes.lane import Job, Lanes
 from hvlike.transport.loop import Task
-
-FUSION_BYTES = 64 << 20
-"""Operations announced together are fused up to this many bytes."""
 
 JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
     "allgather": allgather_job,
@@ -34,32 +33,43 @@ JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
 class Executor:
     """Runs the agreed requests of one process set on its lane, in the order they were agreed."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, trace: Trace, knobs: Knobs) -> None:
         self._site = Site(lanes)
+        self._trace = trace
+        self._limit = knobs.fusion_threshold
+        self._whole_groups = knobs.disable_group_fusion
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
-        for batch in fuse(agreed, FUSION_BYTES):
+        for batch in fuse(agreed, self._limit, whole_groups=self._whole_groups):
             kind = batch[0][0].signature.kind
             if kind == "barrier":
                 complete(batch, None)
+                if self._trace.recorder.on:
+                    self._trace.began(batch)
+                    self._trace.ended(batch)
             else:
                 request, verdict = batch[0]
                 job = request.job(verdict.extra) if request.job else JOBS[kind](self._site, batch)
+                if self._trace.recorder.on:
+                    job = self._trace.observe(self._site.lanes.first, batch, job)
                 self._site.lanes.first.submit(job, partial(complete, batch), wake=False)
 
 
-def fuse(agreed: Sequence[Agreed], limit: int) -> list[list[Agreed]]:
-    """Join neighbours that one job can do; the same on every rank, as it depends on the announcement alone."""
+def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) -> list[list[Agreed]]:
+    """Join neighbours that one job can do; the same on every rank, as it depends on the announcement alone.
+
+    limit: bytes of a batch. whole_groups: a grouped operation is a batch of its own.
+    """
     batches: list[list[Agreed]] = []
     filled = 0
     for each in agreed:
         size = size_of(each)
-        kind = fusion_kind(each[0].signature)
+        kind = fusion_kind(each[0].signature, whole_groups=whole_groups)
         if (
             batches
             and kind is not None
-            and kind == fusion_kind(batches[-1][-1][0].signature)
+            and kind == fusion_kind(batches[-1][-1][0].signature, whole_groups=whole_groups)
             and filled + size <= limit
         ):
             batches[-1].append(each)
@@ -70,8 +80,10 @@ def fuse(agreed: Sequence[Agreed], limit: int) -> list[list[Agreed]]:
     return batches
 
 
-def fusion_kind(signature: Signature) -> Any:
+def fusion_kind(signature: Signature, *, whole_groups: bool) -> Any:
     """What two requests must have in common to be fused; None for those that never are."""
+    if whole_groups and len(signature.shapes) > 1:
+        return None
     if signature.kind in ("allreduce", "reducescatter"):
         return (signature.kind, signature.op, signature.prescale, signature.postscale)
     return signature.kind if signature.kind in ("allgather", "broadcast", "barrier") else None

@@ -9,6 +9,7 @@ from hvlike.collectives.execution import Executor
 from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
 from hvlike.collectives.shadow import Shadows
+from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.lane import Lane, Lanes, open_lane
@@ -34,7 +35,8 @@ class Membership:
         """first: the lane of negotiated requests; end: ends everything on this rank with an error."""
         self.group = group
         self.lanes = Lanes(fabric, first)
-        self.executor = Executor(self.lanes)
+        trace = Trace(fabric.recorder, group)
+        self.executor = Executor(self.lanes, trace, knobs)
         self._switchboard = switchboard
         self.negotiator = Negotiator(
             fabric,
@@ -45,6 +47,7 @@ class Membership:
             stall_limits(knobs),
             knobs.cache_capacity,
             knobs.cycle_time / 1000,
+            trace,
         )
         self.shadows = Shadows(self.lanes, self.negotiator)
         switchboard.connect(group.number, self.negotiator)

@@ -21,6 +21,7 @@ from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submi
 from hvlike.collectives.joining import neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
+from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import Waiting
 from hvlike.errors import DuplicateNameError, HorovodInternalError
 from hvlike.transport import forks
@@ -51,6 +52,7 @@ class Negotiator:
         limits: StallLimits,
         capacity: int,
         cycle_seconds: float,
+        trace: Trace,
     ) -> None:
         """run: carries out what was agreed; send: takes a message to a rank; end: ends everything with an error."""
         self.cycle_seconds = cycle_seconds
@@ -64,6 +66,7 @@ class Negotiator:
         self._group = group
         self._run = run
         self._send = send
+        self._trace = trace
         self._end = end
         self._requests: dict[Key, Request] = {}
         self._lock = threading.Lock()
@@ -79,7 +82,7 @@ class Negotiator:
         self._coordinator: Coordinator | None = None
         if group.rank == 0:
             inspection = Inspection(group.ranks, lambda number: self._tell_all(INSPECT, number), limits)
-            self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity)
+            self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity, trace)
 
     # -- any thread -----------------------------------------------------------------------------
 
@@ -100,6 +103,8 @@ class Negotiator:
                 )
             self._requests[key] = request
         self._last = (key, request.place, request.time)
+        if self._trace.recorder.on:
+            self._trace.submitted(request)
         self._threads.add(threading.get_ident())
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
@@ -240,6 +245,7 @@ class Negotiator:
         self.names.align(counts)
         agreed = []
         for verdict, number in verdicts:
+            self._trace.decided(verdict)
             with self._lock:
                 request = self._requests.pop(verdict.key, None)
             if number is not None:

@@ -30,6 +30,7 @@ from hvlike.collectives.request import Request, Signature, order_in_memory
 from hvlike.collectives.schedule import Schedule
 from hvlike.collectives.sparse import SparseSum
 from hvlike.collectives.submission import submit
+from hvlike.collectives.trace import exposed
 from hvlike.collectives.waits import STEP
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.ops import ReduceOp
@@ -233,7 +234,8 @@ class PlannedReducer:
         negotiator.enter_step(key, self._step + 1, place_of_caller(), describe_names(schedule.names))
         loop.post(lambda: negotiator.stoppable(key, self._stop), wake=False)
         try:
-            negotiator.wait(key, lambda: self._unfinished == 0, None)
+            with exposed(schedule.lane.recorder, self.name, self._step):
+                negotiator.wait(key, lambda: self._unfinished == 0, None)
         finally:
             negotiator.leave_step(key)
         loop.post(lambda: negotiator.stoppable(key, None), wake=False)

@@ -10,6 +10,7 @@ from hvlike.collectives.bucket import Bucket, Settings
 from hvlike.collectives.operand import row_by_row
 from hvlike.collectives.plan import Proposal, make_plan
 from hvlike.collectives.reductions import Sum, arithmetic_of
+from hvlike.collectives.trace import recorded
 from hvlike.planes.lane import Job, Lane
 from hvlike.planes.plane import Plane
 from hvlike.transport.loop import Task
@@ -48,7 +49,10 @@ class Schedule:
     def start(self, number: int, tensors: Sequence[torch.Tensor], after: Ended, *, active: bool, wake: bool) -> None:
         """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop."""
         job = self.buckets[number].job(tensors)
-        self.lane.submit(job if number else self._counting(job, active), after, wake=wake)
+        job = job if number else self._counting(job, active)
+        if self.lane.recorder.on:
+            job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
+        self.lane.submit(job, after, wake=wake)
 
     def zeros(self, number: int) -> list[torch.Tensor]:
         """What a rank without gradients contributes to bucket `number`."""

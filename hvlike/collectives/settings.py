@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
-from hvlike.config import Knobs, differing, read_knobs
+from hvlike.config import DYNAMIC, Knobs, differing, read_knobs
 from hvlike.errors import UsageError
+from hvlike.observe.log import show_log
+from hvlike.observe.trace_file import check_writable
+from hvlike.transport.cores import available
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.world import World
+
+logger = logging.getLogger("hvlike")
 
 
 class Settings:
@@ -22,11 +30,12 @@ class Settings:
             self._wrong = str(error)
 
     def check(self, comm: Any) -> None:
-        """Compare with the other ranks.
+        """Compare with the other ranks, and see whether the files can be written.
 
         comm: all ranks. Collective and blocking.
         Raises: UsageError, on every rank, for a value that is wrong on one of them or that differs.
         """
+        self._wrong = self._wrong or self._unwritable(comm.Get_rank())
         answers = comm.allgather((self._wrong, self.knobs))
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
         if not wrong:
@@ -34,3 +43,44 @@ class Settings:
             wrong = [difference] if difference else []
         if wrong:
             raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
+
+    def misplaced(self, world: World) -> str:
+        """Why the background thread cannot run where it shall; empty if it can. Local."""
+        cores = self.knobs.thread_affinity
+        if cores is None:
+            return ""
+        if len(cores) < world.local_size:
+            return (
+                f"HVLIKE_THREAD_AFFINITY={','.join(map(str, cores))} names {len(cores)} cores, but {world.host} has "
+                f"{world.local_size} ranks: name one for each."
+            )
+        core, allowed = cores[world.local_rank], sorted(available())
+        if core not in allowed:
+            return f"HVLIKE_THREAD_AFFINITY names core {core} for {world}, which may run on {allowed}."
+        return ""
+
+    def apply(self, fabric: Fabric) -> None:
+        """Do what has to be done once: the place of the thread, the log, the timeline. Local."""
+        knobs = self.knobs
+        if knobs.thread_affinity is not None:
+            fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
+        if knobs.log_level is not None:
+            show_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
+        if knobs.timeline is not None and knobs.timeline != DYNAMIC:
+            try:
+                fabric.recorder.start(
+                    knobs.timeline, mark_cycles=knobs.timeline_mark_cycles, max_bytes=knobs.timeline_max_bytes
+                )
+            except UsageError as error:
+                # It could be written a moment ago, and the other ranks are past the point where all can refuse.
+                logger.warning("%s: %s", fabric.world, error)
+
+    def _unwritable(self, rank: int) -> str:
+        path = self.knobs.timeline
+        if path is None or path == DYNAMIC:
+            return ""
+        try:
+            check_writable(path, rank)
+        except UsageError as error:
+            return str(error)
+        return ""

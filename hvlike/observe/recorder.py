@@ -95,9 +95,9 @@ class Recorder:
         """Something begins in a row; what begins before it ends lies inside of it."""
         self._event("B", row, name, arguments, at)
 
-    def end(self, row: int, arguments: Arguments = None) -> None:
+    def end(self, row: int, arguments: Arguments = None, at: int | None = None) -> None:
         """What was begun last in a row ends."""
-        self._event("E", row, None, arguments, None)
+        self._event("E", row, None, arguments, at)
 
     def instant(self, row: int, name: str, arguments: Arguments = None) -> None:
         """Something happens in a row."""

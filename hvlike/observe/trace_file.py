@@ -23,10 +23,7 @@ class TraceFile:
         """
         self.path = path
         self._max_bytes = max_bytes
-        try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UsageError(f"timeline: the file {path} cannot be written: {error.strerror}.") from None
+        self._descriptor = _open(path, os.O_TRUNC)
         head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": []}).encode()
         start = head.removesuffix(b"]}") + b"\n" + json.dumps(first).encode()
         os.pwrite(self._descriptor, start + _CLOSING, 0)
@@ -59,6 +56,18 @@ class TraceFile:
     def close(self) -> None:
         """Give the file back; it is complete."""
         os.close(self._descriptor)
+
+
+def check_writable(path: str, rank: int) -> None:
+    """See whether a rank can write its file; what is in it stays. Raises: UsageError."""
+    os.close(_open(path_of_rank(path, rank), 0))
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+    except OSError as error:
+        raise UsageError(f"timeline: the file {path} cannot be written: {error.strerror}.") from None
 
 
 def path_of_rank(path: str, rank: int) -> str:

@@ -35,6 +35,7 @@ class Lane:
         self.number = number
         self._fabric = fabric
         self._plane = plane
+        self.recorder = fabric.recorder
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None

@@ -8,6 +8,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.plane import Plane
+from hvlike.planes.traced import phase
 from hvlike.transport.routine import Routine
 
 SMALL_BYTES = 64 * 1024
@@ -38,9 +39,11 @@ class Packer:
             yield from plane.allreduce(flats, arithmetic)
             return
         small = [flats[index] for index in self._small]
-        torch._foreach_copy_(self._views, small)
+        with phase(plane, "MEMCPY_IN_FUSION_BUFFER", small):
+            torch._foreach_copy_(self._views, small)
         yield from plane.allreduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
-        torch._foreach_copy_(small, self._views)
+        with phase(plane, "MEMCPY_OUT_FUSION_BUFFER", small):
+            torch._foreach_copy_(small, self._views)
 
     def _fit(self, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
         if lengths == self._lengths and dtype is self._dtype:

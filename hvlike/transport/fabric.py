@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hvlike.observe.recorder import Recorder
 from hvlike.transport import cores, segment
 from hvlike.transport.channel import Channel, MessageCounters
+from hvlike.transport.clock import agree_on_clock
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.group import Group
 from hvlike.transport.loop import Loop
@@ -40,7 +42,8 @@ class Fabric:
         affinities = world.node_comm.allgather(cores.available())
         world.comm.Barrier()
         self.cores = cores.cores_per_rank(affinities, world.local_rank)
-        self.ticks: list[Callable[[], None]] = []
+        self.recorder = Recorder(world.rank, world.size, world.host, agree_on_clock(world))
+        self.ticks: list[Callable[[], None]] = [self.recorder.flush]
         self.loop = Loop(
             self.bell,
             spins=cores.SPINS,

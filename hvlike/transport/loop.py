@@ -90,6 +90,10 @@ class Loop:
         if wake:
             self._bell.ring()
 
+    def pin(self, core: int) -> None:
+        """Run the background thread on one core from now on. Raises: OSError for a core that is not there."""
+        os.sched_setaffinity(self._thread.native_id or 0, {core})
+
     def start(
         self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
     ) -> Task[T]:

@@ -1,0 +1,209 @@
+"""What the timeline shows of the operations of a process set.
+
+Every named operation has a row, unnamed ones share a few. In its row follow each other
+    NEGOTIATE_ALLREDUCE    from the call until all ranks have asked for it
+    QUEUE                  until its turn has come
+    ALLREDUCE              until it is done
+The row of a lane shows what runs there: a batch of operations or a bucket of gradients, and the phases within.
+An arrow leads from the call of the rank that asked last to the operation on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from hvlike.collectives.agreement import Verdict
+from hvlike.collectives.request import Key, Request, Signature
+from hvlike.observe.recorder import Recorder
+from hvlike.planes.lane import Job, Lane
+from hvlike.planes.ops import ReduceOp, op_name
+from hvlike.planes.plane import Plane
+from hvlike.planes.traced import TracedPlane, total_bytes
+from hvlike.transport.group import Group
+from hvlike.transport.routine import Routine
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+MOST_ROWS = 500
+"""Names with a row of their own; further ones share rows as unnamed operations do."""
+
+MOST_ARROWS = 16
+"""Ranks to which arrows lead from the one that asked last: those that follow it."""
+
+
+class Trace:
+    """The negotiated operations of one process set on this rank."""
+
+    def __init__(self, recorder: Recorder, group: Group) -> None:
+        self.recorder = recorder
+        self._group = group
+        self._serial = 0
+        self._generation = 0
+        self._rows: dict[Key, tuple[int, str, int]] = {}
+        self._free: dict[str, list[str]] = {}
+        self._shared: dict[str, int] = {}
+        self._arrows: dict[Key, str] = {}
+
+    def submitted(self, request: Request) -> None:
+        """This rank asks for an operation; any thread."""
+        if self._generation != self.recorder.generation:
+            self._generation = self.recorder.generation
+            for table in (self._rows, self._free, self._shared, self._arrows):
+                table.clear()
+        title = self._title(request.key)
+        row, now = self.recorder.row(title), self.recorder.now
+        self._rows[request.key] = (row, title, now)
+        arguments = self._describe(request.signature, request.tensors)
+        self.recorder.begin(row, f"NEGOTIATE_{request.signature.kind.upper()}", arguments, now)
+
+    def ready(self, rank: int, key: Key) -> None:
+        """On the coordinator: `rank` has asked for it."""
+        known = self._rows.get(key)
+        if known is not None and self.recorder.on:
+            self.recorder.instant(known[0], str(rank))
+
+    def cycle(self) -> None:
+        """On the coordinator: it announces something."""
+        if self.recorder.on and self.recorder.marks_cycles:
+            self.recorder.instant(self.recorder.row(f"set {self._group.number} coordinator"), "CYCLE_START")
+
+    def decided(self, verdict: Verdict) -> None:
+        """The coordinator has announced an operation. Called for each, on every rank, in the order of all."""
+        self._serial += 1
+        if not self.recorder.on:
+            return
+        key = verdict.key
+        known = self._known(key)
+        if known is None:
+            return
+        row, _, asked = known
+        if verdict.error is not None:
+            self.recorder.end(row, {"error": str(verdict.error)})
+            self._leave(key)
+            return
+        now = self.recorder.now
+        self.recorder.end(row, at=now)
+        self.recorder.begin(row, "QUEUE", at=now)
+        ranks = self._group.ranks
+        if verdict.last not in ranks:
+            return
+        last = ranks.index(verdict.last)
+        arrow = f"{self._group.number}.{self._serial}."
+        if last == self._group.rank:
+            for distance in range(1, min(len(ranks), MOST_ARROWS + 1)):
+                self.recorder.flow_from(row, f"{arrow}{ranks[(last + distance) % len(ranks)]}", asked)
+        elif (self._group.rank - last) % len(ranks) <= MOST_ARROWS:
+            self._arrows[key] = f"{arrow}{ranks[self._group.rank]}"
+
+    def began(self, batch: Sequence[tuple[Request, Verdict]]) -> None:
+        """The operations of a batch run."""
+        for request, _ in batch:
+            known = self._known(request.key)
+            if known is not None:
+                row, now = known[0], self.recorder.now
+                self.recorder.end(row, at=now)
+                self.recorder.begin(row, request.signature.kind.upper(), {"fused": len(batch)}, now)
+                arrow = self._arrows.pop(request.key, None)
+                if arrow is not None:
+                    self.recorder.flow_to(row, arrow, now)
+
+    def ended(self, batch: Sequence[tuple[Request, Verdict]]) -> None:
+        """They have ended."""
+        for request, _ in batch:
+            known = self._known(request.key)
+            if known is not None:
+                self.recorder.end(known[0])
+                self._leave(request.key)
+
+    def observe(self, lane: Lane, batch: Sequence[tuple[Request, Verdict]], job: Job) -> Job:
+        """The job of a batch, recorded while it runs."""
+        kind = batch[0][0].signature.kind.upper()
+        tensors = [tensor for request, _ in batch for tensor in request.tensors]
+
+        def run(plane: Plane) -> Routine[None]:
+            self.began(batch)
+            try:
+                yield from recorded(self.recorder, lane, kind, {"operations": len(batch)}, tensors, job)(plane)
+            finally:
+                self.ended(batch)
+
+        return run
+
+    def _known(self, key: Key) -> tuple[int, str, int] | None:
+        return self._rows.get(key) if self._generation == self.recorder.generation else None
+
+    def _title(self, key: Key) -> str:
+        """A row that nothing else is in: that of the name, or a free one of those that are shared."""
+        kind, name = key
+        prefix = f"set {self._group.number} " if self._group.number else ""
+        if not name.startswith("noname.") and self.recorder.rows < MOST_ROWS:
+            return f"{prefix}{kind}.{name}"
+        base = f"{prefix}{kind} (unnamed)"
+        free = self._free.setdefault(base, [])
+        if free:
+            return free.pop()
+        self._shared[base] = self._shared.get(base, 0) + 1
+        return f"{base} {self._shared[base]}"
+
+    def _leave(self, key: Key) -> None:
+        _, title, _ = self._rows.pop(key)
+        base = title.rpartition(" ")[0]
+        if base in self._free and base.endswith("(unnamed)"):
+            self._free[base].append(title)
+
+    def _describe(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        said: dict[str, Any] = {"process_set": self._group.number}
+        if tensors:
+            said |= {
+                "bytes": total_bytes(tensors),
+                "dtype": ", ".join(dict.fromkeys(signature.dtypes)),
+                "shape": [list(shape) for shape in signature.shapes[:8]],
+            }
+        if signature.op >= 0:
+            said["op"] = op_name(ReduceOp(signature.op))
+        if signature.root >= 0:
+            said["root"] = signature.root
+        return said
+
+
+def exposed(recorder: Recorder, name: str, step: int) -> AbstractContextManager[None]:
+    """The caller waits for the rest of a planned reduction meanwhile: communication that nothing hides."""
+    return _wait(recorder, name, step) if recorder.on else _NOTHING
+
+
+@contextmanager
+def _wait(recorder: Recorder, name: str, step: int) -> Iterator[None]:
+    row = recorder.row(f"step of {name}")
+    recorder.begin(row, "WAIT", {"step": step})
+    try:
+        yield
+    finally:
+        recorder.end(row)
+
+
+def recorded(
+    recorder: Recorder,
+    lane: Lane,
+    name: str,
+    arguments: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    job: Job,
+) -> Job:
+    """A job that stands in the row of its lane while it runs, with the phases of its plane inside."""
+
+    def run(plane: Plane) -> Routine[None]:
+        if not recorder.on:
+            yield from job(plane)
+            return
+        row = recorder.row(f"set {lane.group.number} lane {lane.number}")
+        recorder.begin(row, name, {**arguments, "tensors": len(tensors), "bytes": total_bytes(tensors)})
+        try:
+            yield from job(TracedPlane(plane, recorder, row))
+        finally:
+            recorder.end(row)
+
+    return run

@@ -1,0 +1,70 @@
+"""A plane that shows in the timeline what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from hvlike.observe.recorder import Recorder
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class TracedPlane:
+    """Does what the plane does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
+
+    def __init__(self, plane: Plane, recorder: Recorder, row: int) -> None:
+        self._plane = plane
+        self._recorder = recorder
+        self._row = row
+        self._kind = type(plane).__name__.removesuffix("Plane").upper()
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int) -> Iterator[None]:
+        """What is done meanwhile is a phase of this name."""
+        self._recorder.begin(self._row, name, {"bytes": nbytes})
+        try:
+            yield
+        finally:
+            self._recorder.end(self._row)
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+        """See Plane."""
+        with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
+            yield from self._plane.allreduce(tensors, arithmetic)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """See Plane."""
+        with self.phase(f"{self._kind}_REDUCE_SCATTER", total_bytes(tensors)):
+            yield from self._plane.reduce_scatter(tensors, owners, arithmetic)
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
+        """See Plane."""
+        with self.phase(f"{self._kind}_GATHER", total_bytes(tensors)):
+            yield from self._plane.gather(tensors, owners)
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
+        """See Plane."""
+        with self.phase(f"{self._kind}_ALLTOALL", total_bytes(sends)):
+            yield from self._plane.alltoall(sends, receives)
+
+    def close(self) -> None:
+        """See Plane."""
+        self._plane.close()
+
+
+def phase(plane: Plane, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A phase in the row of `plane`, if it has one; nothing otherwise."""
+    return plane.phase(name, total_bytes(tensors)) if isinstance(plane, TracedPlane) else _NOTHING
+
+
+def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The size of all tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
