@@ -1,5 +1,6 @@
 """Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
 
+from hvlike import elastic
 from hvlike.collectives.abilities import (
     _check_has_gpu,
     ccl_built,
@@ -107,6 +108,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "extension_available",
     "gather_optimizer_state",
     "global_process_set",

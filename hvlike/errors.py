@@ -3,6 +3,7 @@
     HvlikeError
     ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded
     ├── ForkedProcessError                              a call from a child process of a rank
+    ├── HostsUpdatedInterrupt      (also RuntimeError)  elastic.run shall start again with the state as it is
     ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
     │   ├── DuplicateNameError                          the name is already in flight on this rank
     │   └── UnknownHandleError                          never created here, or already synchronised
@@ -29,6 +30,17 @@ class LaunchError(HvlikeError, RuntimeError):
 
 class ForkedProcessError(HvlikeError, RuntimeError):
     """A child process of a rank (a DataLoader worker, say) called into hvlike."""
+
+
+class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
+    """Tells elastic.run to start hvlike again with the state as it is.
+
+    skip_sync: do not take over the state of rank 0; counts where all ranks say so.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
 
 
 class UsageError(HvlikeError, ValueError):

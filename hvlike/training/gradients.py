@@ -106,6 +106,10 @@ class Gradients:
             raise misuse.zero_grad_while_reducing()
         self._begin()
 
+    def abandon(self) -> None:
+        """Forget a step that an error elsewhere has interrupted. Local."""
+        self._abandon()
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around the step of the wrapped optimizer, which uses the gradients."""

@@ -167,6 +167,13 @@ class DistributedOptimizer(DelegatingOptimizer):
         finally:
             self._skipping = before
 
+    def abandon(self) -> None:
+        """Forget a step that an error has interrupted: gradients are reduced anew from the next backward pass on.
+
+        For programs that go back to an earlier state, on every rank, after hvlike was started anew. Local.
+        """
+        self._gradients.abandon()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
 

@@ -1,0 +1,31 @@
+"""Training that goes on after an error of the job: Horovod's `elastic` for the ranks of one MPI job.
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            ...
+            state.commit()
+
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+    state.register_reset_callbacks([on_reset])
+    train(state)
+
+After a HorovodInternalError all ranks go back to the last commit and train on, in the same job. Ranks that have ended
+are not replaced.
+"""
+
+from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvlike.training.elastic.run import run
+from hvlike.training.elastic.sampler import ElasticSampler
+from hvlike.training.elastic.state import ObjectState, State
+from hvlike.training.elastic.torch_state import TorchState
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]

@@ -1,0 +1,96 @@
+"""ElasticSampler: each index of an epoch once over all ranks, also when the epoch is interrupted and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Sampler
+
+from hvlike.collectives.lifecycle import rank, size
+
+
+class Sized(Protocol):
+    """A dataset that knows its length."""
+
+    def __len__(self) -> int: ...
+
+
+def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
+    """The indices 0 .. length - 1 in the order of this epoch; the same on every rank. Pure function."""
+    if not shuffle:
+        return list(range(length))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+def share_of(indices: Sequence[int], rank: int, size: int) -> list[int]:
+    """Every size-th index from `rank` on; the first ones again at the end where that makes all shares equally long.
+
+    Pure function. Every index is in some share; none is in two but the repeated ones, of which there are fewer
+    than `size`.
+    """
+    length = -(-len(indices) // size)
+    return [indices[place % len(indices)] for place in range(rank, length * size, size)]
+
+
+class ElasticSampler(Sampler[int]):
+    """Divides what is left of an epoch among the ranks.
+
+    dataset: anything with a length, the same on every rank. shuffle: in an order that depends on seed and epoch alone.
+    An epoch starts with set_epoch(). record_batch() after each batch says what was processed; after a restart, or
+    load_state_dict(), only the rest is handed out. In a TorchState, sync() merges what all ranks have recorded.
+    All shares are equally long: a few indices come twice where the rest cannot be divided.
+    Made after init(); local but for sync(). Raises: NotInitializedError.
+    Source: horovod.torch.elastic.ElasticSampler.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.indices: list[int] = []
+        """The share of this rank, in the order in which it is handed out."""
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing of it is processed. Every rank, before it iterates; not after a restart within it."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Say that a batch is processed: the batch_idx-th since iteration began, of batch_size indices."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Say that these indices are processed."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the indices of a batch of this rank."""
+        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync()."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state dict: what is left is divided anew."""
+        processed: Collection[int] = state_dict["processed_indices"]
+        self.epoch, self.processed_indices = state_dict["epoch"], set(processed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is not processed yet among the ranks of now."""
+        order = order_of(len(self.dataset), self.seed, self.epoch, shuffle=self.shuffle)
+        left = [index for index in order if index not in self.processed_indices]
+        self.indices = share_of(left, rank(), size())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
