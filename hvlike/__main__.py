@@ -16,6 +16,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
+    "timeline": Command("hvlike.observe.command", "join the timelines of all ranks: timeline merge OUT IN..."),
 }
 
 
