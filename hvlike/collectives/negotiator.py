@@ -58,6 +58,8 @@ class Negotiator:
         self.cycle_seconds = cycle_seconds
         """How long the coordinator gathers what is ready before it announces it."""
         self.names = AutomaticNames()
+        self.optimizer_names = AutomaticNames()
+        """Of reducers, in the order of their first use: a rank that joins before it uses one is not ahead nor behind."""
         self.steps: dict[str, int] = {}
         """Steps of each planned reduction that this rank has entered."""
         self.stand_in: Callable[[Verdict], Request | None] = stand_in

@@ -1,5 +1,7 @@
 """A rank that keeps the others waiting is named in the log; the job goes on when it comes."""
 
+import re
+
 import pytest
 from job import run_job
 
@@ -11,6 +13,7 @@ import torch
 import hvlike as hvd
 
 hvd.init()
+early = hvd.allreduce(torch.ones(1), name="early")
 if hvd.rank() == 1:
     time.sleep(4.0)
 total = hvd.allreduce(torch.ones(3), name="late", op=hvd.Sum)
@@ -19,13 +22,74 @@ print(f"rank {hvd.rank()} done", flush=True)
 """
 
 
-def test_the_log_says_who_waits_in_what_and_who_does_not() -> None:
+def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last() -> None:
     job = run_job(PROGRAM, 3, env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1"}).check()
-    assert "rank 0 waits in allreduce 'late', rank 2 waits in allreduce 'late'" in job.stderr
-    assert "not waiting with them: rank 1" in job.stderr
+    assert "waiting for remainder of ranks for more than 1 seconds" in job.stderr
+    report = re.search(r"allreduce 'late': float32 \[3\]\n  waits on (.*)\n  missing: (.*)", job.stderr)
+    assert report is not None, job.stderr
+    assert re.fullmatch(r"rank 0 \(.*program.py:10, since \d s\), rank 2 \(.*program.py:10, since \d s\)", report[1])
+    assert re.fullmatch(r"rank 1, which submitted last allreduce 'early' at .*program.py:7, \d s ago", report[2])
     assert job.stdout.count("done") == 3
+
+
+STEPS = """
+import time
+import torch
+import hvlike as hvd
+
+hvd.init()
+model = torch.nn.Linear(4, 1)
+opt = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(3):
+    opt.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    if hvd.rank() == 1 and step == 2:
+        time.sleep(4.0)
+    opt.step()
+print(f"rank {hvd.rank()} done", flush=True)
+"""
+
+
+def test_the_report_covers_planned_steps() -> None:
+    job = run_job(STEPS, 2, env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1"}).check()
+    report = re.search(r"step 'DistributedOptimizer.noname.0'(.*)\n  waits on (.*)\n  missing: (.*)", job.stderr)
+    assert report is not None, job.stderr
+    assert "weight" in report[1]
+    assert re.fullmatch(r"rank 0 \(.*program.py:14, since \d s\)", report[2])
+    assert re.fullmatch(
+        r"rank 1, which submitted last step 'DistributedOptimizer.noname.0' at .*:14, \d s ago", report[3]
+    )
+    assert job.stdout.count("done") == 2
+
+
+ENDED = """
+import time
+import torch
+import hvlike as hvd
+
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(5.0)
+try:
+    hvd.allreduce(torch.ones(3), name="late")
+except hvd.HorovodInternalError as error:
+    print(f"rank {hvd.rank()} got {type(error).__name__}: {error}", flush=True)
+hvd.shutdown()
+"""
+
+
+def test_the_shutdown_limit_raises_on_every_rank() -> None:
+    limits = {"HVLIKE_STALL_CHECK_TIME_SECONDS": "1", "HVLIKE_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    job = run_job(ENDED, 3, env=limits).check()
+    assert job.stdout.count("got StalledError: Horovod has been shut down: operations have waited") == 3
+    assert "missing: rank 1" in job.stdout
+
+
+def test_the_check_can_be_switched_off() -> None:
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    assert "waiting for remainder" not in run_job(PROGRAM, 2, env=limits).check().stderr
 
 
 def test_a_wait_of_ordinary_length_is_not_worth_a_word() -> None:
     job = run_job(PROGRAM, 2).check()
-    assert "stalled" not in job.stderr
+    assert "waiting for remainder" not in job.stderr

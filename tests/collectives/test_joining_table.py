@@ -1,0 +1,85 @@
+"""What the coordinator concludes when ranks join: tables, no messages."""
+
+import torch
+
+from hvlike.collectives.agreement import Agreement
+from hvlike.collectives.joining import JOIN_KEY, JoinRequest, neutral_tensors
+from hvlike.collectives.request import Signature
+from hvlike.planes.ops import ReduceOp
+
+GRAD = Signature("allreduce", ("float32",), ((2,),), op=1, strides=(None,))
+X = ("allreduce", "x")
+
+
+def joins(plans: tuple[int, ...] = (), spare: tuple[int, ...] = (), **counts: int) -> Signature:
+    return Signature("join", detail=JoinRequest(counts, frozenset(plans), frozenset(spare)))
+
+
+def test_a_request_that_lacked_only_the_rank_that_joins_is_decided() -> None:
+    agreement = Agreement((0, 1, 2))
+    assert agreement.submit(0, X, GRAD) is None
+    assert agreement.submit(2, X, GRAD) is None
+    assert agreement.missing(X) == [1]
+    (verdict,) = agreement.join(1, joins())
+    assert (verdict.key, verdict.error) == (X, None)
+    assert list(agreement.joined) == [1]
+    assert agreement.missing(JOIN_KEY) == [0, 2]
+
+
+def test_what_cannot_do_without_a_rank_fails_once_all_active_ranks_have_asked() -> None:
+    agreement = Agreement((4, 5, 6))
+    agreement.join(0, joins())
+    gather = Signature("allgather", ("float32",), ((2,),), strides=(None,))
+    assert agreement.submit(1, ("allgather", "y"), gather) is None
+    verdict = agreement.submit(2, ("allgather", "y"), gather)
+    assert verdict is not None
+    assert "allgather 'y' cannot run: rank 4 called hvd.join()" in str(verdict.error)
+
+
+def test_the_end_names_the_last_rank_and_aligns_the_counts() -> None:
+    agreement = Agreement((4, 5, 6))
+    assert agreement.join(1, joins((1, 2), (7, 8), allreduce=3)) == []
+    assert agreement.join(2, joins((1, 2, 3), (8,), barrier=1)) == []
+    (verdict,) = agreement.join(0, joins((2, 3), (8, 9), allreduce=5))
+    end = verdict.extra
+    assert end.last == 4
+    assert end.counts == {"allreduce": 5, "barrier": 1}
+    assert end.plans == {2}
+    assert end.spare_lanes == {8}
+    assert list(agreement.joined) == []
+    assert agreement.pending == {}
+
+
+def test_plans_made_after_a_rank_has_joined_are_its_own_too() -> None:
+    agreement = Agreement((0, 1))
+    agreement.join(0, joins((1,)))
+    agreement.joins.planned(2)
+    (verdict,) = agreement.join(1, joins((2,)))
+    assert verdict.extra.plans == {2}
+
+
+def test_a_lane_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and_once() -> None:
+    agreement = Agreement((0, 1, 2))
+    agreement.join(0, joins(spare=(3, 4)))
+    agreement.join(1, joins(spare=(4,)))
+    assert agreement.joins.take_lane(3) == -1
+    assert agreement.joins.take_lane(4) == 4
+    assert agreement.joins.take_lane(4) == -1
+    assert Agreement((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
+
+
+def test_neutral_tensors() -> None:
+    def neutral(op: ReduceOp, dtype: str, prescale: float = 1.0) -> object:
+        (tensor,) = neutral_tensors(
+            Signature("allreduce", (dtype,), ((1,),), op=op, prescale=prescale, strides=(None,))
+        )
+        assert tensor.dtype is getattr(torch, dtype)
+        return tensor.item()
+
+    assert neutral(ReduceOp.SUM, "int8") == 0
+    assert neutral(ReduceOp.ADASUM, "float16") == 0
+    assert neutral(ReduceOp.MIN, "int8") == 127
+    assert neutral(ReduceOp.MAX, "float32") == float("-inf")
+    assert neutral(ReduceOp.MAX, "float32", -1.0) == float("inf"), "the factor turns the order round"
+    assert neutral(ReduceOp.MIN, "float32", 0.0) == 0, "0 times infinity is no number"
+    assert neutral(ReduceOp.PRODUCT, "bool") is True
