@@ -165,6 +165,8 @@ class PlannedReducer:
         """Forget the plan and count steps anew; what becomes of its lane is up to the caller."""
         if self._release is not None:
             self._release.detach()
+        if self.schedule is not None:
+            self.schedule.roll_back()
         self._release = None
         self.schedule = None
         self.served = 0
@@ -199,6 +201,8 @@ class PlannedReducer:
             raise
         if lane.number != proposal.spare_lane:
             lanes.give_back(proposal.spare_lane)
+        if memory is not None:
+            memory.align(agreed.memory)
         self._release = weakref.finalize(self, lanes.give_back, lane.number)
         schedule = self.schedule = Schedule(agreed, lane, self._settings)
         self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
@@ -244,6 +248,7 @@ class PlannedReducer:
             # The lane is lost with the job that failed; the next step starts from a new plan.
             self.close()
             raise error
+        schedule.commit()
 
     def _start_complete(self, *, wake: bool) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hvlike.collectives.bucket import Bucket, Settings
-from hvlike.collectives.operand import row_by_row
 from hvlike.collectives.plan import Proposal, make_plan
 from hvlike.collectives.reductions import Sum, arithmetic_of
 from hvlike.collectives.trace import recorded
@@ -32,6 +31,7 @@ class Schedule:
         self.lane = lane
         self.names = agreed.names
         self._agreed = agreed
+        self._memory = settings.memory
         self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
         groups: Sequence[Sequence[int]] = agreed.settings[1]
         self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
@@ -53,6 +53,16 @@ class Schedule:
         if self.lane.recorder.on:
             job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
         self.lane.submit(job, after, wake=wake)
+
+    def commit(self) -> None:
+        """All buckets of a step are reduced: a compressor remembers the step. On every rank, or it is agreed anew."""
+        if self._memory is not None:
+            self._memory.commit()
+
+    def roll_back(self) -> None:
+        """A step has ended otherwise: a compressor remembers nothing of it."""
+        if self._memory is not None:
+            self._memory.roll_back()
 
     def zeros(self, number: int) -> list[torch.Tensor]:
         """What a rank without gradients contributes to bucket `number`."""

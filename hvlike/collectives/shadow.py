@@ -47,7 +47,9 @@ class Shadow:
             return
         if self.error is not None or not self.schedule.active:
             self.finished = True
+            self.schedule.roll_back()
             return
+        self.schedule.commit()
         for tensors in self._tensors:
             for tensor in tensors:
                 tensor.zero_()
