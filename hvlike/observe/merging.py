@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
     Raises: UsageError for a file that is no timeline of hvlike, and for two files of one rank.
     """
     traces = sorted(((path, read(path)) for path in paths), key=lambda each: int(each[1]["otherData"]["rank"]))
-    for (one, first), (other, second) in zip(traces, traces[1:], strict=False):
+    for (one, first), (other, second) in itertools.pairwise(traces):
         if first["otherData"]["rank"] == second["otherData"]["rank"]:
             raise UsageError(
                 f"{one} and {other} are both of rank {first['otherData']['rank']}: merge only one of them."
