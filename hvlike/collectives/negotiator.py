@@ -59,7 +59,7 @@ class Negotiator:
         """How long the coordinator gathers what is ready before it announces it."""
         self.names = AutomaticNames()
         self.optimizer_names = AutomaticNames()
-        """Of reducers, in the order of their first use: a rank that joins before it uses one is not ahead nor behind."""
+        """Of optimizers, in the order of their first use; join() does not align them: there is no gap to skip."""
         self.steps: dict[str, int] = {}
         """Steps of each planned reduction that this rank has entered."""
         self.stand_in: Callable[[Verdict], Request | None] = stand_in

@@ -79,7 +79,8 @@ class Reduction:
         Counted when an optimizer first reduces, which all ranks do in the same order. Copies and optimizers that
         only some ranks make (to write a checkpoint, say) do not count.
         """
-        number = context.membership(self.process_set, "DistributedOptimizer").negotiator.optimizer_names.next("optimizer")
+        membership = context.membership(self.process_set, "DistributedOptimizer")
+        number = membership.negotiator.optimizer_names.next("optimizer")
         return f"DistributedOptimizer.{number}"
 
     def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
