@@ -100,6 +100,18 @@ def test_parameters_that_rest_keep_their_memory(hvd: ModuleType, make: Callable[
     assert bool(reduced[2].any())
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [lambda: PowerSGD(start_powerSGD_iter=2), lambda: TopK(ratio=0.1)])
+def test_ranks_that_join_keep_in_step(hvd: ModuleType, make: Callable[[], StatefulCompressor]) -> None:
+    run = Run(hvd, make(), SHAPES)
+    for step in range(5 if hvd.rank() else 1):
+        run.step(step)
+    hvd.join()
+    assert bool((allgather(torch.tensor([run.compression.iteration])) == 5).all())
+    for step in (5, 6):
+        assert same_on_all_ranks(run.step(step))
+
+
 @pytest.fixture
 def restarted(hvd: ModuleType) -> Iterator[Callable[..., None]]:
     """Start hvlike anew with overlap switched on or off, or with process sets."""

@@ -1,0 +1,29 @@
+"""The example of compressed gradients learns, sends less, and goes on from its checkpoint bit by bit."""
+
+import re
+from pathlib import Path
+
+import pytest
+from job import CHECKOUT, run_job
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
+
+
+def run(folder: Path, *args: str) -> dict[str, str]:
+    program = CHECKOUT / "examples" / "powersgd.py"
+    output = run_job(program, 2, args=["--output", str(folder), *args], timeout=140).check().stdout
+    return dict(re.findall(r"(.+): (.+)\n", output))
+
+
+@pytest.mark.parametrize(("compression", "rate"), [("powersgd", 4.0), ("topk", 25.0)])
+def test_it_learns_from_few_bytes_and_resumes(tmp_path: Path, compression: str, rate: float) -> None:
+    options = ("--compression", compression, "--epochs", "6", "--full-epochs", "0.5")
+    whole = run(tmp_path, *options)
+    assert float(whole["test accuracy"]) > 0.9
+    assert float(whole["bytes of gradients / bytes sent"]) > rate
+    run(tmp_path, *options, "--stop-after", "3")
+    resumed = run(tmp_path, *options, "--resume")
+    assert resumed["checksum of the model"] == whole["checksum of the model"]
