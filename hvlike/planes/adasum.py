@@ -30,6 +30,7 @@ from hvlike.planes.pairing import pair_up
 from hvlike.planes.partition import Run, shards
 from hvlike.planes.plane import Plane
 from hvlike.planes.scratch import ordinary_tensor
+from hvlike.transport.dtypes import storage_view
 from hvlike.transport.routine import Routine, Wait
 
 BLOCK_ELEMENTS = 1 << 15
@@ -58,10 +59,12 @@ class Adasum:
         if not any(lengths):
             return
         dtype = tensors[0].dtype
-        whole = tensors[0]
-        if len(tensors) > 1:
+        # The loop may go on in a thread that is not in the caller's inference mode.
+        results = [ordinary_tensor(storage_view(tensor), dtype) for tensor in tensors]
+        whole = results[0]
+        if len(results) > 1:
             whole = _new(sum(lengths), dtype)
-            torch.cat(list(tensors), out=whole)
+            torch.cat(results, out=whole)
         runs = shards(lengths, self.size)
         parts = list(torch.split(whole, [_elements(shard) for shard in runs]))
         mine = parts[self.position]
@@ -69,8 +72,8 @@ class Adasum:
         yield from self._combine(plane, vectors, runs[self.position], len(tensors))
         mine.copy_(vectors[0].mul_(self.postscale))
         yield from plane.gather([_bytes(part) for part in parts], range(self.size))
-        if len(tensors) > 1:
-            torch._foreach_copy_(list(tensors), list(torch.split(whole, lengths)))
+        if len(results) > 1:
+            torch._foreach_copy_(results, list(torch.split(whole, lengths)))
 
     def _collect(self, plane: Plane, parts: Sequence[torch.Tensor]) -> Routine[list[torch.Tensor]]:
         """Every rank's copy of the shard that this rank owns, in the dtype to compute in."""

@@ -1,5 +1,6 @@
 """op=Adasum in all eight forms of allreduce: the definition over a tree of the ranks, for each tensor by itself."""
 
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -151,3 +152,16 @@ def test_there_is_no_derivative_and_backward_says_so(hvd: ModuleType) -> None:
     with pytest.raises(UsageError, match=r"op=hvd.Adasum has no derivative.*tensor.detach\(\)"):
         result.sum().backward()
     assert leaf.grad is None
+
+
+def test_in_inference_mode_whichever_thread_goes_on(hvd: ModuleType) -> None:
+    with torch.inference_mode():
+        for number in range(10):
+            inputs = [torch.full((1000,), hvd.rank() + 1.0), torch.full((3,), 1.0)]
+            handle = hvd.grouped_allreduce_async(inputs, op=hvd.Adasum)
+            if number % 2:
+                # The loop's own thread, which is not in inference mode, has time to begin.
+                time.sleep(0.005)
+            first, second = hvd.synchronize(handle)
+            assert float(first.std()) == 0
+            assert second.tolist() == [1.0] * 3

@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 
+from hvlike.collectives.compression import PowerSGD
 from hvlike.collectives.objects import allgather_object
 from hvlike.errors import MismatchError, UsageError
 from hvlike.training.clipping import clip_grad_norm_
@@ -269,3 +270,8 @@ def test_complex_parameters_are_refused(hvd: ModuleType) -> None:
 def test_a_predivide_factor_is_refused(hvd: ModuleType) -> None:
     with pytest.raises(UsageError, match="gradient_predivide_factor not supported with op != Average, got op Adasum"):
         make(hvd, gradient_predivide_factor=2.0)
+
+
+def test_a_compressor_that_approximates_sums_is_refused(hvd: ModuleType) -> None:
+    with pytest.raises(UsageError, match="approximates sums: expected op Average or Sum, got op Adasum"):
+        make(hvd, compression=PowerSGD())
