@@ -5,6 +5,7 @@ Run by mpirun -n 4 python random_operations.py COUNT.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -162,6 +163,13 @@ def opened() -> dict[str, int]:
     }
 
 
+def resident() -> float:
+    """MiB of memory that are in use; what the C library only keeps for later is given back first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return float(psutil.Process().memory_info().rss / (1 << 20))
+
+
 def in_flight() -> dict[str, int]:
     """What has not ended in this process, or has broken."""
     context = current()
@@ -179,10 +187,9 @@ def in_flight() -> dict[str, int]:
 def main(count: int) -> None:
     hvd.init()
     program = Program()
-    process = psutil.Process()
     hvd.barrier()
     before = opened()
-    warm = 0
+    warm = 0.0
     rounds = 0
     while program.done < count:
         rounds += 1
@@ -196,11 +203,11 @@ def main(count: int) -> None:
         # The ranks have done different numbers of operations: together they decide when to end.
         program.done = int(hvd.allreduce(torch.tensor(program.done), op=hvd.Min, name="done"))
         if not warm and program.done > count // 3:
-            warm = process.memory_info().rss
+            warm = resident()
     while program.sets:
         assert hvd.remove_process_set(program.sets.pop())
     hvd.barrier()
-    growth = (process.memory_info().rss - warm) / (1 << 20)
+    growth = resident() - warm
     after = opened()
     left = {what: after[what] - before[what] for what in before} | in_flight()
     report = {
