@@ -6,7 +6,8 @@ from job import CHECKOUT, run_job
 pytestmark = pytest.mark.job
 
 LAWS = ("allreduce_values", "allreduce_shapes", "allreduce_factors", "broadcast_values", "allgather_values")
-LAWS += ("submission_order", "random_programs", "process_sets", "adasum_allreduce")
+LAWS += ("alltoall_values", "reducescatter_values", "submission_order", "random_programs", "process_sets")
+LAWS += ("adasum_allreduce",)
 
 PROGRAM = f"""
 import sys
