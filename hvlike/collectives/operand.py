@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from hvlike.planes.ops import ReduceOp
 
@@ -48,6 +49,8 @@ class Operand:
     def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> None:
         """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own."""
         source = tensor.detach()
+        if source.is_inference() and source.is_cpu and not source.is_conj() and not source.is_neg():
+            source = _ordinary(source)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         if as_it_is and source.dtype is dtype and source.is_cpu and not source.is_conj() and not source.is_neg():
@@ -55,7 +58,8 @@ class Operand:
         else:
             agreed = row_by_row(source.shape) if strides is None else strides
             self._tensor = source
-            self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
+            with torch.inference_mode(False):
+                self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
             self._work.copy_(source)
         elements = self._work.numel()
         # A single element counts as contiguous with any stride, and view() would keep that stride.
@@ -66,3 +70,10 @@ class Operand:
         """Put what `flat` holds into the tensor, where that is not the same memory."""
         if self._work is not self._tensor:
             self._tensor.copy_(self._work)
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written in any thread, in the caller's inference mode or not."""
+    with torch.inference_mode(False):
+        shared: torch.Tensor = from_dlpack(tensor)
+        return shared.as_strided(tensor.shape, tensor.stride())

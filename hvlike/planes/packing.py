@@ -53,5 +53,7 @@ class Packer:
         packed = set(self._small)
         self._large = [index for index in range(len(lengths)) if index not in packed]
         sizes = [lengths[index] for index in self._small]
-        self._buffer = torch.empty(sum(sizes), dtype=dtype)
+        # Kept for reductions in other threads, which may not be in the inference mode of this one.
+        with torch.inference_mode(False):
+            self._buffer = torch.empty(sum(sizes), dtype=dtype)
         self._views = list(torch.split(self._buffer, sizes)) if sizes else []
