@@ -128,10 +128,6 @@ class Knobs:
     timeline_max_bytes: int = knob(
         "TIMELINE_MAX_BYTES", 256 << 20, whole(4096), "size at which the file of a rank ends", same=False
     )
-    # Recovery
-    elastic_max_retries: int = knob(
-        "ELASTIC_MAX_RETRIES", 3, whole(0), "how often in a row elastic.run starts again without a commit in between"
-    )
 
 
 KNOBS: dict[str, Knob] = {field.name: field.metadata["knob"] for field in dataclasses.fields(Knobs)}

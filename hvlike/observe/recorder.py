@@ -5,9 +5,11 @@ While it is off, all that is left of it is the test of the attribute `on`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,9 +36,11 @@ class Recorder:
         self._rank = rank
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset
-        self._lock = threading.Lock()
-        self._pending: list[dict[str, Any]] = []
+        # A signal handler may start an operation while its thread writes.
+        self._lock = threading.RLock()
+        self._pending: deque[dict[str, Any]] = deque()
         self._rows: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self._file: TraceFile | None = None
 
     def start(self, path: str, *, mark_cycles: bool, max_bytes: int) -> None:
@@ -52,8 +56,10 @@ class Recorder:
                 )
             name = self._about_process("process_name", f"rank {self._rank} ({self._about['host']})")
             self._file = TraceFile(path_of_rank(path, self._rank), self._about, name, max_bytes)
-            self._pending = [self._about_process("process_sort_index", self._rank)]
+            self._pending.clear()
             self._rows = {}
+            self._numbers = itertools.count(1)
+            self._pending.append(self._about_process("process_sort_index", self._rank))
             self.generation += 1
             self.marks_cycles = mark_cycles
             self.on = True
@@ -80,8 +86,7 @@ class Recorder:
         """The number of the row with this title."""
         number = self._rows.get(title)
         if number is None:
-            with self._lock:
-                number = self._rows.setdefault(title, len(self._rows) + 1)
+            number = self._rows.setdefault(title, next(self._numbers))
             self._add({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": title}})
             self._add({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": number}})
         return number
@@ -121,13 +126,12 @@ class Recorder:
         self._add(event | more)
 
     def _add(self, event: dict[str, Any]) -> None:
-        with self._lock:
-            if self._file is None:
-                return
-            event["pid"] = self._rank
-            self._pending.append(event)
-            if len(self._pending) >= PENDING_EVENTS:
-                self._write()
+        if self._file is None:
+            return
+        event["pid"] = self._rank
+        self._pending.append(event)
+        if len(self._pending) >= PENDING_EVENTS:
+            self.flush()
 
     def _about_process(self, name: str, value: str | int) -> dict[str, Any]:
         key = "sort_index" if isinstance(value, int) else "name"
@@ -135,9 +139,12 @@ class Recorder:
 
     def _write(self) -> None:
         """Hand the events to the file; with the lock held. A file that cannot grow ends the recording, not the job."""
-        file, events = self._file, self._pending
-        self._pending = []
-        if file is None or not events:
+        file = self._file
+        if file is None:
+            return
+        # Other threads go on adding: take out one by one what was there.
+        events = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not events:
             return
         last = {"ph": "i", "s": "g", "name": "TIMELINE_FULL", "pid": self._rank, "tid": 0, "ts": self.now / 1000}
         try:
