@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from collectives.inputs import DTYPES, LAYOUTS, reduced, same
+from torch import Tensor
 
 from hvlike.collectives.operand import Operand
 
