@@ -66,6 +66,9 @@ class Coordinator:
             else:
                 self._doom(verdicts, key)
         self._announce(verdicts)
+        if self.agreement.joined:
+            # The others may have been waiting for a while: with one rank less they can be stuck for good.
+            self._check_deadlock()
 
     def _doom(self, verdicts: list[Verdict], key: Key) -> None:
         if self._gone:

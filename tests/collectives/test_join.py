@@ -132,9 +132,12 @@ def test_join_holds_for_process_sets_too(hvd: ModuleType) -> None:
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_deadlock_of_the_active_ranks_is_theirs_alone(hvd: ModuleType) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["joins first", "joins when they are stuck"])
+def test_a_deadlock_of_the_active_ranks_is_theirs_alone(hvd: ModuleType, late: bool) -> None:
     rank, size = hvd.rank(), hvd.size()
-    if rank < size - 1:
+    if rank == size - 1:
+        time.sleep(1.0 * late)
+    else:
         with pytest.raises(HorovodInternalError, match="no rank can go on"):
             hvd.allreduce(torch.ones(1), name=f"only on {rank}")
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="together").item() == size - 1
