@@ -47,24 +47,25 @@ class Trace:
         self._free: dict[str, list[str]] = {}
         self._shared: dict[str, int] = {}
         self._arrows: dict[Key, str] = {}
+        self._heard: dict[Key, list[tuple[int, int]]] = {}
 
     def submitted(self, request: Request) -> None:
         """This rank asks for an operation; any thread."""
-        if self._generation != self.recorder.generation:
-            self._generation = self.recorder.generation
-            for table in (self._rows, self._free, self._shared, self._arrows):
-                table.clear()
+        self._renew()
         title = self._title(request.key)
         row, now = self.recorder.row(title), self.recorder.now
         self._rows[request.key] = (row, title, now)
         arguments = self._describe(request.signature, request.tensors)
         self.recorder.begin(row, f"NEGOTIATE_{request.signature.kind.upper()}", arguments, now)
+        self._show_heard(request.key, row)
 
     def ready(self, rank: int, key: Key) -> None:
         """On the coordinator: `rank` has asked for it."""
+        self._renew()
+        self._heard.setdefault(key, []).append((rank, self.recorder.now))
         known = self._rows.get(key)
-        if known is not None and self.recorder.on:
-            self.recorder.instant(known[0], str(rank))
+        if known is not None:
+            self._show_heard(key, known[0])
 
     def cycle(self) -> None:
         """On the coordinator: it announces something."""
@@ -79,8 +80,10 @@ class Trace:
         key = verdict.key
         known = self._known(key)
         if known is None:
+            self._heard.pop(key, None)
             return
         row, _, asked = known
+        self._show_heard(key, row)
         if verdict.error is not None:
             self.recorder.end(row, {"error": str(verdict.error)})
             self._leave(key)
@@ -132,6 +135,18 @@ class Trace:
                 self.ended(batch)
 
         return run
+
+    def _renew(self) -> None:
+        """Forget what belongs to an earlier timeline."""
+        if self._generation != self.recorder.generation:
+            self._generation = self.recorder.generation
+            for table in (self._rows, self._free, self._shared, self._arrows, self._heard):
+                table.clear()
+
+    def _show_heard(self, key: Key, row: int) -> None:
+        """Mark who has asked; others may have done so before this rank has given the operation a row."""
+        for rank, at in self._heard.pop(key, ()):
+            self.recorder.instant(row, str(rank), at=at)
 
     def _known(self, key: Key) -> tuple[int, str, int] | None:
         return self._rows.get(key) if self._generation == self.recorder.generation else None

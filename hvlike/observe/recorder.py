@@ -104,9 +104,9 @@ class Recorder:
         """What was begun last in a row ends."""
         self._event("E", row, None, arguments, at)
 
-    def instant(self, row: int, name: str, arguments: Arguments = None) -> None:
+    def instant(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
         """Something happens in a row."""
-        self._event("i", row, name, arguments, None, s="t")
+        self._event("i", row, name, arguments, at, s="t")
 
     def flow_from(self, row: int, identity: str, at: int) -> None:
         """An arrow starts here; it ends where `flow_to` names the same identity, on whatever rank."""

@@ -1,6 +1,7 @@
 """The timeline of a running job: phases of named operations and of planned buckets, arrows, start and stop."""
 
 import json
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,18 @@ def test_the_coordinator_shows_who_was_ready_and_its_cycles(
     assert sorted(ready) == [str(rank) for rank in range(hvd.size())]
     assert any(event["name"] == "CYCLE_START" for event in timelines[0].row("set 0 coordinator"))
     assert not any(event.get("name") == "CYCLE_START" for other in timelines[1:] for event in other.events)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_was_ready_before_the_coordinator_is_marked_too(
+    hvd: ModuleType, record: Callable[..., list[Timeline]]
+) -> None:
+    def work() -> None:
+        time.sleep(0.0 if hvd.rank() else 0.2)
+        hvd.synchronize(hvd.allreduce_async(torch.ones(3), name="x"))
+
+    row = record(work)[0].row("allreduce.x")
+    assert sorted(event["name"] for event in row if event["ph"] == "i") == [str(rank) for rank in range(hvd.size())]
 
 
 def test_arrows_lead_from_the_last_rank_to_all_others(hvd: ModuleType, record: Callable[..., list[Timeline]]) -> None:
