@@ -18,12 +18,17 @@ def run(folder: Path, *args: str) -> dict[str, str]:
     return dict(re.findall(r"(.+): (.+)\n", output))
 
 
-@pytest.mark.parametrize(("compression", "rate"), [("powersgd", 4.0), ("topk", 25.0)])
-def test_it_learns_from_few_bytes_and_resumes(tmp_path: Path, compression: str, rate: float) -> None:
-    options = ("--compression", compression, "--epochs", "6", "--full-epochs", "0.5")
+def test_power_sgd_learns_from_few_bytes_and_resumes(tmp_path: Path) -> None:
+    options = ("--epochs", "4", "--warmup-epochs", "1", "--full-epochs", "0.5")
     whole = run(tmp_path, *options)
-    assert float(whole["test accuracy"]) > 0.9
-    assert float(whole["bytes of gradients / bytes sent"]) > rate
-    run(tmp_path, *options, "--stop-after", "3")
+    assert float(whole["test accuracy"]) > 0.85
+    assert float(whole["bytes of gradients / bytes sent"]) > 4
+    run(tmp_path, *options, "--stop-after", "2")
     resumed = run(tmp_path, *options, "--resume")
     assert resumed["checksum of the model"] == whole["checksum of the model"]
+
+
+def test_top_k_learns_from_few_bytes(tmp_path: Path) -> None:
+    whole = run(tmp_path, "--compression", "topk", "--epochs", "4", "--warmup-epochs", "1")
+    assert float(whole["test accuracy"]) > 0.8
+    assert float(whole["bytes of gradients / bytes sent"]) > 25
