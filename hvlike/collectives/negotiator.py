@@ -32,6 +32,9 @@ from hvlike.transport.routine import Routine, Wait
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
 
+MANY_THREADS = 64
+"""Beyond this many the table of threads is cleared of those that have ended."""
+
 READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
 
@@ -76,7 +79,7 @@ class Negotiator:
         self._numbers: dict[Signature, int] = {}
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         self._closed: HorovodInternalError | None = None
-        self._threads: set[int] = set()
+        self._threads: set[threading.Thread] = set()
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
         self._last: tuple[Key, str, float] | None = None
         self._steps_at: dict[Key, tuple[str, float, str]] = {}
@@ -107,7 +110,9 @@ class Negotiator:
         self._last = (key, request.place, request.time)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        self._threads.add(threading.get_ident())
+        self._threads.add(threading.current_thread())
+        if len(self._threads) > MANY_THREADS:
+            self._living_threads()
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
@@ -128,7 +133,7 @@ class Negotiator:
         if timeout is not None and timeout <= patience:
             return False
         # With several threads another one may still ask for what the peers lack.
-        certain = len(self._threads) <= 1
+        certain = len(self._living_threads()) <= 1
         waiting = Waiting(key, self.names.counts(), dict(self.steps), certain)
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:
@@ -136,9 +141,16 @@ class Negotiator:
         finally:
             loop.post(lambda: self._report(RESUMED, None), wake=False)
 
+    def _living_threads(self) -> set[threading.Thread]:
+        """The threads that use hvlike in this set; those that have ended are forgotten."""
+        for thread in tuple(self._threads):
+            if not thread.is_alive():
+                self._threads.discard(thread)
+        return self._threads
+
     def enter_step(self, key: Key, step: int, place: str, detail: str) -> None:
         """This rank waits in a step of a planned reduction from now on."""
-        self._threads.add(threading.get_ident())
+        self._threads.add(threading.current_thread())
         now = time.monotonic()
         self.steps[key[1]] = step
         self._steps_at[key] = (place, now, detail)
