@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from collectives.inputs import DTYPES, OPS, defined
+from collectives.inputs import DTYPES, FLOATS, OPS, defined
 from collectives.operations import KINDS, SCATTERING, Operation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike import Average, ProcessSet, Sum
+from hvlike import Adasum, Average, ProcessSet, Sum
 
 SHAPES = st.sampled_from([(), (0,), (1,), (5,), (3, 0, 2), (3, 4), (2, 3, 4, 5), (129, 67), (70_001,)])
 REDUCTIONS = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
+REDUCTIONS += [(Adasum, dtype) for dtype in FLOATS]
 SUMS = [(op, dtype) for op, dtype in REDUCTIONS if op in (Sum, Average)]
 
 
