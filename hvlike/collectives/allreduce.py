@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.collectives.allreduce_gradient import GroupedAllreduce
-from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.handles import Handle, synchronize
 from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet
@@ -51,10 +51,10 @@ def allreduce(
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    compressed, context = compression.compress(tensor)
+    compressor = check_compressor(compression)
+    compressed, context = compressor.compress(tensor)
     (reduced,) = _reduce_out_of_place(call, [compressed])
-    result: torch.Tensor = compression.decompress(reduced, context)
-    return result
+    return compressor.decompress(reduced, context)
 
 
 def allreduce_(
@@ -117,9 +117,10 @@ def grouped_allreduce(
     Gradient: as `allreduce`, grouped.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    pairs = [compression.compress(tensor) for tensor in _listed(tensors)]
+    compressor = check_compressor(compression)
+    pairs = [compressor.compress(tensor) for tensor in _listed(tensors)]
     reduced = _reduce_out_of_place(call, [pair[0] for pair in pairs])
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def grouped_allreduce_(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average, Reduction
@@ -40,9 +40,10 @@ def reducescatter(
     Source: MPI 4.1 section 6.10; horovod.torch.reducescatter.
     """
     call = Call.begin("reducescatter", name, process_set)
-    compressed, context = compression.compress(tensor)
+    compressor = check_compressor(compression)
+    compressed, context = compressor.compress(tensor)
     (reduced,) = reduce(call, [compressed], _reduction(op, prescale_factor, postscale_factor))
-    return compression.decompress(reduced, context)
+    return compressor.decompress(reduced, context)
 
 
 def reducescatter_async(
@@ -76,10 +77,11 @@ def grouped_reducescatter(
     Gradient: as `reducescatter`, grouped.
     """
     call = Call.begin("grouped_reducescatter", name, process_set)
-    pairs = [compression.compress(tensor) for tensor in _listed(tensors)]
+    compressor = check_compressor(compression)
+    pairs = [compressor.compress(tensor) for tensor in _listed(tensors)]
     reduction = _reduction(op, prescale_factor, postscale_factor)
     reduced = reduce(call, [pair[0] for pair in pairs], reduction)
-    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+    return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def grouped_reducescatter_async(
