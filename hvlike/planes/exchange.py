@@ -22,10 +22,11 @@ import numpy as np
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.buffers import Buffers
 from hvlike.planes.partition import Message, message_length
+from hvlike.planes.progress import drive, requests_of
 from hvlike.planes.rows import ContributionReceiver, ContributionSender, ResultReceiver, ResultSender, Row
 from hvlike.transport.dtypes import Array
 from hvlike.transport.natives import Natives
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.routine import Routine
 
 
 class Exchange:
@@ -67,19 +68,12 @@ class Exchange:
 
     def run(self) -> Routine[None]:
         """Exchange and reduce; yields while nothing can move."""
-        rows = self._rows
-        while rows:
-            moved = False
-            for row in rows:
-                moved |= row.step()
-            rows = [row for row in rows if row.unfinished]
-            if rows:
-                yield Wait.AGAIN if moved else Wait.POLL
+        yield from drive(self._rows)
 
     @property
     def requests(self) -> list[Any]:
         """The MPI requests in flight; each keeps its memory alive."""
-        return [request for row in self._rows for request in row.requests]
+        return requests_of(self._rows)
 
     def nbytes(self, message: Message) -> int:
         """Bytes of a message."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from hvlike.planes.progress import drive, requests_of
 from hvlike.transport.dtypes import Array, raw_view
 from hvlike.transport.natives import Natives
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.routine import Routine
 
 MESSAGE_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
@@ -51,19 +52,12 @@ class Transfer:
 
     def run(self) -> Routine[None]:
         """Send and receive; yields while nothing can move."""
-        rows = [row for row in self._rows if row.unfinished]
-        while rows:
-            moved = False
-            for row in rows:
-                moved |= row.step()
-            rows = [row for row in rows if row.unfinished]
-            if rows:
-                yield Wait.AGAIN if moved else Wait.POLL
+        yield from drive(self._rows)
 
     @property
     def requests(self) -> list[Any]:
         """The MPI requests in flight; each keeps its memory alive."""
-        return [request for row in self._rows for request in row.requests]
+        return requests_of(self._rows)
 
 
 class _Row:
