@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class CompressionStats(NamedTuple):
     """Bytes that this rank has contributed to the exchanges in their place."""
 
 
-class StatefulCompressor(Compressor):
+class StatefulCompressor(Compressor, ABC):
     """Base of compressors that need several rounds of communication and remember something from step to step.
 
     They belong to one DistributedOptimizer and are keyed by the names of its parameters. Each rank remembers the
@@ -59,9 +60,9 @@ class StatefulCompressor(Compressor):
         self._bytes_after = 0
         self._owner: weakref.ref[object] | None = None
 
+    @abstractmethod
     def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
         """Reduce `tensors` in place; `names` are what their memory is known by. Collective over the exchange."""
-        raise NotImplementedError
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Refuse: this compressor reduces by itself. Raises: UsageError."""
