@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import allreduce
+from hvlike.bench import allreduce, step
 from hvlike.bench.benchmark import Benchmark
 
-BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in (allreduce.BENCHMARK,)}
+BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in (allreduce.BENCHMARK, step.BENCHMARK)}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,38 @@
+"""The conditions of a run, without which its figures say nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+import hvlike
+from hvlike.transport.raw import RawMpi
+
+
+def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
+    """Return what was measured with what; hvlike is initialised."""
+    return {
+        "benchmark": benchmark,
+        "ranks": hvlike.size(),
+        "nodes": hvlike.size() // hvlike.local_size() if hvlike.is_homogeneous() else "uneven",
+        "cores": len(os.sched_getaffinity(0)),
+        "hvlike": hvlike.__version__,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "mpi": raw.library,
+    }
+
+
+def heading(conditions: dict[str, Any]) -> str:
+    """One line of them for the head of a table."""
+    return (
+        f"{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
+        f"{conditions['torch_threads']} thread(s) each\n"
+        f"hvlike {conditions['hvlike']}, torch {conditions['torch']}, "
+        f"Python {conditions['python']}, {conditions['mpi']}"
+    )
