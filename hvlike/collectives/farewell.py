@@ -46,7 +46,7 @@ class Farewell:
         if rank == self._world.rank:
             self._hear(rank, what, value)
         else:
-            self._fabric.channel.send(rank, _TOPIC, (what, value))
+            self._fabric.channel.send(rank, _TOPIC, (what, value), kind="farewell")
 
     def _hear(self, rank: int, what: str, value: Any) -> None:
         if what == "left":

@@ -102,7 +102,7 @@ class Switchboard:
 
     def send(self, rank: int, number: int, what: str, value: Any) -> None:
         """Send a message to the negotiator of set `number` on `rank`; from inside the loop."""
-        self._channel.send(rank, _TOPIC, (number, what, value))
+        self._channel.send(rank, _TOPIC, (number, what, value), kind=what)
 
     def connect(self, number: int, negotiator: Negotiator) -> None:
         """Deliver to `negotiator` from now on, what came early first. In the loop; sets in rising order."""

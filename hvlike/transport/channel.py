@@ -24,6 +24,7 @@ from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.dtypes import raw_view
 from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Routine, Wait, complete
+from hvlike.transport.traffic import Traffic
 
 Handler = Callable[[int, Any, list[torch.Tensor]], None]
 """Called in the loop with the sender's rank, the object and the tensors; must return quickly."""
@@ -65,12 +66,21 @@ class MessageCounters:
 class Channel:
     """Sends and receives messages over one communicator; used from inside the loop, but for `send_soon`."""
 
-    def __init__(self, mpi: Any, comm: Any, loop: Loop, bells: dict[int, Doorbell], counters: MessageCounters) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        loop: Loop,
+        bells: dict[int, Doorbell],
+        counters: MessageCounters,
+        traffic: Traffic,
+    ) -> None:
         self._mpi = mpi
         self._comm = comm
         self._loop = loop
         self._bells = bells
         self._counters = counters
+        self._traffic = traffic
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
         self._handlers: dict[int, Handler] = {}
@@ -88,10 +98,12 @@ class Channel:
         """`send` from any thread."""
         self._loop.post(lambda: self.send(rank, topic, value, tensors))
 
-    def send(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(
+        self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = (), *, kind: str = "message"
+    ) -> None:
         """Start sending; returns at once, keeps `tensors` alive and they must not change until they have left.
 
-        tensors: contiguous CPU tensors of any dtype in the table, any size.
+        tensors: contiguous CPU tensors of any dtype in the table, any size. kind: under which it is counted.
         """
         if rank == self._rank:
             self._loop.post(lambda: self._handlers[topic](rank, value, [tensor.clone() for tensor in tensors]))
@@ -103,6 +115,7 @@ class Channel:
         body = pickle.dumps((value, shapes) if tensors else value, protocol=5)
         flag = 1 if tensors else 0
         message = b"".join((_HEADER.pack(topic << 1 | flag, tag, len(body)), body, *(views if inline else ())))
+        self._traffic.control(kind, len(message) + (0 if inline else sum(view.nbytes for view in views)))
         requests = [self._isend(np.frombuffer(message, np.uint8), rank, _MESSAGE_TAG)]
         if not inline:
             requests += [self._isend(piece, rank, tag) for view in views for piece in _pieces(view)]

@@ -17,6 +17,7 @@ from hvlike.transport.mailbox import Mailbox
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.segment import Offer, Segment
 from hvlike.transport.semaphore import Fence
+from hvlike.transport.traffic import CountedComm, Traffic
 from hvlike.transport.world import World
 
 _LETTERS_TOPIC = 1
@@ -32,6 +33,7 @@ class Fabric:
         """
         self.world = world
         self.fence = Fence()
+        self.traffic = Traffic()
         size = world.local_size
         board = segment.share(world.node_comm, size * BELL_BYTES + 8 * size * size)
         local = next(node for node in world.nodes if world.rank in node)
@@ -56,7 +58,7 @@ class Fabric:
             {rank: index for index, rank in enumerate(local)},
             world.rank,
         )
-        self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters)
+        self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic)
         self.mailbox = Mailbox(self.channel, _LETTERS_TOPIC)
 
     def share(self, group: Group, key: Any, nbytes: int) -> Routine[Segment | None]:
@@ -97,12 +99,15 @@ class Fabric:
         return made.segment if made and agreed else None
 
     def duplicate(self, comm: Any) -> Routine[Any]:
-        """A duplicate of a communicator, without blocking; collective over it, in the same order on all members."""
+        """A duplicate of a communicator for data, without blocking; counts what is sent through it.
+
+        Collective over `comm`, in the same order on all members.
+        """
         copy, request = comm.Idup()
         while not request.Test():
             yield Wait.POLL
         copy.Set_errhandler(self.world.mpi.ERRORS_RETURN)
-        return copy
+        return CountedComm(copy, self.traffic)
 
     def _tick(self) -> None:
         for each in self.ticks:

@@ -23,7 +23,7 @@ class Mailbox:
 
     def send(self, rank: int, key: Hashable, value: Any) -> None:
         """Send `value` to `rank`, where a routine receives it under `key`. From inside the loop."""
-        self._channel.send(rank, self._topic, (key, value))
+        self._channel.send(rank, self._topic, (key, value), kind="letter")
 
     def receive(self, rank: int, key: Hashable) -> Routine[Any]:
         """Wait for the next value that `rank` sends under `key`."""

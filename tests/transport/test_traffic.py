@@ -1,0 +1,91 @@
+"""What leaves a rank is counted: control messages by kind, data messages, calls of MPI's collectives, bytes."""
+
+import os
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvlike.collectives.context import current
+from hvlike.transport.traffic import CountedComm, Sent, Traffic
+
+
+def sent_during(work: Any) -> Sent:
+    before = current().fabric.traffic.snapshot()
+    work()
+    return current().fabric.traffic.snapshot() - before
+
+
+def test_the_difference_of_two_moments_leaves_out_what_did_not_change() -> None:
+    traffic = Traffic()
+    traffic.control("ready", 10)
+    traffic.control("letter", 5)
+    before = traffic.snapshot()
+    traffic.control("ready", 7)
+    traffic.message(100)
+    traffic.collective(40)
+    assert traffic.snapshot() - before == Sent({"ready": 1}, 7, 1, 100, 1, 40)
+    assert before == Sent({"ready": 1, "letter": 1}, 15)
+    assert before.control_messages == 2
+
+
+def test_a_counted_communicator_counts_and_passes_on() -> None:
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        return arguments, named
+
+    traffic = Traffic()
+    comm = CountedComm(SimpleNamespace(Isend=refuse, Ibcast=refuse, Iallreduce=refuse, Get_rank=lambda: 3), traffic)
+    array = np.zeros(10, np.float32)
+    assert comm.Isend([array, "type"], 1, tag=5) == (([array, "type"], 1), {"tag": 5})
+    assert comm.Ibcast([array, "type"], 2) == (([array, "type"], 2), {})
+    assert comm.Iallreduce("in place", [array, 10, "type"], "sum") == (("in place", [array, 10, "type"], "sum"), {})
+    assert comm.Get_rank() == 3
+    assert traffic.snapshot() == Sent({}, 0, 1, 40, 2, 80)
+
+
+@pytest.fixture
+def alone_on_a_node(hvd: ModuleType) -> Iterator[None]:
+    """Every rank on a node of its own."""
+    hvd.shutdown()
+    os.environ["HVLIKE_RANKS_PER_NODE"] = "1"
+    hvd.init()
+    yield
+    hvd.shutdown()
+    os.environ.pop("HVLIKE_RANKS_PER_NODE")
+    hvd.init()
+
+
+def test_named_operations_cost_messages_of_agreement(hvd: ModuleType) -> None:
+    hvd.allreduce(torch.ones(10), name="x")
+    sent = sent_during(lambda: hvd.allreduce(torch.ones(10), name="x"))
+    if hvd.size() == 1:
+        assert sent == Sent()
+    elif hvd.rank() == 0:
+        assert sent.control["verdicts"] == hvd.size() - 1
+    else:
+        assert sent.control["ready"] == 1
+        assert sent.control_bytes > 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_data_on_one_node_is_no_message(hvd: ModuleType) -> None:
+    sent = sent_during(lambda: hvd.allreduce(torch.ones(500_000)))
+    assert (sent.data_messages, sent.collectives) == (0, 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_data_between_nodes_is_counted_with_its_bytes(hvd: ModuleType, alone_on_a_node: None) -> None:
+    size = hvd.size()
+    sent = sent_during(lambda: hvd.allreduce(torch.ones(1 << 20)))
+    # Every rank sends its contributions to all shards but its own, and its own shard to all others.
+    assert sent.data_messages >= 2 * (size - 1)
+    assert abs(sent.data_bytes - 2 * (size - 1) / size * (4 << 20)) < 1024
+
+
+@pytest.mark.mpi(min_size=2)
+def test_reductions_left_to_mpi_are_counted_as_such(hvd: ModuleType, alone_on_a_node: None) -> None:
+    sent = sent_during(lambda: hvd.allreduce(torch.ones(1000)))
+    assert (sent.collectives, sent.collective_bytes) == (1, 4000)
