@@ -70,6 +70,8 @@ class Arithmetic:
         if self.element.kind is Kind.HALF:
             self._direct = DirectHalfKernel(self.element, op, factors)
             self._direct_contributions = direct_contributions(dtype, op, factors)
+        kernel = self._kernel
+        self._joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
         self._block = BLOCK_BYTES // self.itemsize
         self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
 
@@ -123,6 +125,28 @@ class Arithmetic:
                 kernel.store(accumulator, mine)
                 for output in outputs:
                     kernel.copy(output[block], mine)
+
+    def merge(self, first: Piece, others: Sequence[Piece], own: Piece, result: Piece) -> None:
+        """Reduce `first` and `others` in this order; `own` is among them and gets the finished result.
+
+        `result`, among them too, gets what `deliver` makes the finished result from: scaling while copying costs
+        nothing, a pass of its own over the chunk does. The caller silences numpy's warnings (np.errstate), once for
+        many chunks.
+        """
+        kernel = self._joining
+        if kernel is None:
+            self.combine(first, others, [result] if first is own else [own])
+            return
+        kernel.join(first, others, result)
+        kernel.deliver(own, result)
+
+    def deliver(self, target: Piece, source: Piece) -> None:
+        """Write to `target` the finished result of which `merge` has left `source`; np.errstate as there."""
+        kernel = self._joining
+        if kernel is None:
+            self._kernel.copy(target, source)
+        else:
+            kernel.deliver(target, source)
 
     def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
         """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""

@@ -8,7 +8,7 @@ fast as memcpy and cost half a microsecond less per call than torch's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -112,6 +112,17 @@ class ArrayKernel(Kernel[Array]):
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
 
+    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
+        """Write the reduction of all pieces to `result`, which is one of the first two; finished but for `deliver`."""
+        self._reduce(first, others[0], out=result)
+        for other in others[1:]:
+            self._reduce(result, other, out=result)
+        self.finish(result)
+
+    def deliver(self, target: Array, source: Array) -> None:
+        """Write the finished result to `target`."""
+        np.copyto(target, source)
+
     @abstractmethod
     def scale(self, source: Array, out: Array) -> None:
         """Write prescale * source to `out`, which may be `source`."""
@@ -168,6 +179,17 @@ class FloatKernel(ArrayKernel):
 
     def scale(self, source: Array, out: Array) -> None:
         np.multiply(source.view(self._real), self._pre, out=out.view(self._real))
+
+    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
+        self._reduce(first, others[0], out=result)
+        for other in others[1:]:
+            self._reduce(result, other, out=result)
+
+    def deliver(self, target: Array, source: Array) -> None:
+        if self.factors.post == 1:
+            np.copyto(target, source)
+        else:
+            np.multiply(source.view(self._real), self._post, out=target.view(self._real))
 
     def finish(self, accumulator: Array) -> None:
         if self.factors.post != 1:

@@ -16,6 +16,7 @@ from hvlike.planes.network import Network
 from hvlike.planes.plane import Plane, SoloPlane
 from hvlike.planes.region import Region, region_bytes
 from hvlike.planes.shared import SharedPlane
+from hvlike.transport.cores import is_crowded
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.loop import Task
@@ -112,7 +113,9 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPla
         segment = yield from fabric.share(group, key, nbytes)
         if segment is not None:
             bells = [fabric.bells[group.ranks[position]] for position in group.node]
-            return SharedPlane(Region(segment, group.local_rank, group.local_size, chunk, bells, fabric.fence))
+            crowded = is_crowded(fabric.cores)
+            ranks = group.local_size
+            return SharedPlane(Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded))
     raise LaunchError(
         f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
         "bytes: give /dev/shm more room (docker run --shm-size=256m)"

@@ -96,8 +96,18 @@ class Region:
     """One rank's view of the region; `rank` and `ranks` count within the node."""
 
     def __init__(
-        self, segment: Segment, rank: int, ranks: int, chunk: int, bells: list[Doorbell], fence: Fence
+        self,
+        segment: Segment,
+        rank: int,
+        ranks: int,
+        chunk: int,
+        bells: list[Doorbell],
+        fence: Fence,
+        *,
+        crowded: bool = False,
     ) -> None:
+        """crowded: there are fewer cores than ranks, so that a waiting one should not look too often."""
+        self.crowded = crowded
         self.rank = rank
         self.ranks = ranks
         self.chunk = chunk

@@ -12,7 +12,6 @@ Every element is reduced on exactly one rank, so the results are bitwise the sam
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,22 +23,11 @@ from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut, in_rounds
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
-from hvlike.planes.region import Region, first_peer
+from hvlike.planes.reduction import PASSES, Reduction, Results
+from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine, Wait
 
-PASSES = 16
-"""How often a reduction moves something before it lets other routines have a turn."""
-
-
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
-
-
-class Results(enum.Enum):
-    """Who gets the result of a reduction."""
-
-    TO_ALL = "every rank"
-    TO_OWNER = "the owner of the chunk"
-    PARTIAL = "the owner of the chunk, who is not yet through with it"
 
 
 class SharedPlane:
@@ -51,7 +39,6 @@ class SharedPlane:
         self._gathers = Turns.start(region.ranks)
         self._number = 0
         self._stamp = 0
-        self._compared = False
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
@@ -143,20 +130,15 @@ class SharedPlane:
     ) -> Routine[None]:
         if not chunks:
             return
-        region = self._region
         pieces = [arithmetic.view(tensor) for tensor in tensors]
         self._enter([len(piece) for piece in pieces], arithmetic)
-        staging = deque(chunk for chunk in chunks if chunk.owner != region.rank)
-        reducing = deque(chunk for chunk in chunks if chunk.owner == region.rank)
-        taking = staging.copy() if results is Results.TO_ALL else deque[Chunk]()
-        yield from self._move(
-            lambda: (
-                self._stage(pieces, staging, arithmetic, results)
-                | self._reduce(pieces, reducing, arithmetic, results)
-                | self._take(pieces, taking, arithmetic)
-            ),
-            lambda: bool(staging or reducing or taking),
-        )
+        reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._compare)
+        while reduction.unfinished:
+            if reduction.advance():
+                yield Wait.AGAIN
+            else:
+                self._check_peers()
+                yield Wait.BELL
 
     def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """Say which work this is; the owners compare before they add anything."""
@@ -164,12 +146,10 @@ class SharedPlane:
         factors = arithmetic.factors
         described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
         self._stamp = hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)) & 0xFFFFFFFFFFFFFFFF
-        self._compared = False
         self._region.mine.set_stamp(self._number, self._stamp)
 
     def _compare(self) -> None:
         """Give the region up if a peer has entered other work: its chunks would be foreign memory."""
-        self._compared = True
         region = self._region
         others = [peer for peer in region.peers if region.counters[peer].stamp(self._number) != self._stamp]
         if others:
@@ -189,83 +169,6 @@ class SharedPlane:
             raise MismatchError(
                 f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
             )
-
-    def _stage(self, pieces: list[Piece], staging: deque[Chunk], arithmetic: Arithmetic, results: Results) -> bool:
-        if not staging:
-            return False
-        region = self._region
-        piece, start, stop, owner, turn = staging[0]
-        if not self._slot_is_free(owner, turn):
-            return False
-        slot = region.slot(arithmetic, region.rank, owner, turn)
-        arithmetic.copy(slot[: stop - start], pieces[piece][start:stop])
-        region.order()
-        region.mine.staged[owner] = turn + 1
-        if results is not Results.TO_ALL:
-            region.mine.taken[owner] = turn + 1
-        staging.popleft()
-        return True
-
-    def _slot_is_free(self, owner: int, turn: int) -> bool:
-        """The chunk before the last in this slot must have been used by everybody who looks at it."""
-        region = self._region
-        if region.counters[owner].received[region.rank] < region.mine.passed[owner]:
-            return False
-        needed = turn - SLOTS + 1
-        if needed <= 0:
-            return True
-        if region.counters[owner].reduced < needed:
-            return False
-        if region.rank != first_peer(owner):
-            return True
-        return all(each.taken[owner] >= needed for peer, each in enumerate(region.counters) if peer != owner)
-
-    def _reduce(self, pieces: list[Piece], reducing: deque[Chunk], arithmetic: Arithmetic, results: Results) -> bool:
-        if not reducing:
-            return False
-        region = self._region
-        piece, start, stop, owner, turn = reducing[0]
-        for peer in region.peers:
-            if region.counters[peer].staged[owner] <= turn:
-                return False
-        region.order()
-        if not self._compared:
-            self._compare()
-        length = stop - start
-        own = pieces[piece][start:stop]
-        copies = [region.slot(arithmetic, peer, owner, turn)[:length] for peer in region.peers]
-        # In the order of the ranks whoever adds (the first two may be swapped): then a sum does not depend on how the
-        # work was cut and dealt, and a run that is resumed or bucketed otherwise gives the same bits.
-        first, others, result = own, copies, copies[0]
-        if region.rank > 1:
-            first, others, result = copies[0], [*copies[1 : region.rank], own, *copies[region.rank :]], own
-        if results is Results.TO_ALL:
-            arithmetic.combine(first, others, [result])
-        elif results is Results.TO_OWNER:
-            arithmetic.combine(first, others, [] if first is own else [own])
-        else:
-            arithmetic.accumulate(first, others)
-            if first is not own:
-                arithmetic.copy(own, first)
-        region.order()
-        region.mine.reduced = turn + 1
-        reducing.popleft()
-        return True
-
-    def _take(self, pieces: list[Piece], taking: deque[Chunk], arithmetic: Arithmetic) -> bool:
-        if not taking:
-            return False
-        region = self._region
-        piece, start, stop, owner, turn = taking[0]
-        if region.counters[owner].reduced <= turn:
-            return False
-        region.order()
-        slot = region.slot(arithmetic, first_peer(owner), owner, turn)
-        arithmetic.copy(pieces[piece][start:stop], slot[: stop - start])
-        region.order()
-        region.mine.taken[owner] = turn + 1
-        taking.popleft()
-        return True
 
     # -- gather ---------------------------------------------------------------------------------
 
