@@ -36,7 +36,8 @@ class Schedule:
         groups: Sequence[Sequence[int]] = agreed.settings[1]
         self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
         self.buckets = [
-            Bucket(entries, self.plan.strides, settings, agreed.names, lane.group.rank) for entries in self.plan.buckets
+            Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
+            for entries in self.plan.buckets
         ]
         self._count = torch.zeros(1, dtype=torch.int32)
         self._arithmetic = arithmetic_of(torch.int32, Sum, lane.group.size, 1.0, 1.0)

@@ -29,12 +29,16 @@ class CastCompressor(Compressor):
             raise UsageError(f"CastCompressor needs a floating dtype to send as, got {wire_dtype}.")
         self.wire_dtype = wire_dtype
 
+    def cast(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that tensors of `dtype` travel as."""
+        passes = not dtype.is_floating_point or dtype.itemsize <= self.wire_dtype.itemsize
+        return dtype if passes else self.wire_dtype
+
     def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
         """Return `tensor` cast to the wire dtype and the dtype it had; unchanged and None if it passes through."""
         dtype = tensor.dtype
-        if not dtype.is_floating_point or dtype.itemsize <= self.wire_dtype.itemsize:
-            return tensor, None
-        return tensor.to(self.wire_dtype), dtype
+        wire = self.cast(dtype)
+        return (tensor, None) if wire is dtype else (tensor.to(wire), dtype)
 
     def decompress(self, tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
         """Return `tensor` cast back to the dtype in `ctx`."""
