@@ -48,6 +48,11 @@ class Summary:
     first_quartile: float
     third_quartile: float
 
+    @property
+    def spread(self) -> float:
+        """The interquartile range as a part of the median."""
+        return (self.third_quartile - self.first_quartile) / self.median
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
         """Summarise samples; at least one."""

@@ -66,7 +66,7 @@ WORKLOADS: dict[str, Workload] = {
     for each in (
         _perceptron("mlp", "four layers of 2048 x 2048, batch 64", 2048, 4, 64),
         _transformer("transformer", "width 256, 4 layers, batch 8 x 64 tokens", 256, 4, 8, 64),
-        _perceptron("small", "eight layers of 256 x 256, batch 64", 256, 8, 64),
+        _perceptron("small", "eight layers of 256 x 256, batch 32", 256, 8, 32),
         _shaped("tensors400", f"400 tensors of 1 to 16 KiB; {_CHEAP}", small(400)),
         _shaped("resnet", f"ResNet-50's shapes; {_CHEAP}", resnet_50()),
         _shaped("bert", f"BERT-base's shapes; {_CHEAP}", bert(768, 12)),

@@ -1,5 +1,7 @@
 """The comparison of a benchmark: interleaved in an agreed order, warm-ups left out, ratios paired."""
 
+from functools import partial
+
 import pytest
 
 from hvlike.bench.comparison import Contestant, Summary, compare, paired_ratio
@@ -20,9 +22,9 @@ def played(seed: int, repetitions: int = 4) -> tuple[list[str], dict[str, list[f
     contestants = [
         Contestant(
             name,
-            lambda name=name: log.append(f"prepare {name}"),
-            lambda name=name: log.append(f"run {name}"),
-            lambda name=name: log.append(f"check {name}"),
+            partial(log.append, f"prepare {name}"),
+            partial(log.append, f"run {name}"),
+            partial(log.append, f"check {name}"),
         )
         for name in "abc"
     ]

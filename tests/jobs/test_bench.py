@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from job import CHECKOUT, run_job
@@ -33,6 +34,31 @@ def test_table_is_printed_once() -> None:
     assert "Without gloo: left out by --no-gloo." in job.stdout
 
 
+STEP = ["bench", "step", "--models", "small", "--repetitions", "2"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_step_in_json(ranks: int) -> None:
+    job = run_job(MODULE, ranks, args=[*STEP, "--bucket-view", "--json"]).check()
+    found = json.loads(job.stdout)
+    assert found["ranks"] == ranks
+    (result,) = found["results"]
+    assert (result["model"], result["tensors"], result["bytes"]) == ("small", 16, 4 * 8 * (256 * 256 + 256))
+    assert set(result["seconds"]) == {"no communication", "hvlike", "DDP-gloo", "DDP-gloo view"}
+    assert set(result["overhead"]) == {"hvlike", "DDP-gloo", "DDP-gloo view"}
+    assert set(result["ratios"]) == {"hvlike/DDP-gloo", "hvlike/DDP-gloo view"}
+    assert all(len(summary["samples"]) == 2 for summary in result["seconds"].values())
+
+
+def test_step_as_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "step.png"
+    job = run_job(MODULE, 2, args=[*STEP, "--no-ddp", "--plot", str(picture)]).check()
+    assert job.stdout.count("training step, float32, SGD, 2 ranks on 1 node(s)") == 1
+    assert "Without DDP: left out by --no-ddp." in job.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "hvlike", *arguments]
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
@@ -49,3 +75,4 @@ def test_wrong_commands_say_what_there_is() -> None:
     wrong = command("bench", "allreduce", "--sizes", "many")
     assert wrong.returncode == 2
     assert "'many' is no size" in wrong.stderr
+    assert "there is no model 'alexnet'; there are mlp, " in command("bench", "step", "--models", "alexnet").stderr

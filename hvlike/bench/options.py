@@ -1,0 +1,26 @@
+"""Options that several benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+
+from hvlike.bench import plot
+
+
+def add_common(parser: argparse.ArgumentParser, repetitions: str) -> None:
+    """Add --repetitions, --seed, --json and --plot. repetitions: what the default is, in words."""
+    parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
+    parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--plot", type=plot.png, metavar="FILE.png", help="draw what came out; needs matplotlib")
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0. Raises: argparse.ArgumentTypeError."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return number

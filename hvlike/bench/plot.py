@@ -1,0 +1,100 @@
+"""Pictures of what benchmarks found: panels of bars and of curves, side by side in one PNG file.
+
+The only file that imports matplotlib, and only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PANEL_INCHES = (6.4, 4.4)
+_DOTS_PER_INCH = 110
+_ROOM = 0.8
+"""Part of the distance between two groups that their bars fill."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Groups of bars: one value for each group in each series; NaN leaves a gap."""
+
+    title: str
+    unit: str
+    groups: Sequence[str]
+    series: Mapping[str, Sequence[float]]
+    line: float | None = None
+    """Height of a line for comparison, for example 1 for ratios."""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves over one abscissa, both axes logarithmic; NaN leaves a gap."""
+
+    title: str
+    abscissa: str
+    unit: str
+    positions: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+    labels: Sequence[str] | None = None
+    """What to write at the positions; None for the numbers themselves."""
+
+
+def png(text: str) -> Path:
+    """Return a path for a picture. Raises: argparse.ArgumentTypeError; also without matplotlib, before measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib, or 'hvlike[bench]'")
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}")
+    return path
+
+
+def draw(path: Path, title: str, panels: Sequence[Bars | Curves]) -> None:
+    """Write one picture with these panels, side by side. Raises: ImportError without matplotlib, OSError."""
+    figure_module = importlib.import_module("matplotlib.figure")
+    width, height = _PANEL_INCHES
+    figure = figure_module.Figure(figsize=(width * len(panels), height), dpi=_DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        if isinstance(panel, Bars):
+            _draw_bars(axes, panel)
+        else:
+            _draw_curves(axes, panel)
+        axes.set_title(panel.title, fontsize="medium")
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, format="png")
+
+
+def _draw_bars(axes: Any, panel: Bars) -> None:
+    width = _ROOM / max(1, len(panel.series))
+    for index, (name, values) in enumerate(panel.series.items()):
+        offset = (index - (len(panel.series) - 1) / 2) * width
+        bars = axes.bar([place + offset for place in range(len(panel.groups))], values, width, label=name)
+        axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
+    axes.set_xticks(range(len(panel.groups)), panel.groups)
+    axes.set_ylabel(panel.unit)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+    if panel.line is not None:
+        axes.axhline(panel.line, color="black", linewidth=0.8)
+
+
+def _draw_curves(axes: Any, panel: Curves) -> None:
+    for name, values in panel.series.items():
+        axes.plot(panel.positions, values, marker="o", markersize=3, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    if panel.labels is not None:
+        axes.set_xticks(panel.positions, panel.labels, rotation=30, fontsize="small")
+        axes.minorticks_off()
+    axes.set_xlabel(panel.abscissa)
+    axes.set_ylabel(panel.unit)
