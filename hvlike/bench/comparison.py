@@ -29,15 +29,40 @@ class Ranks(Protocol):
         """Return for each value the maximum over ranks."""
 
 
+class Entrant(Protocol):
+    """Who takes part in a comparison, be it in this process or elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """What the samples are called."""
+
+    def turn(self, ranks: Ranks) -> float:
+        """Do the work once and return its seconds on this rank. Collective."""
+
+    def check(self) -> None:
+        """Look at the result of the first turn. Raises: HvlikeError when it is wrong."""
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work. `prepare` is not timed and makes the input anew; `run` is timed."""
+    """One way to do the work here. `prepare` is not timed and makes the input anew; `run` is timed."""
 
     name: str
     prepare: Callable[[], None]
     run: Callable[[], None]
-    check: Callable[[], None]
-    """Called once, after the first repetition: raises when the result is wrong."""
+    verify: Callable[[], None] = lambda: None
+
+    def turn(self, ranks: Ranks) -> float:
+        """Prepare, wait for all ranks, run. Collective. Returns the seconds that `run` took."""
+        self.prepare()
+        ranks.barrier()
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
+
+    def check(self) -> None:
+        """Verify what `run` has done."""
+        self.verify()
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class Summary:
 
 
 def compare(
-    ranks: Ranks, contestants: Sequence[Contestant], repetitions: int, *, warmups: int = 2, seed: int = 0
+    ranks: Ranks, contestants: Sequence[Entrant], repetitions: int, *, warmups: int = 2, seed: int = 0
 ) -> dict[str, list[float]]:
     """Measure all contestants `repetitions` times, after `warmups` that do not count.
 
@@ -76,11 +101,7 @@ def compare(
     for repetition in range(warmups + repetitions):
         for contestant in order.sample(contestants, len(contestants)):
             np.add(private, 1.0, out=private)
-            contestant.prepare()
-            ranks.barrier()
-            start = time.perf_counter()
-            contestant.run()
-            seconds = time.perf_counter() - start
+            seconds = contestant.turn(ranks)
             if repetition == 0:
                 contestant.check()
             if repetition >= warmups:
@@ -88,6 +109,17 @@ def compare(
     return {name: ranks.maximum(samples) for name, samples in measured.items()}
 
 
-def paired_ratio(samples: Mapping[str, Sequence[float]], name: str, to: str) -> float:
-    """Return the median over repetitions of the time of `name` divided by that of `to`."""
-    return statistics.median(a / b for a, b in zip(samples[name], samples[to], strict=True))
+@dataclass(frozen=True)
+class Ratio:
+    """How two contestants compare."""
+
+    of_medians: float
+    paired: Summary
+    """Of the ratios within one repetition."""
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], name: str, to: str) -> Ratio:
+        """The times of `name` divided by those of `to`."""
+        above, below = samples[name], samples[to]
+        paired = Summary.of([a / b for a, b in zip(above, below, strict=True)])
+        return cls(statistics.median(above) / statistics.median(below), paired)

@@ -57,13 +57,16 @@ def png(text: str) -> Path:
     return path
 
 
-def draw(path: Path, title: str, panels: Sequence[Bars | Curves]) -> None:
-    """Write one picture with these panels, side by side. Raises: ImportError without matplotlib, OSError."""
+def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
+    """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
     figure_module = importlib.import_module("matplotlib.figure")
     width, height = _PANEL_INCHES
-    figure = figure_module.Figure(figsize=(width * len(panels), height), dpi=_DOTS_PER_INCH, layout="constrained")
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = figure_module.Figure(figsize=(width * columns, height * rows), dpi=_DOTS_PER_INCH, layout="constrained")
     figure.suptitle(title)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
         if isinstance(panel, Bars):
             _draw_bars(axes, panel)
         else:

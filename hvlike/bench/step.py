@@ -99,7 +99,7 @@ def measure(workload: Workload, raw: RawMpi, views: Sequence[bool], repetitions:
 
 def _contestant(trainer: Trainer, steps: int) -> Contestant:
     # A step before the clock starts brings the model back into the caches, as in a training that nobody interrupts.
-    return Contestant(trainer.name, trainer.step, partial(trainer.steps, steps), lambda: None)
+    return Contestant(trainer.name, trainer.step, partial(trainer.steps, steps))
 
 
 def _effort(contestants: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:

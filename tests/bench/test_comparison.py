@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from hvlike.bench.comparison import Contestant, Summary, compare, paired_ratio
+from hvlike.bench.comparison import Contestant, Ratio, Summary, compare
 
 
 class Alone:
@@ -55,10 +55,16 @@ def test_the_order_is_random_but_agreed() -> None:
 def test_ratios_are_taken_within_a_repetition() -> None:
     # The machine became ten times slower in between: each alone would say nothing.
     samples = {"ours": [1.0, 10.0, 1.0], "theirs": [2.0, 20.0, 2.0]}
-    assert paired_ratio(samples, "theirs", "ours") == 2.0
+    assert Ratio.of(samples, "theirs", "ours") == Ratio(2.0, Summary(2.0, 2.0, 2.0))
+
+
+def test_the_ratio_of_medians_stands_beside_them() -> None:
+    samples = {"ours": [1.0, 2.0, 4.0], "theirs": [4.0, 2.0, 8.0]}
+    assert Ratio.of(samples, "theirs", "ours") == Ratio(2.0, Summary(2.0, 1.5, 3.0))
 
 
 def test_summary() -> None:
     assert Summary.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Summary(3.0, 2.0, 4.0)
     assert Summary.of([7.0]) == Summary(7.0, 7.0, 7.0)
     assert Summary.of([1.0, 3.0]).median == pytest.approx(2.0)
+    assert Summary.of([1.0, 2.0, 3.0, 4.0, 5.0]).spread == pytest.approx(2 / 3)

@@ -3,12 +3,18 @@
 import argparse
 import importlib.util
 import math
+import struct
 from pathlib import Path
 
 import pytest
 
 from hvlike.bench.options import positive
 from hvlike.bench.plot import Bars, Curves, draw, png
+
+
+def size_of(picture: bytes) -> tuple[int, ...]:
+    """Width and height, from the header of a PNG."""
+    return struct.unpack(">II", picture[16:24])
 
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
@@ -19,8 +25,8 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     draw(path, "both", [bars, curves])
     written = path.read_bytes()
     assert written.startswith(b"\x89PNG\r\n\x1a\n")
-    draw(path, "one", [bars])
-    assert path.read_bytes() != written
+    draw(path, "more rows", [bars, curves, bars], columns=2)
+    assert size_of(path.read_bytes()) == (size_of(written)[0], 2 * size_of(written)[1])
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

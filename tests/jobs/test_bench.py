@@ -22,16 +22,26 @@ def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
     assert found["ranks"] == ranks
     assert [each["bytes"] for each in found["results"]] == [1024, 300 << 10]
     for each in found["results"]:
-        assert set(each["seconds"]) == {"hvlike", "MPI_Allreduce", "gloo", "memory floor"}
-        assert set(each["ratios"]) == {"MPI/hvlike", "gloo/hvlike", "hvlike/floor"}
+        assert set(each["seconds"]) == {"hvlike", "MPI_Allreduce", "gloo", "read-write pass", "memcpy"}
+        assert set(each["ratios"]) == {"MPI/hvlike", "gloo/hvlike", "hvlike/pass", "hvlike/memcpy"}
         assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
 
 
 def test_table_is_printed_once() -> None:
     job = run_job(MODULE, 2, args=[*QUICK, "--no-gloo"]).check()
-    assert job.stdout.count("allreduce of one float32 tensor, in place, 2 ranks on 1 node(s)") == 1
+    assert job.stdout.count("allreduce of one tensor, op sum, in place, 2 ranks on 1 node(s)") == 1
     assert "300 KiB" in job.stdout
     assert "Without gloo: left out by --no-gloo." in job.stdout
+
+
+def test_averages_of_other_dtypes_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "allreduce.png"
+    options = ["--dtypes", "bfloat16,float64", "--op", "average", "--plot", str(picture)]
+    job = run_job(MODULE, 2, args=[*QUICK, *options]).check()
+    for line in ("op average", "bfloat16 ratios", "float64 ratios", "it reduces the same values in float32"):
+        assert line in job.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 STEP = ["bench", "step", "--models", "small", "--repetitions", "2"]
@@ -75,4 +85,5 @@ def test_wrong_commands_say_what_there_is() -> None:
     wrong = command("bench", "allreduce", "--sizes", "many")
     assert wrong.returncode == 2
     assert "'many' is no size" in wrong.stderr
+    assert "'half' is not measured" in command("bench", "allreduce", "--dtypes", "half").stderr
     assert "there is no model 'alexnet'; there are mlp, " in command("bench", "step", "--models", "alexnet").stderr

@@ -1,0 +1,125 @@
+"""The contestants of bench allreduce: the same sum or average in place, and the floors under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hvlike
+from hvlike.bench.comparison import Contestant
+from hvlike.bench.gloo import Gloo
+from hvlike.errors import HvlikeError
+from hvlike.transport.dtypes import Array
+from hvlike.transport.raw import RawMpi
+
+OURS = "hvlike"
+SHARED = "empty_shared"
+MPI = "MPI_Allreduce"
+GLOO = "gloo"
+FLOOR = "read-write pass"
+COPY = "memcpy"
+
+DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is reduced: a tensor of `size` bytes, summed or averaged in place."""
+
+    size: int
+    dtype: torch.dtype
+    average: bool
+
+    @property
+    def dtype_name(self) -> str:
+        """As the command line spells it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return max(1, self.size // self.dtype.itemsize)
+
+    @property
+    def expected(self) -> float:
+        """Every element of the result; a rank's own are all its rank + 1."""
+        total = sum(range(1, hvlike.size() + 1))
+        return total / hvlike.size() if self.average else total
+
+
+def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]:
+    """Return those who can take part, each with its own way to reduce. Collective."""
+    tensor = torch.zeros(case.length, dtype=case.dtype)
+    entered = [
+        _reducing(case, OURS, tensor, _by_hvlike(case, tensor, "ordinary")),
+        _by_mpi(case, tensor, raw),
+    ]
+    if group is not None:
+        entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
+    return [*entered, *_floors(tensor)]
+
+
+def _reducing(case: Case, name: str, tensor: Tensor, run: Callable[[], None]) -> Contestant:
+    def verify() -> None:
+        if not bool((tensor == case.expected).all()):
+            raise HvlikeError(
+                f"rank {hvlike.rank()}: {name} reduced {case.size} bytes of {case.dtype_name} "
+                f"to something else than {case.expected} everywhere."
+            )
+
+    return Contestant(name, lambda: _write(tensor), run, verify)
+
+
+def _write(tensor: Tensor) -> None:
+    tensor.fill_(hvlike.rank() + 1)
+
+
+def _by_hvlike(case: Case, tensor: Tensor, kind: str) -> Callable[[], None]:
+    name = f"bench.{kind}.{case.dtype_name}.{case.length}"
+    op = hvlike.Average if case.average else hvlike.Sum
+
+    def run() -> None:
+        hvlike.allreduce_(tensor, op=op, name=name)
+
+    return run
+
+
+def _by_mpi(case: Case, tensor: Tensor, raw: RawMpi) -> Contestant:
+    """16-bit floats, which MPI does not add (bfloat16) or adds slowly, go as the same values in float32."""
+    if case.dtype in _HALVES:
+        tensor = torch.zeros(case.length)
+    array = tensor.numpy()
+
+    def run() -> None:
+        raw.allreduce(array)
+        if case.average:
+            np.divide(array, hvlike.size(), out=array)
+
+    return _reducing(case, MPI, tensor, run)
+
+
+def _by_gloo(case: Case, tensor: Tensor, group: Gloo) -> None:
+    group.allreduce(tensor)
+    if case.average:
+        tensor.div_(hvlike.size())
+
+
+def _floors(tensor: Tensor) -> list[Contestant]:
+    """One pass over the same bytes, by all ranks at once: in place, and into other memory."""
+    array: Array = tensor.view(torch.uint8).numpy().view(np.float32 if tensor.nbytes % 4 == 0 else np.uint8)
+    other = np.zeros_like(array)
+    factor = array.dtype.type(1)
+    prepare = partial(_write, tensor)
+    return [
+        Contestant(FLOOR, prepare, lambda: np.multiply(array, factor, out=array)),
+        Contestant(COPY, prepare, lambda: np.copyto(other, array)),
+    ]
