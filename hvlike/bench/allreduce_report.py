@@ -78,7 +78,7 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
         drawn += [
             Curves(f"{dtype}: time", "size", "seconds", sizes, times, labels),
             Bars(f"{dtype}: how many times faster", "ratio", labels, others, line=1.0, logarithmic=True),
-            Bars(f"{dtype}: times the floor", "ratio", labels, floors, line=1.0),
+            Bars(f"{dtype}: times the floor", "ratio", labels, floors, line=1.0, logarithmic=True),
         ]
     return drawn
 

@@ -87,6 +87,8 @@ def _draw_bars(axes: Any, panel: Bars) -> None:
     axes.set_ylabel(panel.unit)
     if panel.logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     if panel.line is not None:
         axes.axhline(panel.line, color="black", linewidth=0.8)
 
