@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import allreduce, step
+from hvlike.bench import allreduce, scaling, step
 from hvlike.bench.benchmark import Benchmark
 
-BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in (allreduce.BENCHMARK, step.BENCHMARK)}
+_ALL = (allreduce.BENCHMARK, step.BENCHMARK, scaling.BENCHMARK)
+BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in _ALL}
 
 
 def main(arguments: list[str]) -> int:
