@@ -81,6 +81,7 @@ class Negotiator:
         self._closed: HorovodInternalError | None = None
         self._threads: set[threading.Thread] = set()
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
+        """How to end waits for something that is not a request of this negotiator."""
         self._last: tuple[Key, str, float] | None = None
         self._steps_at: dict[Key, tuple[str, float, str]] = {}
         self._gathered: list[Announcement] = []
@@ -148,26 +149,23 @@ class Negotiator:
                 self._threads.discard(thread)
         return self._threads
 
-    def enter_step(self, key: Key, step: int, place: str, detail: str) -> None:
-        """This rank waits in a step of a planned reduction from now on."""
+    def enter_step(
+        self, key: Key, step: int, place: str, detail: str, stop: Callable[[HorovodInternalError], None]
+    ) -> None:
+        """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
         self._threads.add(threading.current_thread())
         now = time.monotonic()
         self.steps[key[1]] = step
         self._steps_at[key] = (place, now, detail)
         self._last = (key, place, now)
+        self._stoppable[key] = stop
 
     def leave_step(self, key: Key) -> None:
         """The step has ended."""
         self._steps_at.pop(key, None)
+        self._stoppable.pop(key, None)
 
     # -- in the loop: as a member ---------------------------------------------------------------
-
-    def stoppable(self, key: Key, stop: Callable[[HorovodInternalError], None] | None) -> None:
-        """Say how to end a wait for something that is not a request of this negotiator; None: it has ended."""
-        if stop is None:
-            self._stoppable.pop(key, None)
-        else:
-            self._stoppable[key] = stop
 
     def hear(self, rank: int, what: str, value: Any) -> None:
         """A message of a member of this group."""

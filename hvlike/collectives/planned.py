@@ -1,9 +1,10 @@
 """Planned reduction: the same tensors, step after step, with no agreement message between the ranks.
 
     first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
-    mark_ready(i)     counts; the last tensor of a bucket completes it. Where a core is spare, complete buckets
-                      start at once, in the order of the plan; else they wait for finish()
-    finish()          contributes what is missing, starts what is left, and drives the loop until all is reduced
+    mark_ready(i)     where a core is spare: the last tensor of a bucket completes it, and complete buckets start at
+                      once, in the order of the plan. Elsewhere nothing starts before finish(), and it only notes that
+                      a step has begun
+    finish(tensors)   starts what is left, and drives the loop until all is reduced
 
 The tensors are reduced where they are. The lane of the plan is its own, so its order is the plan and nothing else.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from hvlike.collectives.bucket import Settings
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.context import current
 from hvlike.collectives.places import place_of_caller
-from hvlike.collectives.plan import BucketSizes, Plan, Proposal, choose_sizes, describe_names, equal_parts
+from hvlike.collectives.plan import BucketSizes, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average
 from hvlike.collectives.request import Request, Signature, order_in_memory
@@ -36,6 +38,8 @@ from hvlike.errors import HorovodInternalError
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
 from hvlike.transport.loop import Task
+
+_is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class PlannedReducer:
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
         self._lock = threading.Lock()
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._marked: dict[int, torch.Tensor] = {}
         self.overlaps = current().overlaps
         """Complete buckets start beside backward."""
         knobs = current().knobs
@@ -98,45 +102,51 @@ class PlannedReducer:
     @property
     def busy(self) -> bool:
         """True between the first tensor that is ready and the end of `finish`."""
-        return bool(self._tensors)
+        return bool(self._marked)
+
+    @property
+    def wants_marks(self) -> bool:
+        """True while every tensor is to be marked ready; else the first one of a step is enough."""
+        return self.overlaps or self.schedule is None
 
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
         with self._lock:
-            self._tensors[index] = tensor
-            if self.schedule is None or index not in self._bucket_of:
+            self._marked[index] = tensor
+            if not self.overlaps or index not in self._bucket_of or tensor.is_sparse:
                 return
             bucket = self._bucket_of[index]
             self._missing[bucket] -= 1
-            if self.overlaps and not self._missing[bucket]:
-                self._start_complete(wake=True)
+            if not self._missing[bucket]:
+                self._start_complete()
 
-    def finish(self, missing: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
+    def finish(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Wait until all tensors are reduced, in place.
 
-        missing: gives the tensor that stands for one not marked ready in this step; it is reduced in place too.
+        tensors: one for each entry; for those marked ready in this step the memory they were marked with.
         Returns the tensors that take the place of those that could not be reduced in place, by index.
         Collective over the process set. Blocks.
         Raises: MismatchError, ShapeMismatchError when the ranks have different tensors; PeerLeftError, ShutdownError,
             DeadlockError (all HorovodInternalError).
         """
         if self._membership.group.size == 1 and self._settings.is_trivial:
-            self._tensors.clear()
+            self._marked.clear()
             return {}
-        for index in range(len(self._entries)):
-            if index not in self._tensors:
-                self._tensors[index] = missing(index)
         try:
-            schedule = self.schedule or self._agree()
-            replaced = self._densify(schedule.plan)
-            sparse = self._start_sparse(schedule.plan)
-            self._reduce_dense(schedule)
+            schedule = self.schedule or self._agree(tensors)
+            replaced: dict[int, torch.Tensor] = {}
+            sparse: dict[int, SparseSum] = {}
+            if schedule.plan.sparse or any(map(_is_sparse, tensors)):
+                replaced = _densify(tensors, schedule.plan)
+                tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
+                sparse = self._start_sparse(tensors, schedule.plan)
+            self._reduce_dense(schedule, tensors)
             for index, total in sparse.items():
                 replaced[index] = total.result()
             self.served += 1
             return replaced
         finally:
-            self._tensors = {}
+            self._marked = {}
             self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
             self._started = 0
             self._step += 1
@@ -175,17 +185,16 @@ class PlannedReducer:
 
     # -- the plan -------------------------------------------------------------------------------
 
-    def _agree(self) -> Schedule:
+    def _agree(self, tensors: Sequence[torch.Tensor]) -> Schedule:
         """Propose what this rank has; the schedule that all ranks derive from all proposals."""
-        present = list(self._tensors)
         memory = self._settings.memory
         proposal = Proposal(
             names=tuple(entry.name for entry in self._entries),
             shapes=tuple(entry.shape for entry in self._entries),
             dtypes=tuple(dtype_name(entry.dtype) for entry in self._entries),
-            strides=tuple(self._strides(index) for index in range(len(self._entries))),
-            sparse=tuple(self._tensors[index].is_sparse for index in range(len(self._entries))),
-            order=tuple(present),
+            strides=tuple(None if tensor.is_sparse else order_in_memory(tensor) for tensor in tensors),
+            sparse=tuple(map(_is_sparse, tensors)),
+            order=tuple(dict.fromkeys([*self._marked, *range(len(tensors))])),
             sizes=self.sizes,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
             memory=memory.mark() if memory is not None else Mark(),
@@ -208,41 +217,27 @@ class PlannedReducer:
         self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
         return schedule
 
-    def _strides(self, index: int) -> tuple[int, ...] | None:
-        tensor = self._tensors[index]
-        return None if tensor.is_sparse else order_in_memory(tensor)
-
     # -- one step -------------------------------------------------------------------------------
 
-    def _densify(self, plan: Plan) -> dict[int, torch.Tensor]:
-        """Sparse tensors where the plan has dense ones are reduced as dense ones and take their place."""
-        replaced = {}
-        for index, tensor in self._tensors.items():
-            if tensor.is_sparse and index not in plan.sparse:
-                replaced[index] = self._tensors[index] = tensor.to_dense()
-        return replaced
-
-    def _start_sparse(self, plan: Plan) -> dict[int, SparseSum]:
+    def _start_sparse(self, tensors: Sequence[torch.Tensor], plan: Plan) -> dict[int, SparseSum]:
         return {
-            index: SparseSum(self._tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
+            index: SparseSum(tensors[index].detach(), f"{self.name}.{index}", self._settings, self._process_set)
             for index in plan.sparse
         }
 
-    def _reduce_dense(self, schedule: Schedule) -> None:
+    def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
         with self._lock:
-            self._missing = [0] * len(schedule.buckets)
-            self._start_complete(wake=False)
+            first, self._started = self._started, len(schedule.buckets)
+            for number in range(first, self._started):
+                self._start(schedule, number, schedule.buckets[number].pick(tensors), wake=False)
         negotiator = self._membership.negotiator
-        loop = current().fabric.loop
         key = (STEP, self.name)
-        negotiator.enter_step(key, self._step + 1, place_of_caller(), describe_names(schedule.names))
-        loop.post(lambda: negotiator.stoppable(key, self._stop), wake=False)
+        negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self._stop)
         try:
             with exposed(schedule.lane.recorder, self.name, self._step):
                 negotiator.wait(key, lambda: self._unfinished == 0, None)
         finally:
             negotiator.leave_step(key)
-        loop.post(lambda: negotiator.stoppable(key, None), wake=False)
         error, self._error = self._error, None
         if error is not None:
             # The lane is lost with the job that failed; the next step starts from a new plan.
@@ -250,15 +245,18 @@ class PlannedReducer:
             raise error
         schedule.commit()
 
-    def _start_complete(self, *, wake: bool) -> None:
+    def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
         schedule = self.schedule
         while schedule and self._started < len(schedule.buckets) and not self._missing[self._started]:
             number = self._started
-            tensors = [self._tensors[index] for index in schedule.buckets[number].entries]
             self._started += 1
-            self._unfinished += 1
-            schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake)
+            marked = [self._marked[index] for index in schedule.buckets[number].entries]
+            self._start(schedule, number, marked, wake=True)
+
+    def _start(self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool) -> None:
+        self._unfinished += 1
+        schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake)
 
     def _bucket_ended(self, task: Task[None]) -> None:
         if task.error is not None:
@@ -270,6 +268,15 @@ class PlannedReducer:
         """End a wait that can never succeed; in the loop."""
         if self.schedule is not None:
             self.schedule.lane.fail(error)
+
+
+def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Tensor]:
+    """Sparse tensors where the plan has dense ones are reduced as dense ones and take their place."""
+    return {
+        index: tensor.detach().to_dense()
+        for index, tensor in enumerate(tensors)
+        if tensor.is_sparse and index not in plan.sparse
+    }
 
 
 def _outputs_of(request: Request) -> Any:

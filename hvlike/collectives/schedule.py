@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hvlike.collectives.bucket import Bucket, Settings
-from hvlike.collectives.plan import Proposal, make_plan
+from hvlike.collectives.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.reductions import Sum, arithmetic_of
 from hvlike.collectives.trace import recorded
 from hvlike.planes.lane import Job, Lane
@@ -29,7 +29,7 @@ class Schedule:
         """agreed: the merged proposals; settings: the same on every rank."""
         self.serial = agreed.serial
         self.lane = lane
-        self.names = agreed.names
+        self.described = describe_names(agreed.names)
         self._agreed = agreed
         self._memory = settings.memory
         self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]

@@ -120,7 +120,7 @@ class Deltas(Gradients):
         deltas = self._values()
         torch._foreach_sub_(deltas, self._starts)
         try:
-            reducer.finish(deltas.__getitem__)
+            reducer.finish(deltas)
         except BaseException:
             torch._foreach_copy_(deltas, self._starts)
             self._abandon()

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +24,11 @@ from hvlike.training.autotune.tuner import Tuner, tune
 from hvlike.training.hooks import GradientHooks
 from hvlike.training.names import name_parameters
 from hvlike.training.reduction import Reduction
-from hvlike.training.slot import Slot
+from hvlike.training.slot import Slot, reset
+from hvlike.training.watch import Watch
+
+_handed_over: Callable[[Slot], Any] = attrgetter("handed_over")
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Phase(enum.Enum):
@@ -54,10 +61,16 @@ class Gradients:
         self.given_names = dict(names)
         """Names from the user, also of parameters that may be added later."""
         self._slots: list[Slot] = []
+        self._parameters: list[Tensor] = []
+        """Those of the slots."""
         self._hooks: GradientHooks[Gradients, Slot] = GradientHooks(self, type(self).arrived)
         self._reducer: PlannedReducer | None = None
         self._tuner: Tuner | None = None
         self._waiting: list[Slot] = []
+        self._collects = False
+        """While gradients are reduced: an arrival only has to be noted."""
+        self._watch: Watch | None = None
+        """What the parameters were like; None: look thoroughly before the next reduction."""
         self._context: Context | None = None
         self._lock = threading.Lock()
         self._refresh()
@@ -65,8 +78,13 @@ class Gradients:
     def arrived(self, slot: Slot) -> None:
         """The hook: backward has finished a gradient. Runs in backward's thread."""
         gradient = slot.parameter.grad
-        if gradient is None:
-            return
+        if self._collects and gradient is not None and slot.handed_over is None and slot.index >= 0:
+            slot.handed_over = gradient
+        elif gradient is not None:
+            self._take_in(slot, gradient)
+
+    def _take_in(self, slot: Slot, gradient: Tensor) -> None:
+        """What arrives where it is not enough to note it: first of a step, too early, too late, or beside others."""
         if slot.handed_over is not None:
             # Said once: synchronize(), which the text advises, shall not complain again.
             slot.version = gradient._version
@@ -92,9 +110,9 @@ class Gradients:
         if self.phase is not Phase.REDUCING:
             self._refresh()
         self.phase = Phase.REDUCING
+        self._collects = False
         disturbed = self._reduce()
-        for slot in self._slots:
-            slot.reset()
+        reset(self._slots)
         self.phase = Phase.SYNCHRONIZED
         if disturbed is not None:
             self.phase = Phase.IDLE
@@ -169,7 +187,8 @@ class Gradients:
     def _begin_reducing(self) -> None:
         with self._lock:
             if self.phase is not Phase.REDUCING:
-                self._refresh()
+                if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
+                    self._refresh()
                 self.phase = Phase.REDUCING
 
     def _hand_over(self, slot: Slot, gradient: Tensor) -> None:
@@ -183,16 +202,18 @@ class Gradients:
             self._waiting.append(slot)
         else:
             self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
+            self._collects = not self._reducer.wants_marks and self.backward_passes_per_step == 1
 
     def _refresh(self) -> None:
         """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
+        self._watch = Watch(self._optimizer.param_groups)
         wanted = [
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if self._is_reduced(parameter)
         ]
-        if self._reducer is not None and not (is_running() and current() is self._context):
+        if self._is_gone():
             self._drop_reducer()
         same = len(wanted) == len(self._slots) and all(
             slot.still_fits(parameter) for slot, parameter in zip(self._slots, wanted, strict=True)
@@ -200,6 +221,10 @@ class Gradients:
         if not same:
             self._replace_slots(wanted)
             self._drop_reducer()
+
+    def _is_gone(self) -> bool:
+        """Whether the hvlike that the reducer was made in has ended."""
+        return self._reducer is not None and not (is_running() and current() is self._context)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
         """Whether a parameter of the groups takes part."""
@@ -220,6 +245,7 @@ class Gradients:
             slot.index = -1
             self._hooks.detach(slot.parameter)
         self._slots = slots
+        self._parameters = parameters
 
     def _reduce(self) -> UsageError | None:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
@@ -230,25 +256,52 @@ class Gradients:
             for slot in self._waiting
             if slot.handed_over is not None and slot.handed_over._version != slot.version
         ]
-        replacements: Mapping[int, Tensor] = {}
+        lost: list[str] = []
+        replaced: list[str] = []
+        arrived = self._all_arrived()
+        if arrived is None:
+            # A hook may be gone because its parameter was converted: look thoroughly next time.
+            self._watch = None
+            for slot in self._slots:
+                if slot.handed_over is not None and slot.parameter.grad is not slot.handed_over:
+                    (lost if slot.parameter.grad is None else replaced).append(slot.name)
         try:
             reducer = self._ready_reducer()
             if reducer is not None:
-                replacements = reducer.finish(self._missing)
+                if arrived is None or self.reduction.sparse_as_dense:
+                    arrived = [self._contribution(slot) for slot in self._slots]
+                self._take_back(reducer.finish(arrived))
                 if self._tuner is not None:
                     self._tuner.step_ended(reducer)
         except BaseException:
             self._abandon()
             raise
-        lost: list[str] = []
-        replaced: list[str] = []
-        for slot in self._slots:
-            gradient = slot.parameter.grad
-            if slot.handed_over is not None and gradient is not slot.handed_over:
-                (lost if gradient is None else replaced).append(slot.name)
-            elif slot.wire is not None or slot.index in replacements:
-                slot.take_back(replacements.get(slot.index))
         return misuse.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
+
+    def _all_arrived(self) -> list[Tensor] | None:
+        """The gradients, if all have arrived and are still where they were."""
+        arrived = list(map(_handed_over, self._slots))
+        there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
+        return arrived if there else None
+
+    def _contribution(self, slot: Slot) -> Tensor:
+        """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
+        gradient = slot.handed_over
+        if gradient is None:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = slot.nothing()
+            gradient = slot.parameter.grad
+        return slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense)
+
+    def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
+        """Give the parameters what could not be reduced in place, but where their gradients were disturbed."""
+        if not replacements and not self.reduction.sparse_as_dense:
+            return
+        for slot in self._slots:
+            if slot.wire is None and slot.index not in replacements:
+                continue
+            if slot.handed_over is None or slot.parameter.grad is slot.handed_over:
+                slot.take_back(replacements.get(slot.index))
 
     def _ready_reducer(self) -> PlannedReducer | None:
         """Return the reducer, made at the first need; None where there is nobody to reduce with."""
@@ -272,20 +325,12 @@ class Gradients:
                     self._reducer.mark_ready(slot.index, tensor)
         return self._reducer
 
-    def _missing(self, index: int) -> Tensor:
-        """Return what this rank contributes for a parameter that was not handed over: local sums, or zeros."""
-        slot = self._slots[index]
-        densify = self.reduction.sparse_as_dense
-        if slot.parameter.grad is None:
-            slot.parameter.grad = slot.nothing()
-        return slot.to_reduce(slot.parameter.grad, densify=densify)
-
     def _abandon(self) -> None:
         """A reduction failed: forget this step, so that the next backward pass starts cleanly."""
         self._drop_reducer()
         self._waiting = []
-        for slot in self._slots:
-            slot.reset()
+        reset(self._slots)
+        self._collects = False
         self.phase = Phase.IDLE
 
     def _drop_reducer(self) -> None:

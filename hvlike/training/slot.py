@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +48,12 @@ class Slot:
         )
 
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
-        """Return the tensor that stands for `gradient` in the reduction; it shares memory with it where possible."""
+        """Return the tensor that stands for `gradient` in the reduction, the same in the whole step.
+
+        It shares memory with the gradient where possible.
+        """
+        if self.wire is not None:
+            return self.wire
         if gradient.layout is torch.strided:
             return gradient.detach() if gradient.requires_grad else gradient
         gradient = gradient.detach()
@@ -75,6 +81,9 @@ class Slot:
 
         reduced: what could not be reduced in place; None if memory of the gradient holds the result already.
         """
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self.sparse_dimensions = gradient.sparse_dim()
         if reduced is None:
             reduced = self.wire
         if reduced is not None and reduced.layout is torch.strided and self.sparse_dimensions:
@@ -83,8 +92,10 @@ class Slot:
         if reduced is not None:
             self.parameter.grad = reduced
 
-    def reset(self) -> None:
-        """Begin a new step."""
-        self.passes = 0
-        self.handed_over = None
-        self.wire = None
+
+def reset(slots: Iterable[Slot]) -> None:
+    """Begin a new step."""
+    for slot in slots:
+        slot.passes = 0
+        slot.handed_over = None
+        slot.wire = None
