@@ -1,4 +1,4 @@
-"""bench allreduce: hvlike.allreduce_ of ordinary and of shared tensors beside MPI_Allreduce, gloo and two floors.
+"""bench allreduce: hvlike.allreduce_ of ordinary and of shared tensors beside MPI, gloo, Horovod and two floors.
 
 The floor is one pass over the same bytes that reads and writes each once, in place, on every rank at the same
 time: no reduction in place of a tensor in ordinary memory can take less.
@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import torch
 
 import hvlike
-from hvlike.bench import gloo, reducers
+from hvlike.bench import reducers
 from hvlike.bench.allreduce_report import Result, as_text, panels
 from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.comparison import compare
+from hvlike.bench.comparison import Entrant, compare
 from hvlike.bench.conditions import describe
-from hvlike.bench.options import add_common
+from hvlike.bench.horovod_job import Elsewhere
+from hvlike.bench.options import add_common, left_out
+from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.reducers import Case
 from hvlike.bench.sizes import parse_sizes
 from hvlike.errors import UsageError
-from hvlike.transport.raw import RawMpi
 
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
@@ -58,34 +60,30 @@ def run(options: argparse.Namespace) -> int:
     if options.op == "average" and not all(each.is_floating_point for each in options.dtypes):
         raise UsageError("--op average is for floating dtypes: an average of integers has no single meaning.")
     hvlike.init()
-    raw = RawMpi()
-    reason = "left out by --no-gloo" if options.no_gloo else gloo.unavailable()
-    group = None if reason else gloo.Gloo()
-    results = [
-        measure(
-            Case(size, dtype, options.op == "average"),
-            raw,
-            group,
-            options.repetitions or default_repetitions(size),
-            options.seed,
-        )
-        for dtype in options.dtypes
-        for size in options.sizes
-    ]
-    if hvlike.rank() == 0:
-        left_out = [f"Without gloo: {reason}."] if reason else []
-        conditions = {**describe("allreduce", raw), "op": options.op, "left_out": left_out}
-        if options.json:
-            print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
-        else:
-            print(as_text(conditions, results))
-        if options.plot:
-            draw(options.plot, f"allreduce, op {options.op}, {hvlike.size()} ranks", panels(results))
-    if group is not None:
-        group.close()
-    raw.free()
+    with Peers(
+        without_gloo=left_out(options.no_gloo, "--no-gloo"),
+        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+    ) as peers:
+        results = [
+            measure(Case(size, dtype, options.op == "average"), peers, options.repetitions, options.seed)
+            for dtype in options.dtypes
+            for size in options.sizes
+        ]
+        if hvlike.rank() == 0:
+            show(options, describe("allreduce", peers), results)
     hvlike.shutdown()
     return 0
+
+
+def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
+    """Print, and draw if that is wanted."""
+    conditions["op"] = options.op
+    if options.json:
+        print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
+    else:
+        print(as_text(conditions, results))
+    if options.plot:
+        draw(options.plot, f"allreduce, op {options.op}, {hvlike.size()} ranks", panels(results))
 
 
 def default_repetitions(size: int) -> int:
@@ -93,12 +91,17 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, raw: RawMpi, group: gloo.Gloo | None, repetitions: int, seed: int) -> Result:
+def measure(case: Case, peers: Peers, repetitions: int | None, seed: int) -> Result:
     """Measure one size of one dtype. Collective."""
-    entered = reducers.contestants(case, raw, group)
-    return Result(case.dtype_name, case.size, compare(raw, entered, repetitions, seed=seed))
+    entered: list[Entrant] = [*reducers.contestants(case, peers.raw, peers.group)]
+    if peers.horovod is not None:
+        request = {"work": "allreduce", "size": case.size, "dtype": case.dtype_name, "average": case.average}
+        peers.horovod.ask(request)
+        entered.append(Elsewhere(peers.horovod))
+    count = repetitions or default_repetitions(case.size)
+    return Result(case.dtype_name, case.size, compare(peers.raw, entered, count, seed=seed))
 
 
 BENCHMARK = Benchmark(
-    "allreduce", "hvlike.allreduce_ beside MPI_Allreduce, gloo and the floors of memory", add_arguments, run
+    "allreduce", "hvlike.allreduce_ beside MPI_Allreduce, gloo, Horovod and the floors of memory", add_arguments, run
 )

@@ -8,11 +8,17 @@ from hvlike.bench import plot
 
 
 def add_common(parser: argparse.ArgumentParser, repetitions: str) -> None:
-    """Add --repetitions, --seed, --json and --plot. repetitions: what the default is, in words."""
+    """Add --repetitions, --no-horovod, --seed, --json and --plot. repetitions: what the default is, in words."""
     parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
+    parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
     parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=plot.png, metavar="FILE.png", help="draw what came out; needs matplotlib")
+
+
+def left_out(by_hand: bool, option: str) -> str | None:
+    """Why a contestant is left out, if the user wants it so."""
+    return f"left out by {option}" if by_hand else None
 
 
 def positive(text: str) -> int:

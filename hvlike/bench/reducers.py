@@ -21,6 +21,7 @@ OURS = "hvlike"
 SHARED = "empty_shared"
 MPI = "MPI_Allreduce"
 GLOO = "gloo"
+HOROVOD = "Horovod"
 FLOOR = "read-write pass"
 COPY = "memcpy"
 
@@ -49,11 +50,19 @@ class Case:
         """Number of elements."""
         return max(1, self.size // self.dtype.itemsize)
 
-    @property
-    def expected(self) -> float:
-        """Every element of the result; a rank's own are all its rank + 1."""
-        total = sum(range(1, hvlike.size() + 1))
-        return total / hvlike.size() if self.average else total
+    def fill(self, tensor: Tensor, rank: int) -> None:
+        """Write what a rank contributes."""
+        tensor.fill_(rank + 1)
+
+    def verify(self, tensor: Tensor, name: str, rank: int, ranks: int) -> None:
+        """Look at the result. Raises: HvlikeError."""
+        total = sum(range(1, ranks + 1))
+        expected = total / ranks if self.average else total
+        if not bool((tensor == expected).all()):
+            raise HvlikeError(
+                f"rank {rank}: {name} reduced {self.size} bytes of {self.dtype_name} to something else than "
+                f"{expected} everywhere."
+            )
 
 
 def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]:
@@ -65,22 +74,12 @@ def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]
     ]
     if group is not None:
         entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
-    return [*entered, *_floors(tensor)]
+    return [*entered, *_floors(case, tensor)]
 
 
 def _reducing(case: Case, name: str, tensor: Tensor, run: Callable[[], None]) -> Contestant:
-    def verify() -> None:
-        if not bool((tensor == case.expected).all()):
-            raise HvlikeError(
-                f"rank {hvlike.rank()}: {name} reduced {case.size} bytes of {case.dtype_name} "
-                f"to something else than {case.expected} everywhere."
-            )
-
-    return Contestant(name, lambda: _write(tensor), run, verify)
-
-
-def _write(tensor: Tensor) -> None:
-    tensor.fill_(hvlike.rank() + 1)
+    rank, ranks = hvlike.rank(), hvlike.size()
+    return Contestant(name, partial(case.fill, tensor, rank), run, lambda: case.verify(tensor, name, rank, ranks))
 
 
 def _by_hvlike(case: Case, tensor: Tensor, kind: str) -> Callable[[], None]:
@@ -113,12 +112,12 @@ def _by_gloo(case: Case, tensor: Tensor, group: Gloo) -> None:
         tensor.div_(hvlike.size())
 
 
-def _floors(tensor: Tensor) -> list[Contestant]:
+def _floors(case: Case, tensor: Tensor) -> list[Contestant]:
     """One pass over the same bytes, by all ranks at once: in place, and into other memory."""
     array: Array = tensor.view(torch.uint8).numpy().view(np.float32 if tensor.nbytes % 4 == 0 else np.uint8)
     other = np.zeros_like(array)
     factor = array.dtype.type(1)
-    prepare = partial(_write, tensor)
+    prepare = partial(case.fill, tensor, hvlike.rank())
     return [
         Contestant(FLOOR, prepare, lambda: np.multiply(array, factor, out=array)),
         Contestant(COPY, prepare, lambda: np.copyto(other, array)),

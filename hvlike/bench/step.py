@@ -1,4 +1,4 @@
-"""bench step: a training step with hvlike beside torch's DDP and beside the same step without communication."""
+"""bench step: a training step with hvlike beside torch's DDP, Horovod, and the same step without communication."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import hvlike
-from hvlike.bench import gloo, trainers
+from hvlike.bench import trainers
 from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.comparison import Contestant, compare
+from hvlike.bench.comparison import Contestant, Entrant, compare
 from hvlike.bench.conditions import describe
-from hvlike.bench.options import add_common
+from hvlike.bench.horovod_job import Elsewhere
+from hvlike.bench.options import add_common, left_out
+from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.step_report import Result, as_text, panels
 from hvlike.bench.trainers import ALONE, Trainer
@@ -50,39 +53,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print on rank 0. Collective. Returns the exit status."""
     hvlike.init()
-    raw = RawMpi()
-    reason = "left out by --no-ddp" if options.no_ddp else gloo.unavailable()
-    group = None if reason else gloo.Gloo()
-    views = [] if group is None else [False, True] if options.bucket_view else [False]
-    results = [measure(each, raw, views, options.repetitions, options.seed) for each in options.models]
-    if hvlike.rank() == 0:
-        conditions = {**describe("step", raw), "left_out": [f"Without DDP: {reason}."] if reason else []}
-        if options.json:
-            print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
-        else:
-            print(as_text(conditions, results))
-        if options.plot:
-            draw(options.plot, f"training step on {hvlike.size()} ranks", panels(results))
-    if group is not None:
-        group.close()
-    raw.free()
+    with Peers(
+        without_gloo=left_out(options.no_ddp, "--no-ddp"),
+        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+    ) as peers:
+        views = [] if peers.group is None else [False, True] if options.bucket_view else [False]
+        results = [measure(each, peers, views, options.repetitions, options.seed) for each in options.models]
+        if hvlike.rank() == 0:
+            show(options, describe("step", peers), results)
     hvlike.shutdown()
     return 0
 
 
-def measure(workload: Workload, raw: RawMpi, views: Sequence[bool], repetitions: int | None, seed: int) -> Result:
+def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
+    """Print, and draw if that is wanted."""
+    if options.json:
+        print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
+    else:
+        print(as_text(conditions, results))
+    if options.plot:
+        draw(options.plot, f"training step on {hvlike.size()} ranks", panels(results))
+
+
+def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions: int | None, seed: int) -> Result:
     """Measure one model. Collective. views: one contestant with DDP for each, with or without bucket views."""
-    rank = hvlike.rank()
+    rank, raw = hvlike.rank(), peers.raw
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
     contestants = [trainers.alone(workload, seed, rank), trainers.ours(workload, seed, rank)]
     contestants += [trainers.ddp(workload, seed, rank, view=view) for view in views]
     for trainer in contestants:
         trainer.step()
         if trainer.name != ALONE:
-            verify_gradients(trainer, expected)
+            verify_gradients(trainer, expected, rank)
     del expected
     steps, affordable = _effort(contestants, raw)
-    entered = [_contestant(each, steps) for each in contestants]
+    entered: list[Entrant] = [_contestant(each, steps) for each in contestants]
+    if peers.horovod is not None:
+        peers.horovod.ask({"work": "step", "model": workload.name, "seed": seed})
+        entered.append(Elsewhere(peers.horovod, steps))
     seconds = compare(raw, entered, repetitions or affordable, warmups=1, seed=seed)
     for trainer in contestants[1:]:
         verify_replicas(trainer, raw)
@@ -119,5 +127,5 @@ def _effort(contestants: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
 
 
 BENCHMARK = Benchmark(
-    "step", "a training step with hvlike beside torch's DDP and without communication", add_arguments, run
+    "step", "a training step with hvlike beside torch's DDP, Horovod and no communication", add_arguments, run
 )

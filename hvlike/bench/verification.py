@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import hvlike
 from hvlike.bench.trainers import Trainer
 from hvlike.bench.workloads import Batch
 from hvlike.errors import HvlikeError
@@ -23,11 +22,11 @@ def expected_gradients(model: nn.Module, batch: Batch, raw: RawMpi) -> list[Tens
         if parameter.grad is None:
             raise HvlikeError("A model of the benchmark has a parameter without a gradient.")
         raw.allreduce(parameter.grad.numpy())
-        gradients.append(parameter.grad.div_(hvlike.size()))
+        gradients.append(parameter.grad.div_(raw.size))
     return gradients
 
 
-def verify_gradients(trainer: Trainer, expected: list[Tensor]) -> None:
+def verify_gradients(trainer: Trainer, expected: list[Tensor], rank: int) -> None:
     """Compare the gradients that the first step has left with the expected ones. Raises: HvlikeError."""
     for index, (parameter, right) in enumerate(zip(trainer.parameters, expected, strict=True)):
         found = parameter.grad
@@ -35,7 +34,7 @@ def verify_gradients(trainer: Trainer, expected: list[Tensor]) -> None:
         allowed = _TOLERANCE * float(right.abs().max())
         if found is None or not torch.allclose(found, right, rtol=0.0, atol=allowed):
             raise HvlikeError(
-                f"rank {hvlike.rank()}: {trainer.name} did not leave the mean gradient in parameter {index} "
+                f"rank {rank}: {trainer.name} did not leave the mean gradient in parameter {index} "
                 f"of shape {tuple(parameter.shape)}."
             )
 

@@ -21,6 +21,8 @@ class RawMpi:
 
         self._mpi = MPI
         self._comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
         self.library: str = " ".join(MPI.Get_library_version().strip("\0 ").splitlines()[0].split(",")[0].split())
 
     def allreduce(self, array: Array) -> None:

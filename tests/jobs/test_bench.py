@@ -65,7 +65,7 @@ def test_step_as_table_and_picture(tmp_path: Path) -> None:
     picture = tmp_path / "step.png"
     job = run_job(MODULE, 2, args=[*STEP, "--no-ddp", "--plot", str(picture)]).check()
     assert job.stdout.count("training step, float32, SGD, 2 ranks on 1 node(s)") == 1
-    assert "Without DDP: left out by --no-ddp." in job.stdout
+    assert "Without gloo: left out by --no-ddp." in job.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

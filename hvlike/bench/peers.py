@@ -1,0 +1,53 @@
+"""Whom hvlike is compared with, as far as they can take part in this run."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from hvlike.bench import gloo, horovod_job
+from hvlike.bench.gloo import Gloo
+from hvlike.bench.horovod_job import HorovodJob
+from hvlike.transport.raw import RawMpi
+
+
+class Peers:
+    """MPI, and gloo and Horovod where they can be had. Collective; use as a context manager."""
+
+    def __init__(self, *, without_gloo: str | None = None, without_horovod: str | None = None) -> None:
+        """without_...: why this run does without; None: take it if it is there."""
+        self.raw = RawMpi()
+        self.left_out: list[str] = []
+        """One sentence for each that does not take part."""
+        self.group: Gloo | None = None
+        self.horovod: HorovodJob | None = None
+        reason = without_gloo or gloo.unavailable()
+        if reason is None:
+            self.group = Gloo()
+        else:
+            self.left_out.append(f"Without gloo: {reason}.")
+        reason = without_horovod or horovod_job.unavailable()
+        started = reason or horovod_job.start()
+        if isinstance(started, HorovodJob):
+            self.horovod = started
+        else:
+            self.left_out.append(f"Without Horovod: {started}.")
+
+    @property
+    def horovod_version(self) -> str | None:
+        """Of the Horovod that takes part."""
+        return self.horovod.version if self.horovod else None
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the ranks no longer do the same: whoever waits for another would wait in vain.
+        if kind is not None:
+            return
+        if self.horovod is not None:
+            self.horovod.close()
+        if self.group is not None:
+            self.group.close()
+        self.raw.free()
