@@ -17,7 +17,6 @@ from hvlike.bench import reducers
 from hvlike.bench.allreduce_report import Result, as_text, panels
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Entrant, compare
-from hvlike.bench.conditions import describe
 from hvlike.bench.horovod_job import Elsewhere
 from hvlike.bench.options import add_common, left_out
 from hvlike.bench.peers import Peers
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             for size in options.sizes
         ]
         if hvlike.rank() == 0:
-            show(options, describe("allreduce", peers), results)
+            show(options, peers.describe("allreduce"), results)
     hvlike.shutdown()
     return 0
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import hvlike
-from hvlike.bench.peers import Peers
+from hvlike.transport.raw import RawMpi
 
 
-def describe(benchmark: str, peers: Peers) -> dict[str, Any]:
+def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
     """Return what was measured with what; hvlike is initialised."""
     return {
         "benchmark": benchmark,
@@ -24,15 +24,13 @@ def describe(benchmark: str, peers: Peers) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "mpi": peers.raw.library,
-        "horovod": peers.horovod_version,
-        "left_out": peers.left_out,
+        "mpi": raw.library,
     }
 
 
 def heading(conditions: dict[str, Any]) -> str:
     """One line of them for the head of a table."""
-    horovod = f", Horovod {conditions['horovod']}" if conditions["horovod"] else ""
+    horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
     return (
         f"{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
         f"{conditions['torch_threads']} thread(s) each\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from hvlike.bench import gloo, horovod_job
+from hvlike.bench.conditions import describe
 from hvlike.bench.gloo import Gloo
 from hvlike.bench.horovod_job import HorovodJob
 from hvlike.transport.raw import RawMpi
@@ -32,10 +34,10 @@ class Peers:
         else:
             self.left_out.append(f"Without Horovod: {started}.")
 
-    @property
-    def horovod_version(self) -> str | None:
-        """Of the Horovod that takes part."""
-        return self.horovod.version if self.horovod else None
+    def describe(self, benchmark: str) -> dict[str, Any]:
+        """Return the conditions of the run, and who takes no part in it."""
+        version = self.horovod.version if self.horovod else None
+        return {**describe(benchmark, self.raw), "horovod": version, "left_out": self.left_out}
 
     def __enter__(self) -> Peers:
         return self

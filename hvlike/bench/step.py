@@ -14,7 +14,6 @@ import hvlike
 from hvlike.bench import trainers
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Contestant, Entrant, compare
-from hvlike.bench.conditions import describe
 from hvlike.bench.horovod_job import Elsewhere
 from hvlike.bench.options import add_common, left_out
 from hvlike.bench.peers import Peers
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         views = [] if peers.group is None else [False, True] if options.bucket_view else [False]
         results = [measure(each, peers, views, options.repetitions, options.seed) for each in options.models]
         if hvlike.rank() == 0:
-            show(options, describe("step", peers), results)
+            show(options, peers.describe("step"), results)
     hvlike.shutdown()
     return 0
 

@@ -85,5 +85,3 @@ def test_wrong_commands_say_what_there_is() -> None:
     wrong = command("bench", "allreduce", "--sizes", "many")
     assert wrong.returncode == 2
     assert "'many' is no size" in wrong.stderr
-    assert "'half' is not measured" in command("bench", "allreduce", "--dtypes", "half").stderr
-    assert "there is no model 'alexnet'; there are mlp, " in command("bench", "step", "--models", "alexnet").stderr
