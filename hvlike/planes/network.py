@@ -1,7 +1,8 @@
 """The network plane: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
 
-Small reductions are MPI's own, on one flat buffer, where MPI computes the type right; all others are a pairwise
-exchange (exchange.py). 16-bit floats are summed in float32 either way and rounded once.
+Small reductions are one message each way between two nodes (swap.py); among more they are MPI's own, on one flat
+buffer, where MPI computes the type right. All others are a pairwise exchange (exchange.py). 16-bit floats are summed
+in float32 and rounded once in every way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hvlike.planes.exchange import Exchange
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.partition import Run, message_elements, messages, shards
 from hvlike.planes.scratch import ordinary_tensor
+from hvlike.planes.swap import Swap
 from hvlike.planes.transfer import Transfer
 from hvlike.transport.dtypes import Array, Kind, raw_view
 from hvlike.transport.natives import Natives
@@ -27,7 +29,9 @@ SMALL_BYTES = 512 << 10
 """Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
 SMALLEST_SHARD = 32 << 10
 """Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
-LARGEST_MESSAGE = 2 << 20
+SWAP_BYTES = 2 << 20
+"""Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic."""
+LARGEST_MESSAGE = 4 << 20
 SMALLEST_MESSAGE = 64 << 10
 BUFFER_BYTES = 16 << 20
 """About how much memory the messages being received take, at any number of ranks."""
@@ -60,22 +64,33 @@ class Network:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank; bitwise the same everywhere."""
-        pieces = [arithmetic.view(tensor) for tensor in tensors if tensor.numel()]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
         if self._size == 1:
             for piece in pieces:
                 arithmetic.combine(piece, [])
         elif pieces:
-            size = sum(map(len, pieces)) * arithmetic.itemsize
-            half = arithmetic.element.kind is Kind.HALF
-            wide = arithmetic.on(torch.float32) if half else arithmetic
-            native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
-            small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
-            if native is not None and size <= small:
-                yield from self._reduce_flat(pieces, wide, *native)
-            else:
-                raw = [raw_view(tensor) for tensor in tensors if tensor.numel()]
-                owned = shards([len(piece) for piece in pieces], self._size)
-                yield from self._exchange(pieces, raw, arithmetic, owned, share=True)
+            yield from self._reduce(pieces, tensors, arithmetic)
+
+    def _reduce(
+        self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Reduce among several ranks, in the way that is best for so many bytes."""
+        size = sum(map(len, pieces)) * arithmetic.itemsize
+        if self._size == 2 and size <= SWAP_BYTES:
+            self._buffers.require(size)
+            swap = Swap(self._comm, self._natives, self._buffers, size)
+            yield from self._keep(swap.run(pieces, _bytes_of(pieces, tensors), arithmetic), lambda: swap.requests)
+            return
+        half = arithmetic.element.kind is Kind.HALF
+        wide = arithmetic.on(torch.float32) if half else arithmetic
+        native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
+        small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
+        if native is not None and size <= small:
+            yield from self._reduce_flat(pieces, wide, *native)
+        else:
+            owned = shards([len(piece) for piece in pieces], self._size)
+            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=True)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -90,8 +105,7 @@ class Network:
             for piece in pieces:
                 arithmetic.combine(piece, [])
         elif any(owned):
-            raw = [raw_view(tensor) for tensor in tensors]
-            yield from self._exchange(pieces, raw, arithmetic, owned, share=False)
+            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=False)
 
     def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Routine[None]:
         """Write each flat contiguous CPU tensor of (owner, tensor) from its owner to all other ranks."""
@@ -175,6 +189,14 @@ class Network:
             if not ended:
                 _ABANDONED.extend(requests())
                 self._broken = True
+
+
+def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """The memory of tensors that were viewed as pieces already."""
+    return [
+        piece.view(np.uint8) if isinstance(piece, np.ndarray) else raw_view(tensor)
+        for piece, tensor in zip(pieces, tensors, strict=True)
+    ]
 
 
 def _split(flat: Array, pieces: Sequence[Piece]) -> list[Array]:

@@ -25,7 +25,8 @@ def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 LENGTHS = [[], [0], [1], [5, 0, 3], [1000, 1, 70, 3000], [10000]]
 OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
-PATHS = pytest.mark.parametrize("small", [0, 1 << 30], ids=["exchange", "mpi"])
+# Which reductions count as small: none, all, or as they are chosen (two ranks swap).
+PATHS = pytest.mark.parametrize("small", [0, 1 << 30, None], ids=["exchange", "mpi", "chosen"])
 
 
 class Plane:
@@ -56,6 +57,14 @@ def plane() -> Iterator[Plane]:
     made.comm.Free()
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, small: int | None) -> None:
+    """Have reductions of up to `small` bytes made by MPI, others by exchange; None: as they are chosen."""
+    if small is not None:
+        monkeypatch.setattr(network, "SMALL_BYTES", small)
+        monkeypatch.setattr(network, "SMALLEST_SHARD", small)
+        monkeypatch.setattr(network, "SWAP_BYTES", 0)
+
+
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have many messages in flight for few bytes."""
@@ -81,11 +90,10 @@ def test_allreduce_follows_the_arithmetic(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     op: ReduceOp,
-    small: int,
+    small: int | None,
 ) -> None:
-    monkeypatch.setattr(network, "SMALL_BYTES", small)
-    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
-    factors = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
+    choose(monkeypatch, small)
+    factors: dict[str, Any] = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
     arithmetic = Arithmetic(dtype, op, **factors)
     for lengths in LENGTHS:
         mine = contributions(plane.rank, lengths, dtype)
@@ -102,10 +110,9 @@ def test_allreduce_follows_the_arithmetic(
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
 @pytest.mark.mpi
 def test_rounded_results_are_bitwise_the_same(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, small: int
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, small: int | None
 ) -> None:
-    monkeypatch.setattr(network, "SMALL_BYTES", small)
-    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
+    choose(monkeypatch, small)
     generator = torch.Generator().manual_seed(plane.rank)
     for length in (17, 50_001, 300_000):
         tensor = torch.randn(length, generator=generator).to(dtype)
@@ -120,6 +127,18 @@ def test_nan_on_one_rank_reaches_all(plane: Plane, op: ReduceOp) -> None:
     tensor[plane.rank] = math.nan
     plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, op)))
     assert tensor.isnan().all()
+
+
+@PATHS
+@pytest.mark.mpi
+def test_nans_of_different_bits_give_the_same_nan(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, small: int | None
+) -> None:
+    choose(monkeypatch, small)
+    tensor = torch.full((1000,), 0x7FC00001 + plane.rank, dtype=torch.int32).view(torch.float32)
+    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
+    assert tensor.isnan().all()
+    assert plane.same_everywhere(tensor)
 
 
 @pytest.mark.mpi
@@ -147,8 +166,7 @@ def test_gather_of_any_dtype(plane: Plane) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SMALL_BYTES", 0)
-    monkeypatch.setattr(network, "SMALLEST_SHARD", 0)
+    choose(monkeypatch, 0)
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
     lost = Network(plane.comm.Dup())
