@@ -55,6 +55,7 @@ from hvlike.collectives.reducescatter import (
 )
 from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from hvlike.collectives.registration import add_process_set, remove_process_set
+from hvlike.collectives.shared_tensors import empty_shared
 from hvlike.collectives.sparse import sparse_allreduce_async
 from hvlike.collectives.timeline import start_timeline, stop_timeline
 from hvlike.errors import HorovodInternalError, HvlikeError
@@ -109,6 +110,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "empty_shared",
     "extension_available",
     "gather_optimizer_state",
     "global_process_set",

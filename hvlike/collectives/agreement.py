@@ -236,7 +236,7 @@ _CHECKS: tuple[_Check, ...] = (
         "tensor shapes",
         lambda each: each.shapes,
         "Pass tensors of one shape, or pad them; for uneven batches see hvd.join().",
-        kinds=("allreduce", "broadcast", "reducescatter"),
+        kinds=("allreduce", "broadcast", "reducescatter", "empty_shared"),
         error=ShapeMismatchError,
         show=_show_shapes,
     ),

@@ -148,6 +148,13 @@ class Arithmetic:
         else:
             kernel.deliver(target, source)
 
+    def spread(self, first: Piece, others: Sequence[Piece]) -> None:
+        """Reduce `first` and `others` in this order and write the result to all of them; np.errstate as for `merge`."""
+        if self._joining is None:
+            self.combine(first, others, others)
+        else:
+            self._joining.spread(first, others)
+
     def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
         """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
         kernel = self._kernel

@@ -123,6 +123,15 @@ class ArrayKernel(Kernel[Array]):
         """Write the finished result to `target`."""
         np.copyto(target, source)
 
+    def spread(self, first: Array, others: Sequence[Array]) -> None:
+        """Write the reduction of all pieces, finished, to all of them."""
+        self._reduce(first, others[0], out=first)
+        for other in others[1:]:
+            self._reduce(first, other, out=first)
+        self.finish(first)
+        for other in others:
+            np.copyto(other, first)
+
     @abstractmethod
     def scale(self, source: Array, out: Array) -> None:
         """Write prescale * source to `out`, which may be `source`."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from hvlike.errors import LaunchError, ShutdownError
 from hvlike.planes.chunks import chunk_bytes
+from hvlike.planes.direct import Direct
 from hvlike.planes.hierarchical import HierarchicalPlane
 from hvlike.planes.network import Network
 from hvlike.planes.plane import Plane, SoloPlane
@@ -115,7 +116,8 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPla
             bells = [fabric.bells[group.ranks[position]] for position in group.node]
             crowded = is_crowded(fabric.cores)
             ranks = group.local_size
-            return SharedPlane(Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded))
+            region = Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded)
+            return SharedPlane(region, Direct(fabric.allocations, [group.ranks[each] for each in group.node]))
     raise LaunchError(
         f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
         "bytes: give /dev/shm more room (docker run --shm-size=256m)"

@@ -13,6 +13,9 @@ Every counter has one writer and only grows:
     received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
     failed        not 0 once this rank has given the region up
+    arrived       number of the newest work this rank has entered
+    departed      number of the newest work in shared allocations this rank has done its part of
+    places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (5 * ranks + 5) // _LINE) * _LINE
+    return -(-8 * (5 * ranks + 9) // _LINE) * _LINE
 
 
 class Counters:
@@ -54,7 +57,7 @@ class Counters:
         self.fetched = words(segment, first + 16 * ranks, ranks)
         self.passed = words(segment, first + 24 * ranks, ranks)
         self.received = words(segment, first + 32 * ranks, ranks)
-        self._words = words(segment, first + 40 * ranks, 5)
+        self._words = words(segment, first + 40 * ranks, 9)
 
     @property
     def reduced(self) -> int:
@@ -87,9 +90,29 @@ class Counters:
         """The hash of the piece of work `number` as this rank sees it."""
         return self._words[3 + number % 2]
 
-    def set_stamp(self, number: int, value: int) -> None:
-        """Say what the piece of work `number` is on this rank."""
-        self._words[3 + number % 2] = value
+    @property
+    def arrived(self) -> int:
+        """The number of the newest piece of work that this rank has entered."""
+        return self._words[5]
+
+    @property
+    def departed(self) -> int:
+        """The number of the newest piece of work in shared allocations that this rank has done its part of."""
+        return self._words[6]
+
+    @departed.setter
+    def departed(self, value: int) -> None:
+        self._words[6] = value
+
+    def place(self, number: int) -> int:
+        """What of the piece of work `number` lies in shared allocations on this rank, and where; 0: nothing."""
+        return self._words[7 + number % 2]
+
+    def arrive(self, number: int, stamp: int, place: int) -> None:
+        """Say what the piece of work `number` is on this rank; whoever sees that it has arrived sees the rest."""
+        self._words[3 + number % 2] = stamp
+        self._words[7 + number % 2] = place
+        self._words[5] = number
 
 
 class Region:

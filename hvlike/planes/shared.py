@@ -21,9 +21,10 @@ import torch
 from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut, in_rounds
+from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
-from hvlike.planes.reduction import PASSES, Reduction, Results
+from hvlike.planes.reduction import LOOKS, PASSES, Reduction, Results
 from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine, Wait
 
@@ -33,8 +34,10 @@ _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
 class SharedPlane:
     """Reductions and gathers among the ranks of one node; every call in the same order on all of them."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, direct: Direct) -> None:
         self._region = region
+        self._direct = direct
+        self._looks = 1 if region.crowded else LOOKS
         self._reductions = Turns.start(region.ranks)
         self._gathers = Turns.start(region.ranks)
         self._number = 0
@@ -42,7 +45,42 @@ class SharedPlane:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
-        yield from self._work(tensors, arithmetic, self._deal(tensors, arithmetic, None), Results.TO_ALL)
+        places = self._direct.places(tensors)
+        if places:
+            tensors = yield from self._reduce_in_place(tensors, arithmetic, places)
+        chunks = self._deal(tensors, arithmetic, None)
+        yield from self._work(tensors, arithmetic, chunks, Results.TO_ALL, entered=bool(places))
+
+    def _reduce_in_place(
+        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place]
+    ) -> Routine[Sequence[torch.Tensor]]:
+        """Reduce the tensors that lie in shared allocations, if all ranks have them there; returns those left.
+
+        A rank whose tensors lie elsewhere does not wait for this decision: it stages, and so do then all.
+        """
+        region, number = self._region, self._enter([len(tensor) for tensor in tensors], arithmetic, place_word(places))
+        yield from self._until(lambda: all(region.counters[peer].arrived >= number for peer in region.peers))
+        region.order()
+        self._compare()
+        if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
+            return tensors
+        copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
+        reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)
+        while reduction.unfinished:
+            reduction.advance()
+            yield Wait.AGAIN
+        region.order()
+        region.mine.departed = number
+        yield from self._until(lambda: all(region.counters[peer].departed >= number for peer in region.peers))
+        region.order()
+        return [tensor for index, tensor in enumerate(tensors) if index not in places]
+
+    def _until(self, done: Callable[[], bool]) -> Routine[None]:
+        """Tell the peers where this rank is and wait for them."""
+        self._region.nudge(self._region.peers)
+        while not any(done() for _ in range(self._looks)):
+            self._check_peers()
+            yield Wait.BELL
 
     def reduce_partially(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None
@@ -126,12 +164,23 @@ class SharedPlane:
         return self._reductions.deal(runs) if owner is None else self._reductions.give(runs, owner)
 
     def _work(
-        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, chunks: Sequence[Chunk], results: Results
+        self,
+        tensors: Sequence[torch.Tensor],
+        arithmetic: Arithmetic,
+        chunks: Sequence[Chunk],
+        results: Results,
+        *,
+        entered: bool = False,
     ) -> Routine[None]:
+        """entered: this rank has said already which work it is at."""
         if not chunks:
             return
         pieces = [arithmetic.view(tensor) for tensor in tensors]
-        self._enter([len(piece) for piece in pieces], arithmetic)
+        if not entered:
+            self._enter([len(piece) for piece in pieces], arithmetic)
+        if all(chunk.owner == self._region.rank for chunk in chunks):
+            # Nothing that this rank does next wakes a peer that waits for it to arrive.
+            self._region.nudge(self._region.peers)
         reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._compare)
         while reduction.unfinished:
             if reduction.advance():
@@ -140,13 +189,17 @@ class SharedPlane:
                 self._check_peers()
                 yield Wait.BELL
 
-    def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """Say which work this is; the owners compare before they add anything."""
+    def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic, place: int = 0) -> int:
+        """Say which work this is and what of it lies in shared allocations; returns its number.
+
+        The owners compare before they add anything.
+        """
         self._number += 1
         factors = arithmetic.factors
         described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
         self._stamp = hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)) & 0xFFFFFFFFFFFFFFFF
-        self._region.mine.set_stamp(self._number, self._stamp)
+        self._region.mine.arrive(self._number, self._stamp, place)
+        return self._number
 
     def _compare(self) -> None:
         """Give the region up if a peer has entered other work: its chunks would be foreign memory."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvlike.observe.recorder import Recorder
 from hvlike.transport import cores, segment
+from hvlike.transport.allocations import Allocations
 from hvlike.transport.channel import Channel, MessageCounters
 from hvlike.transport.clock import agree_on_clock
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
@@ -34,6 +35,7 @@ class Fabric:
         self.world = world
         self.fence = Fence()
         self.traffic = Traffic()
+        self.allocations = Allocations()
         size = world.local_size
         board = segment.share(world.node_comm, size * BELL_BYTES + 8 * size * size)
         local = next(node for node in world.nodes if world.rank in node)

@@ -46,6 +46,10 @@ class Segment:
         """A segment for a rank that is alone on its node."""
         return cls(mmap.mmap(-1, nbytes))
 
+    def advise(self, advice: int, start: int, length: int) -> None:
+        """Tell the system how these pages will be used, see madvise(2). Raises: OSError."""
+        self._mapping.madvise(advice, start, length)
+
 
 class SegmentOffer:
     """A segment being offered; `withdraw` once all have accepted, so that no trace of it remains."""

@@ -1,0 +1,95 @@
+"""Reductions of tensors that lie in shared allocations: read and written in place on all ranks, nothing is staged.
+
+    rank 0   arrive   reduce A into A0 and A1   reduce C into C0 and C1   depart
+    rank 1   arrive   reduce B into B0 and B1   reduce D into D0 and D1   depart
+
+Chunk A has the copies A0 in the tensor of rank 0 and A1 in that of rank 1; its owner reads and writes both. No rank
+touches a copy before all have arrived with the same work, and none leaves before all have departed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.chunks import cut
+from hvlike.planes.region import Region
+from hvlike.transport.allocations import Allocation, Allocations
+
+PASSES = 16
+"""How many chunks are reduced before other routines have a turn."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: so many bytes after the start of this rank's copy of an allocation."""
+
+    allocation: Allocation
+    offset: int
+
+
+class Direct:
+    """The shared allocations as one plane sees them."""
+
+    def __init__(self, allocations: Allocations, ranks: Sequence[int]) -> None:
+        """ranks: of the world, those of the plane, in its order."""
+        self._allocations = allocations
+        self._ranks = tuple(ranks)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
+        """Which of these flat tensors lie in an allocation of which every rank of the plane has a copy, and where."""
+        if not self._allocations:
+            return {}
+        found = {}
+        for index, tensor in enumerate(tensors):
+            place = self._allocations.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            if place is not None and tensor.numel() and place[0].includes(self._ranks):
+                found[index] = Place(*place)
+        return found
+
+    def copies(self, place: Place, tensor: torch.Tensor, arithmetic: Arithmetic) -> list[Piece]:
+        """The tensor at the same place on each rank of the plane."""
+        stop = place.offset + tensor.numel() * tensor.element_size()
+        return [arithmetic.over(place.allocation.copy(rank)[place.offset : stop]) for rank in self._ranks]
+
+
+def place_word(places: dict[int, Place]) -> int:
+    """A number that says which tensors lie where, for the ranks to compare; 0: none lies in a shared allocation."""
+    if not places:
+        return 0
+    described = tuple((index, *place.allocation.number, place.offset) for index, place in places.items())
+    return hash(described) & 0x7FFFFFFFFFFFFFFF | 1 << 63
+
+
+class DirectReduction:
+    """The chunks that this rank owns of one piece of work."""
+
+    def __init__(
+        self, region: Region, arithmetic: Arithmetic, tensors: Sequence[Sequence[Piece]], first_owner: int
+    ) -> None:
+        """tensors: for each tensor its copies on all ranks of the plane; first_owner: of the first chunk."""
+        rank = region.rank
+        runs = cut([len(copies[0]) for copies in tensors], region.chunk // arithmetic.itemsize)
+        self._mine = runs[(rank - first_owner) % region.ranks :: region.ranks]
+        self._arithmetic = arithmetic
+        # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
+        self._tensors = [[each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else each for each in tensors]
+        self._reduced = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks of this rank are left."""
+        return self._reduced < len(self._mine)
+
+    def advance(self) -> None:
+        """Reduce the next few chunks."""
+        spread = self._arithmetic.spread
+        last = min(self._reduced + PASSES, len(self._mine))
+        with np.errstate(all="ignore"):
+            for tensor, start, stop in self._mine[self._reduced : last]:
+                first, *others = self._tensors[tensor]
+                spread(first[start:stop], [other[start:stop] for other in others])
+        self._reduced = last
