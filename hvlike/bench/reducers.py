@@ -68,8 +68,10 @@ class Case:
 def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]:
     """Return those who can take part, each with its own way to reduce. Collective."""
     tensor = torch.zeros(case.length, dtype=case.dtype)
+    shared = hvlike.empty_shared(case.length, dtype=case.dtype)
     entered = [
         _reducing(case, OURS, tensor, _by_hvlike(case, tensor, "ordinary")),
+        _reducing(case, SHARED, shared, _by_hvlike(case, shared, "shared")),
         _by_mpi(case, tensor, raw),
     ]
     if group is not None:
