@@ -40,6 +40,9 @@ class Knobs:
     thread_affinity: tuple[int, ...] | None = knob(
         "THREAD_AFFINITY", None, CORES, "the core of the background thread of each local rank", horovod=True, same=False
     )
+    keep_memory: bool = knob(
+        "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
+    )
     # How operations are agreed and joined
     cycle_time: float = knob(
         "CYCLE_TIME",
@@ -64,6 +67,12 @@ class Knobs:
         whole(0),
         "how many different operations are sent as a number once they were described; 0: none",
         horovod=True,
+    )
+    express: bool = knob(
+        "EXPRESS",
+        True,
+        SWITCH,
+        "0: also an allreduce that all ranks of a node call at the same time is announced by rank 0 before it runs",
     )
     # Gradients
     overlap: bool | None = knob(

@@ -13,6 +13,7 @@ import torch
 
 from hvlike.collectives.allreduce_gradient import GroupedAllreduce
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
+from hvlike.collectives.context import express_way
 from hvlike.collectives.handles import Handle, synchronize
 from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet
@@ -67,8 +68,14 @@ def allreduce_(
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
+    express = express_way(process_set) if average is None and isinstance(tensor, torch.Tensor) else None
+    outcome = None if express is None else express.attempt(tensor, name, op, prescale_factor, postscale_factor)
+    if outcome is not None:
+        if outcome.done:
+            return tensor
+        name = outcome.name
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(call, [tensor], lambda outputs: outputs[0], wake=False)
+    handle = _start(call, [tensor], lambda outputs: outputs[0], wake=False, counted=outcome is not None)
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -195,7 +202,12 @@ def _begin(
 
 
 def _start(
-    call: _Call, tensors: Sequence[torch.Tensor], result: Callable[[Sequence[torch.Tensor]], Any], *, wake: bool = True
+    call: _Call,
+    tensors: Sequence[torch.Tensor],
+    result: Callable[[Sequence[torch.Tensor]], Any],
+    *,
+    wake: bool = True,
+    counted: bool = False,
 ) -> Handle:
     """Start reducing `tensors` in place; `result(tensors)` is what the handle returns."""
     what, reduction = call.what, call.reduction
@@ -206,7 +218,17 @@ def _start(
         "allreduce", tensors, op=int(reduction.op), prescale=reduction.prescale, postscale=reduction.postscale
     )
     key = call.name if what == "allreduce" else f"{what}.{call.name}"
-    return submit(call.membership, signature, key, tensors, lambda request: result(request.tensors), wake=wake)
+    if call.membership.express is not None and what == "allreduce":
+        call.membership.express.learn(signature, tensors[0])
+    return submit(
+        call.membership,
+        signature,
+        key,
+        tensors,
+        lambda request: result(request.tensors),
+        wake=wake,
+        counted=counted,
+    )
 
 
 def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

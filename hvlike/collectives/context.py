@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
 from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet, global_process_set
@@ -185,6 +186,16 @@ def current() -> Context:
         forks.check()
         raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
     return context
+
+
+def express_way(process_set: ProcessSet | None) -> ExpressAllreduce | None:
+    """The express way of a process set where it has one; wrong sets and states are left to the ordinary way."""
+    context = _process.context
+    if context is None or forks.is_forked():
+        return None
+    number = 0 if process_set is None else getattr(process_set, "process_set_id", None)
+    membership = context.registry.memberships.get(number) if number is not None else None
+    return None if membership is None else membership.express
 
 
 def start(comm: Any, process_sets: Sequence[ProcessSet]) -> None:

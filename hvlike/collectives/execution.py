@@ -17,7 +17,9 @@ from hvlike.collectives.request import Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
 from hvlike.planes.lane import Job, Lanes
+from hvlike.planes.plane import Plane
 from hvlike.transport.loop import Task
+from hvlike.transport.routine import Routine
 
 JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
     "allgather": allgather_job,
@@ -30,14 +32,23 @@ JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
 """What each kind does on a lane; a barrier is over once it is agreed."""
 
 
+OPEN_AFTER = 3
+"""Reductions of single tensors before the express way is made: a process set that does one or two shall stay light."""
+
+
 class Executor:
     """Runs the agreed requests of one process set on its lane, in the order they were agreed."""
 
-    def __init__(self, lanes: Lanes, trace: Trace, knobs: Knobs) -> None:
+    def __init__(
+        self, lanes: Lanes, trace: Trace, knobs: Knobs, opening: Callable[[], Routine[None]] | None = None
+    ) -> None:
+        """opening: what to do on the lane, once, after the first few reductions of single tensors."""
         self._site = Site(lanes)
         self._trace = trace
         self._limit = knobs.fusion_threshold
         self._whole_groups = knobs.disable_group_fusion
+        self._opening = opening
+        self._single = 0
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
@@ -51,9 +62,25 @@ class Executor:
             else:
                 request, verdict = batch[0]
                 job = request.job(verdict.extra) if request.job else JOBS[kind](self._site, batch)
+                if kind == "allreduce" and self._opening is not None:
+                    job = self._opening_after(job, batch)
                 if self._trace.recorder.on:
                     job = self._trace.observe(self._site.lanes.first, batch, job)
                 self._site.lanes.first.submit(job, partial(complete, batch), wake=False)
+
+    def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
+        """The job, and after it the opening if it is time; decided by what was agreed, so alike on every rank."""
+        self._single += sum(verdict.uniform and len(verdict.signature.shapes) == 1 for _, verdict in batch)
+        opening = self._opening
+        if opening is None or self._single < OPEN_AFTER:
+            return job
+        self._opening = None
+
+        def run(plane: Plane) -> Routine[None]:
+            yield from job(plane)
+            yield from opening()
+
+        return run
 
 
 def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) -> list[list[Agreed]]:

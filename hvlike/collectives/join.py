@@ -36,15 +36,25 @@ def join(device: int = -1) -> int:
                     f"hvd.join() between backward and step: some gradients of {reducer.name!r} are being reduced. Call "
                     "optimizer.step() or optimizer.synchronize() first."
                 )
-    handles = [_start(membership) for membership in memberships]
+    for membership in memberships:
+        _set_away(membership, True)
     try:
+        handles = [_start(membership) for membership in memberships]
         ends: list[JoinEnd] = [handle.result() for handle in handles]
         _settle(memberships, ends)
     except HorovodInternalError:
         for membership in memberships:
             context.fabric.loop.post(membership.shadows.give_up, wake=False)
         raise
+    finally:
+        for membership in memberships:
+            _set_away(membership, False)
     return ends[0].last
+
+
+def _set_away(membership: Membership, away: bool) -> None:
+    if membership.express is not None:
+        membership.express.set_away(away)
 
 
 def _start(membership: Membership) -> Handle:

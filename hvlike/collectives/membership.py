@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hvlike.collectives.execution import Executor
+from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
 from hvlike.collectives.shadow import Shadows
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
 from hvlike.errors import HorovodInternalError
+from hvlike.planes.express import open_express
 from hvlike.planes.lane import Lane, Lanes, open_lane
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
@@ -36,7 +38,11 @@ class Membership:
         self.group = group
         self.lanes = Lanes(fabric, first)
         trace = Trace(fabric.recorder, group)
-        self.executor = Executor(self.lanes, trace, knobs)
+        self.express: ExpressAllreduce | None = None
+        """The express way, once the set has reduced a few tensors; None where its ranks are not all on one node."""
+        self._fabric = fabric
+        opening = self._open_express if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
+        self.executor = Executor(self.lanes, trace, knobs, opening)
         self._switchboard = switchboard
         self.negotiator = Negotiator(
             fabric,
@@ -51,6 +57,14 @@ class Membership:
         )
         self.shadows = Shadows(self.lanes, self.negotiator)
         switchboard.connect(group.number, self.negotiator)
+
+    def _open_express(self) -> Routine[None]:
+        """Make the express way. Collective over the group."""
+        lane = yield from self.lanes.take(-1)
+        express = yield from open_express(self._fabric, self.group, lane)
+        if express is not None:
+            group = self.group
+            self.express = ExpressAllreduce(self.negotiator, express, self._fabric.recorder, group.size, group.rank)
 
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""

@@ -18,10 +18,14 @@ class AutomaticNames:
 
     def next(self, kind: str) -> str:
         """A name for the next unnamed operation of this kind; the same on ranks that issue the same operations."""
+        return automatic_name(self.draw(kind))
+
+    def draw(self, kind: str) -> int:
+        """The number of the next unnamed operation of this kind."""
         with self._lock:
             number = self._counts.get(kind, 0)
             self._counts[kind] = number + 1
-        return f"noname.{number}"
+        return number
 
     def counts(self) -> dict[str, int]:
         """How many names of each kind were given out."""
@@ -32,3 +36,8 @@ class AutomaticNames:
         """Go on from `counts`, which all ranks have agreed on."""
         with self._lock:
             self._counts.update(counts)
+
+
+def automatic_name(number: int) -> str:
+    """The name of an unnamed operation."""
+    return f"noname.{number}"

@@ -18,7 +18,7 @@ from typing import Any
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.coordinator import Announcement, Coordinator
 from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
-from hvlike.collectives.joining import neutral_tensors
+from hvlike.collectives.joining import JOIN_KEY, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
@@ -34,6 +34,8 @@ PATIENCE_SECONDS = 0.5
 
 MANY_THREADS = 64
 """Beyond this many the table of threads is cleared of those that have ended."""
+
+_EPOCH_BITS = 32
 
 READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
@@ -73,8 +75,13 @@ class Negotiator:
         self._send = send
         self._trace = trace
         self._end = end
+        self.lock = threading.Lock()
+        """Held while something is numbered."""
+        self.entered = 0
+        """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
+        self.on_entry: Callable[[int], None] | None = None
+        """Told that number, with the lock held, where other ranks look at it."""
         self._requests: dict[Key, Request] = {}
-        self._lock = threading.Lock()
         self._outbox: deque[Request] = deque()
         self._numbers: dict[Signature, int] = {}
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
@@ -92,13 +99,14 @@ class Negotiator:
 
     # -- any thread -----------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, wake: bool) -> None:
+    def submit(self, request: Request, *, wake: bool, counted: bool = False) -> None:
         """Ask for an operation; `wake=False` when the caller will wait for it at once.
 
+        counted: it was numbered before, for an attempt on the express way.
         Raises: DuplicateNameError, ShutdownError.
         """
         key = request.key
-        with self._lock:
+        with self.lock:
             if self._closed is not None:
                 raise self._closed
             if key in self._requests:
@@ -108,6 +116,8 @@ class Negotiator:
                     "use a different tensor name."
                 )
             self._requests[key] = request
+            if not counted:
+                self.count()
         self._last = (key, request.place, request.time)
         if self._trace.recorder.on:
             self._trace.submitted(request)
@@ -117,6 +127,20 @@ class Negotiator:
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
+
+    def count(self) -> None:
+        """Number one more thing in the order of this rank; with the lock held."""
+        self.entered += 1
+        if self.on_entry is not None:
+            self.on_entry(self.entered)
+
+    def may_begin(self, key: Key) -> bool:
+        """Whether an operation could be submitted now; with the lock held."""
+        return self._closed is None and key not in self._requests
+
+    def number_of(self, signature: Signature) -> int | None:
+        """The number by which all members call this signature, if it has one."""
+        return self._numbers.get(signature)
 
     def wait(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
@@ -201,7 +225,7 @@ class Negotiator:
 
     def close(self, error: HorovodInternalError) -> None:
         """Refuse what comes and fail what is there."""
-        with self._lock:
+        with self.lock:
             self._closed = error
             requests = list(self._requests.values())
             self._requests.clear()
@@ -255,10 +279,14 @@ class Negotiator:
 
     def _obey(self, verdicts: list[tuple[Verdict, int | None]], counts: dict[str, int]) -> None:
         self.names.align(counts)
+        if counts or any(verdict.error is not None or verdict.key == JOIN_KEY for verdict, _ in verdicts):
+            # The ranks may have asked for different numbers of things: all go on from here.
+            with self.lock:
+                self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
         agreed = []
         for verdict, number in verdicts:
             self._trace.decided(verdict)
-            with self._lock:
+            with self.lock:
                 request = self._requests.pop(verdict.key, None)
             if number is not None:
                 self._numbers[verdict.signature] = number

@@ -8,7 +8,6 @@ import torch
 
 from hvlike.collectives.bucket import Bucket, Settings
 from hvlike.collectives.plan import Proposal, describe_names, make_plan
-from hvlike.collectives.reductions import Sum, arithmetic_of
 from hvlike.collectives.trace import recorded
 from hvlike.planes.lane import Job, Lane
 from hvlike.planes.plane import Plane
@@ -39,13 +38,8 @@ class Schedule:
             Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
             for entries in self.plan.buckets
         ]
-        self._count = torch.zeros(1, dtype=torch.int32)
-        self._arithmetic = arithmetic_of(torch.int32, Sum, lane.group.size, 1.0, 1.0)
-
-    @property
-    def active(self) -> int:
+        self.active = 0
         """How many ranks took part in the last step with gradients of their own."""
-        return int(self._count)
 
     def start(self, number: int, tensors: Sequence[torch.Tensor], after: Ended, *, active: bool, wake: bool) -> None:
         """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop."""
@@ -78,8 +72,8 @@ class Schedule:
 
     def _counting(self, job: Job, active: bool) -> Job:
         def run(plane: Plane) -> Routine[None]:
-            self._count.fill_(int(active))
-            yield from plane.allreduce([self._count], self._arithmetic)
+            plane.begin_count(active=active)
             yield from job(plane)
+            self.active = yield from plane.end_count()
 
         return run

@@ -12,6 +12,7 @@ from hvlike.observe.log import show_log
 from hvlike.observe.trace_file import check_writable
 from hvlike.transport.cores import available
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.keep_memory import keep_memory
 from hvlike.transport.world import World
 
 logger = logging.getLogger("hvlike")
@@ -60,8 +61,10 @@ class Settings:
         return ""
 
     def apply(self, fabric: Fabric) -> None:
-        """Do what has to be done once: the place of the thread, the log, the timeline. Local."""
+        """Do what has to be done once: memory, the place of the thread, the log, the timeline. Local."""
         knobs = self.knobs
+        if knobs.keep_memory:
+            keep_memory()
         if knobs.thread_affinity is not None:
             fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
         if knobs.log_level is not None:

@@ -27,10 +27,14 @@ def submit(
     *,
     wake: bool = True,
     job: Callable[[Any], Job] | None = None,
+    counted: bool = False,
 ) -> Handle:
-    """Put an operation in flight. `wake=False`: the caller waits for the handle at once; `job`: see Request."""
+    """Put an operation in flight. `wake=False`: the caller waits for the handle at once.
+
+    job: see Request. counted: it was tried on the express way before.
+    """
     request = Request(name, signature, tensors, finish, job=job, place=place_of_caller())
-    membership.negotiator.submit(request, wake=wake)
+    membership.negotiator.submit(request, wake=wake, counted=counted)
     return request.handle
 
 

@@ -155,6 +155,19 @@ class Arithmetic:
         else:
             self._joining.spread(first, others)
 
+    def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
+        """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.
+
+        The caller silences numpy's warnings.
+        """
+        kernel = self._joining
+        if kernel is None:
+            self.copy(own, copies[0])
+            self.combine(own, copies[1:])
+            return
+        kernel.join(copies[0], copies[1:], own)
+        kernel.deliver(own, own)
+
     def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
         """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
         kernel = self._kernel

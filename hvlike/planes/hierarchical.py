@@ -16,9 +16,12 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.network import Network
+from hvlike.planes.ops import ReduceOp
 from hvlike.planes.shared import SharedPlane
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine
+
+_COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
 
 class HierarchicalPlane:
@@ -30,6 +33,17 @@ class HierarchicalPlane:
         self._shared = shared
         self._cross = cross
         self._whole = whole
+        self._active = False
+
+    def begin_count(self, *, active: bool) -> None:
+        """See Plane."""
+        self._active = active
+
+    def end_count(self) -> Routine[int]:
+        """See Plane; a reduction of one number."""
+        count = torch.tensor([int(self._active)], dtype=torch.int32)
+        yield from self.allreduce([count], _COUNT)
+        return int(count)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place."""

@@ -113,15 +113,16 @@ class ArrayKernel(Kernel[Array]):
         np.copyto(target, source)
 
     def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
-        """Write the reduction of all pieces to `result`, which is one of the first two; finished but for `deliver`."""
+        """Write the reduction of all pieces to `result`, none of the third and later; finished but for `deliver`."""
         self._reduce(first, others[0], out=result)
         for other in others[1:]:
             self._reduce(result, other, out=result)
         self.finish(result)
 
     def deliver(self, target: Array, source: Array) -> None:
-        """Write the finished result to `target`."""
-        np.copyto(target, source)
+        """Write the finished result to `target`, which may be `source`."""
+        if target is not source:
+            np.copyto(target, source)
 
     def spread(self, first: Array, others: Sequence[Array]) -> None:
         """Write the reduction of all pieces, finished, to all of them."""
@@ -195,10 +196,10 @@ class FloatKernel(ArrayKernel):
             self._reduce(result, other, out=result)
 
     def deliver(self, target: Array, source: Array) -> None:
-        if self.factors.post == 1:
-            np.copyto(target, source)
-        else:
+        if self.factors.post != 1:
             np.multiply(source.view(self._real), self._post, out=target.view(self._real))
+        elif target is not source:
+            np.copyto(target, source)
 
     def finish(self, accumulator: Array) -> None:
         if self.factors.post != 1:

@@ -36,7 +36,7 @@ class Lane:
         self.group = group
         self.number = number
         self._fabric = fabric
-        self._plane = plane
+        self.plane = plane
         self.recorder = fabric.recorder
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
@@ -56,7 +56,7 @@ class Lane:
             self._running = None
             return
         job, after = self._jobs.popleft()
-        routine = self._refuse(self.broken) if self.broken else job(self._plane)
+        routine = self._refuse(self.broken) if self.broken else job(self.plane)
         self._running = self._fabric.loop.start(routine, lambda task: self._ended(task, after), wake=False)
 
     def _ended(self, task: Task[None], after: Callable[[Task[None]], None]) -> None:
@@ -84,7 +84,7 @@ class Lane:
     def close(self) -> None:
         """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""
         self.fail(ShutdownError("hvlike was shut down, or the process set removed, while this was in flight"))
-        self._plane.close()
+        self.plane.close()
 
 
 def open_lane(fabric: Fabric, group: Group, number: int) -> Routine[Lane]:

@@ -31,12 +31,20 @@ class Plane(Protocol):
         Tensors of bytes, of any length, also 0; what one position sends is as long as what the other receives.
         """
 
+    def begin_count(self, *, active: bool) -> None:
+        """Say whether this rank is active, for `end_count` after other work. Does not wait."""
+
+    def end_count(self) -> Routine[int]:
+        """How many ranks have said at `begin_count` that they are active."""
+
     def close(self) -> None:
         """Give back what the plane holds."""
 
 
 class SoloPlane:
     """A group of one rank: only the factors are left to apply."""
+
+    _active = False
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Apply the factors in place."""
@@ -58,6 +66,15 @@ class SoloPlane:
         """Copy the own part."""
         receives[0].copy_(sends[0])
         yield from ()
+
+    def begin_count(self, *, active: bool) -> None:
+        """Remember it."""
+        self._active = active
+
+    def end_count(self) -> Routine[int]:
+        """1 or 0."""
+        yield from ()
+        return int(self._active)
 
     def close(self) -> None:
         """Nothing is held."""

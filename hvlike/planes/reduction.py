@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, Chunk
 from hvlike.planes.region import Region, first_peer
@@ -59,13 +57,15 @@ class Reduction:
 
     def advance(self) -> bool:
         """Do what can be done, some PASSES at most; False: a peer must do something first."""
-        with np.errstate(all="ignore"):
-            for _ in range(PASSES):
-                if not self._step_soon():
-                    return False
-                self._region.nudge(self._region.peers)
-                if not self.unfinished:
-                    break
+        return self._region.quiet.run(self._advance)
+
+    def _advance(self) -> bool:
+        for _ in range(PASSES):
+            if not self._step_soon():
+                return False
+            self._region.nudge(self._region.peers)
+            if not self.unfinished:
+                break
         return True
 
     def _step_soon(self) -> bool:

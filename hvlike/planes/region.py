@@ -12,6 +12,7 @@ Every counter has one writer and only grows:
     passed[o]     chunks this rank has put into its slots for o alone (alltoall)
     received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
+    votes[2]      what this rank says in a census, by parity of its number (census.py)
     failed        not 0 once this rank has given the region up
     arrived       number of the newest work this rank has entered
     departed      number of the newest work in shared allocations this rank has done its part of
@@ -27,6 +28,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS
+from hvlike.planes.quiet import Quiet
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.segment import Segment, words
 from hvlike.transport.semaphore import Fence
@@ -42,13 +44,13 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (5 * ranks + 9) // _LINE) * _LINE
+    return -(-8 * (5 * ranks + 2 + 9) // _LINE) * _LINE
 
 
 class Counters:
     """The counters of one rank; see the head of this file."""
 
-    __slots__ = ("_words", "fetched", "passed", "received", "staged", "taken")
+    __slots__ = ("_words", "fetched", "passed", "received", "staged", "taken", "votes")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
@@ -57,7 +59,8 @@ class Counters:
         self.fetched = words(segment, first + 16 * ranks, ranks)
         self.passed = words(segment, first + 24 * ranks, ranks)
         self.received = words(segment, first + 32 * ranks, ranks)
-        self._words = words(segment, first + 40 * ranks, 9)
+        self.votes = words(segment, first + 40 * ranks, 2)
+        self._words = words(segment, first + 40 * ranks + 16, 9)
 
     @property
     def reduced(self) -> int:
@@ -131,6 +134,7 @@ class Region:
     ) -> None:
         """crowded: there are fewer cores than ranks, so that a waiting one should not look too often."""
         self.crowded = crowded
+        self.quiet = Quiet()
         self.rank = rank
         self.ranks = ranks
         self.chunk = chunk
@@ -142,7 +146,7 @@ class Region:
         self._bells = bells
         self._fence = fence
         self._typed: dict[tuple[torch.dtype, int, int, int], Piece] = {}
-        self.order: Callable[[], None] = _nothing if _ORDERED_STORES else fence
+        self.order = order_by(fence)
 
     def slot(self, arithmetic: Arithmetic, stager: int, owner: int, turn: int) -> Piece:
         """The slot in which `stager` stages the `turn`-th chunk of `owner`; stager == owner: where owner publishes."""
@@ -164,6 +168,11 @@ class Region:
 def first_peer(owner: int) -> int:
     """The rank over whose staged copy `owner` writes the result of a reduction."""
     return 0 if owner else 1
+
+
+def order_by(fence: Fence) -> Callable[[], None]:
+    """What keeps stores, and loads, in their order on this machine."""
+    return _nothing if _ORDERED_STORES else fence
 
 
 def _nothing() -> None:

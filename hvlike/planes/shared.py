@@ -20,6 +20,7 @@ import torch
 
 from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.census import Census
 from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.ops import ReduceOp
@@ -42,6 +43,18 @@ class SharedPlane:
         self._gathers = Turns.start(region.ranks)
         self._number = 0
         self._stamp = 0
+        self._census = Census(region)
+
+    def begin_count(self, *, active: bool) -> None:
+        """See Plane."""
+        self._census.begin(yes=active)
+
+    def end_count(self) -> Routine[int]:
+        """See Plane."""
+        while (total := self._census.count()) is None:
+            self._check_peers()
+            yield Wait.BELL
+        return total
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""

@@ -55,6 +55,15 @@ class TracedPlane:
         with self.phase(f"{self._kind}_ALLTOALL", total_bytes(sends)):
             yield from self._plane.alltoall(sends, receives)
 
+    def begin_count(self, *, active: bool) -> None:
+        """See Plane."""
+        self._plane.begin_count(active=active)
+
+    def end_count(self) -> Routine[int]:
+        """See Plane."""
+        with self.phase("COUNT_ACTIVE_RANKS", 0):
+            return (yield from self._plane.end_count())
+
     def close(self) -> None:
         """See Plane."""
         self._plane.close()

@@ -22,7 +22,7 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_the_plane_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    plane = current().membership(None, "test").lanes.first._plane
+    plane = current().membership(None, "test").lanes.first.plane
     if hvd.size() == 1:
         return
     several_nodes = ranks_per_node is not None and hvd.size() > ranks_per_node

@@ -1,0 +1,230 @@
+"""allreduce on the express way: a call that all ranks of a node make now is done in the calling thread, at once.
+
+What it needs to know of a call (what its tensors are, which number all ranks have for that) it learns when the call
+goes the ordinary way, through the coordinator. Whatever is not plain goes there too: the outcome is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from hvlike.collectives.names import automatic_name
+from hvlike.collectives.negotiator import Negotiator
+from hvlike.collectives.operand import working_dtype
+from hvlike.collectives.places import place_of_caller
+from hvlike.collectives.reductions import Average, arithmetic_of
+from hvlike.collectives.request import Signature
+from hvlike.collectives.waits import STEP
+from hvlike.observe.recorder import Recorder
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.board import RING
+from hvlike.planes.express import Express
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.quiet import Quiet
+from hvlike.transport.dtypes import Array
+
+MOST_PLANS = 1024
+"""Kinds of calls that are remembered."""
+
+MOST_SKIPPED = 64
+"""After refusals in a row so many calls go the ordinary way before the next attempt."""
+
+_STEPS = "allreduce on the express way"
+_NAMED = 1 << 63
+_Kind = tuple[torch.Size, torch.dtype, int, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call."""
+
+    done: bool
+    name: str
+    """Under which it goes on in the ordinary way, where it is not done."""
+
+
+DONE = Outcome(True, "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is known of calls of one kind."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    op: int
+    prescale: float
+    postscale: float
+    number: int
+    arithmetic: Arithmetic
+    copies: list[list[Piece]] | None
+    """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
+
+    @property
+    def key(self) -> _Kind:
+        """What the plan is found by."""
+        return (self.shape, self.dtype, self.op, self.prescale, self.postscale)
+
+    def view(self, tensor: torch.Tensor) -> Piece | None:
+        """The elements of a tensor in one row, without a copy; None where that takes more than a look."""
+        flat = tensor if len(self.shape) == 1 else tensor.view(-1) if tensor.is_contiguous() else None
+        if flat is None:
+            return None
+        if self.dtype in (torch.float16, torch.bfloat16):
+            return flat if _is_plain(tensor) else None
+        try:
+            array: Array = flat.numpy()
+        except (RuntimeError, TypeError):
+            # It has a gradient, is on a device, or is the lazy negative of another.
+            return None
+        return array if array.flags.c_contiguous else None
+
+
+_NO_PLAN = _Plan(
+    torch.Size((-1,)), torch.bool, -1, 1.0, 1.0, -1, arithmetic_of(torch.bool, ReduceOp.MAX, 1, 1.0, 1.0), None
+)
+
+
+class ExpressAllreduce:
+    """The express way of one process set on one node."""
+
+    def __init__(self, negotiator: Negotiator, express: Express, recorder: Recorder, size: int, rank: int) -> None:
+        """size: of the set; rank: in it."""
+        self._negotiator = negotiator
+        self._express = express
+        self._size = size
+        self._rank = rank
+        self._plans: dict[_Kind, _Plan] = {}
+        self._last = _NO_PLAN
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self._away = False
+        self._skip = 0
+        self._skipped = 0
+        self._large = 0
+        self._quiet = Quiet()
+        with negotiator.lock:
+            negotiator.on_entry = express.passed
+            express.board.passed(negotiator.entered)
+
+    def attempt(
+        self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
+    ) -> Outcome | None:
+        """Reduce in place, if all ranks of the set call this now with the like. Blocks for a moment.
+
+        Returns None when nothing was tried; then nothing is known of the call to anybody.
+        Raises: HorovodInternalError as the ordinary way does.
+        """
+        if op is None:
+            op = Average
+        plan = self._last
+        if (
+            plan.shape != tensor.shape
+            or plan.dtype is not tensor.dtype
+            or plan.op != op
+            or plan.prescale != prescale
+            or plan.postscale != postscale
+        ):
+            found = self._plans.get((tensor.shape, tensor.dtype, op, prescale, postscale))
+            if found is None:
+                return None
+            plan = self._last = found
+        if type(tensor) is not torch.Tensor or self._recorder.on:
+            return None
+        own = plan.view(tensor)
+        if own is None:
+            return None
+        if self._skip:
+            self._skip -= 1
+            return None
+        if self._away or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._attempt(plan, own, tensor, name)
+        finally:
+            self._lock.release()
+
+    def learn(self, signature: Signature, tensor: torch.Tensor) -> None:
+        """A call goes the ordinary way: remember what it is, if its like may take this one."""
+        number = self._negotiator.number_of(signature)
+        op = ReduceOp(signature.op)
+        if number is None or op is ReduceOp.ADASUM or signature.strides != (None,) or not _is_plain(tensor):
+            return
+        if len(self._plans) >= MOST_PLANS or working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
+            return
+        arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
+        small = self._express.is_small(tensor.numel() * tensor.element_size())
+        copies = self._express.copies(arithmetic, tensor.numel()) if small else None
+        factors = (signature.prescale, signature.postscale)
+        plan = _Plan(tensor.shape, tensor.dtype, op, *factors, number, arithmetic, copies)
+        self._plans[plan.key] = plan
+
+    def set_away(self, away: bool) -> None:
+        """This rank has joined, or all have. Waits for an attempt of another thread."""
+        with self._lock:
+            self._away = away
+            self._express.board.set_away(away)
+
+    def _attempt(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str | None) -> Outcome | None:
+        board, negotiator = self._express.board, self._negotiator
+        number = -1
+        with negotiator.lock:
+            index = negotiator.entered
+            if not board.is_free(index) or not negotiator.may_begin(("allreduce", name or "")):
+                return None
+            if name is None:
+                number = negotiator.names.draw("allreduce")
+            if plan.copies is not None:
+                plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
+            board.begin(index, plan.number, number if name is None else _code(name))
+            negotiator.entered += 1
+        try:
+            if not self._express.agree(index):
+                self._skipped = self._skip = min(MOST_SKIPPED, 2 * self._skipped + 1)
+                return Outcome(False, automatic_name(number) if name is None else name)
+            self._skipped = 0
+            if plan.copies is not None:
+                self._quiet.run(plan.arithmetic.reduce_copies, plan.copies[index % RING], own)
+        finally:
+            board.finish(index)
+        if plan.copies is None:
+            self._reduce(plan, tensor, automatic_name(number) if name is None else name)
+        return DONE
+
+    def _reduce(self, plan: _Plan, tensor: torch.Tensor, name: str) -> None:
+        """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
+        negotiator, express = self._negotiator, self._express
+        self._large += 1
+        negotiator.steps[_STEPS] = self._large
+        ended = express.drive(express.lane.plane.allreduce([tensor.view(-1)], plan.arithmetic))
+        if ended is None:
+            return
+        key = (STEP, _STEPS)
+        negotiator.enter_step(key, self._large, place_of_caller(), name, express.lane.fail)
+        try:
+            negotiator.wait(key, lambda: bool(ended), None)
+        finally:
+            negotiator.leave_step(key)
+        error = ended[0].error
+        if error is not None:
+            raise error
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+    )
+
+
+@lru_cache(maxsize=4096)
+def _code(name: str) -> int:
+    """A number for a name, the same on all ranks."""
+    return _NAMED | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,181 @@
+"""The express way: a reduction in the thread that asks for it, at once, when all ranks of a node ask for it now.
+
+A board (board.py) shows whether they do. A small tensor lies beside its entry on the board: when the answer is yes,
+every rank reduces all ranks' copies by itself, in the same order. A large one takes the chunked reduction of a lane
+of its own, driven by this thread as long as something moves, and by the loop from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hvlike.errors import HorovodInternalError
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.board import HEAD, RING, WORDS, Board
+from hvlike.planes.lane import Lane
+from hvlike.planes.plane import Plane
+from hvlike.planes.region import order_by
+from hvlike.transport.cores import is_crowded
+from hvlike.transport.doorbell import BELL_BYTES, Doorbell
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.group import Group
+from hvlike.transport.loop import Task
+from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.segment import Segment, words
+
+COPIED_BYTES = 512 << 10
+"""Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
+
+_LARGEST_COPY = 256 << 10
+_SMALLEST_COPY = 16 << 10
+
+PATIENCE_SECONDS = 0.05
+"""How long a rank waits on the board; then it asks in the ordinary way, where deadlocks and stalls are found."""
+
+_BLOCK_BYTES = -(-8 * WORDS // 128) * 128
+_LOOKS = 300
+_CROWDED_LOOKS = 100
+_STILL_LOOKS = 200
+_NAP_SECONDS = 2e-3
+_HEAD_SECONDS = 10.0
+
+
+class Express:
+    """One rank's part; one thread at a time. Ranks count within the group, all of them on this node."""
+
+    def __init__(self, fabric: Fabric, group: Group, lane: Lane, segment: Segment) -> None:
+        size, rank = group.size, group.rank
+        self.lane = lane
+        self._rank = rank
+        self._size = size
+        self._crowded = is_crowded(fabric.cores)
+        self._bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
+        self._bell = self._bells[rank]
+        self._bell.initialise(os.getpid())
+        start = size * BELL_BYTES
+        blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
+        self.board = Board(blocks, rank, fabric.fence, order_by(fabric.fence))
+        start += size * _BLOCK_BYTES
+        self._room = room = _copy_bytes(size)
+        self._slots = [
+            [segment.array[at : at + room] for at in range(first, first + RING * room, room)]
+            for first in range(start, start + size * RING * room, RING * room)
+        ]
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether every rank reduces a tensor of so many bytes by itself."""
+        return nbytes <= self._room
+
+    def copies(self, arithmetic: Arithmetic, elements: int) -> list[list[Piece]]:
+        """For each place on the board the memory of all ranks' copies of a small tensor."""
+        nbytes = elements * arithmetic.itemsize
+        return [[arithmetic.over(slots[place][:nbytes]) for slots in self._slots] for place in range(RING)]
+
+    def passed(self, count: int) -> None:
+        """This rank has asked for `count` things, the last in the ordinary way; who waits for it shall know."""
+        self.board.passed(count)
+        if self._rank == HEAD:
+            self._nudge_peers()
+        else:
+            self._bells[HEAD].nudge()
+
+    def agree(self, index: int) -> bool:
+        """Wait for the answer about thing number `index`, which this rank has begun; PATIENCE_SECONDS at most.
+
+        Raises: HorovodInternalError when the first rank has stopped in the middle of its answer.
+        """
+        if self._rank != HEAD:
+            self._bells[HEAD].nudge()
+        answer: bool | None = None
+        try:
+            answer = self._wait(index)
+            if answer is None:
+                answer = self._withdraw(index)
+        finally:
+            if answer is None:
+                self.board.withdraw(index)
+            if self._rank == HEAD:
+                self._nudge_peers()
+        return answer
+
+    def drive(self, routine: Routine[None]) -> list[Task[None]] | None:
+        """Run a routine on the plane of the lane, after a yes: all ranks do. None when it has ended.
+
+        Else a peer lets the others wait, and the loop goes on with it: the list is filled once it has ended.
+        Raises: what the routine raises.
+        """
+        still = 0
+        for wait in routine:
+            still = 0 if wait is Wait.AGAIN else still + 1
+            if still > _STILL_LOOKS:
+                return self._hand_over(routine)
+            if still and self._crowded:
+                os.sched_yield()
+        return None
+
+    def _hand_over(self, routine: Routine[None]) -> list[Task[None]]:
+        ended: list[Task[None]] = []
+
+        def rest(plane: Plane) -> Routine[None]:
+            yield from routine
+
+        self.lane.submit(rest, ended.append, wake=False)
+        return ended
+
+    def _wait(self, index: int) -> bool | None:
+        """The answer, None when patience has run out."""
+        look = self.board.look
+        for _ in range(_CROWDED_LOOKS if self._crowded else _LOOKS):
+            answer = look(index)
+            if answer is not None:
+                return answer
+            if self._crowded:
+                # The rank that is waited for may need this core.
+                os.sched_yield()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < until:
+            self._bell.prepare_sleep()
+            try:
+                answer = look(index)
+                if answer is not None:
+                    return answer
+                self._bell.sleep(_NAP_SECONDS)
+            finally:
+                self._bell.awake()
+        return None
+
+    def _withdraw(self, index: int) -> bool:
+        answer = self.board.withdraw(index)
+        until = time.monotonic() + _HEAD_SECONDS
+        while answer is None:
+            # The head is between two statements.
+            time.sleep(0)
+            answer = self.board.look(index)
+            if answer is None and time.monotonic() > until:
+                raise HorovodInternalError(
+                    f"the first rank of the process set has not answered for {_HEAD_SECONDS} s in the middle of a "
+                    "reduction; it was killed or stopped there."
+                )
+        return answer
+
+    def _nudge_peers(self) -> None:
+        for rank, bell in enumerate(self._bells):
+            if rank != self._rank:
+                bell.nudge()
+
+
+def _copy_bytes(ranks: int) -> int:
+    """The largest tensor that every rank reduces by itself: 256 KiB for two ranks, 128 KiB for four."""
+    return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
+
+
+def open_express(fabric: Fabric, group: Group, lane: Lane) -> Routine[Express | None]:
+    """Make the express way of a group that is on one node; None where its ranks cannot share the memory.
+
+    lane: one that nothing else uses. Collective over the group.
+    """
+    size = group.size
+    nbytes = size * (_BLOCK_BYTES + BELL_BYTES + RING * _copy_bytes(size))
+    segment = yield from fabric.share(group, ("express", group.number), nbytes)
+    return None if segment is None else Express(fabric, group, lane, segment)
