@@ -87,7 +87,7 @@ class BucketPacker:
                 start += lengths[index]
 
 
-def _write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _write(targets: tuple[torch.Tensor, ...], sources: list[torch.Tensor]) -> None:
     try:
         torch._foreach_copy_(targets, sources)
     except RuntimeError:
