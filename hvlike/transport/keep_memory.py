@@ -22,15 +22,17 @@ _PAD = 64 << 20
 def keep_memory() -> bool:
     """Have malloc keep what is freed from now on, for the life of the process. Local.
 
-    Blocks of 1 GiB and more are still given back. Returns False, after a warning, where malloc is not glibc's.
+    Blocks of 1 GiB and more are still given back. glibc before 2.38 uses an aligned block, which torch asks for, a
+    second time only after it has made up to seven others: it takes some steps until nothing is mapped any more.
+    Returns False, after a warning, where malloc is not glibc's.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
         logger.warning("HVLIKE_KEEP_MEMORY=1 has no effect: the C library of this system is not glibc.")
         return False
-    mallopt(_TRIM_THRESHOLD, _NEVER)
-    mallopt(_TOP_PAD, _PAD)
-    if not mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
+    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_TOP_PAD, _PAD)
+    if not library.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
         # Before glibc 2.35 that threshold ends at 32 MiB: then no block at all gets a mapping of its own.
-        mallopt(_MMAP_MAX, 0)
+        library.mallopt(_MMAP_MAX, 0)
     return True
