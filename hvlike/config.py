@@ -43,9 +43,6 @@ class Knobs:
     keep_memory: bool = knob(
         "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
     )
-    keep_memory: bool = knob(
-        "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
-    )
     # How operations are agreed and joined
     cycle_time: float = knob(
         "CYCLE_TIME",
