@@ -193,15 +193,15 @@ class ExpressAllreduce:
         finally:
             board.finish(index)
         if plan.copies is None:
-            self._reduce(plan, tensor, automatic_name(number) if name is None else name)
+            self._reduce(plan, own, tensor, automatic_name(number) if name is None else name)
         return DONE
 
-    def _reduce(self, plan: _Plan, tensor: torch.Tensor, name: str) -> None:
+    def _reduce(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str) -> None:
         """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
         negotiator, express = self._negotiator, self._express
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        ended = express.drive(express.lane.plane.allreduce([tensor.view(-1)], plan.arithmetic))
+        ended = express.drive(express.reduction(own, tensor, plan.arithmetic, plan.number))
         if ended is None:
             return
         key = (STEP, _STEPS)

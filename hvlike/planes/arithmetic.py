@@ -71,7 +71,8 @@ class Arithmetic:
             self._direct = DirectHalfKernel(self.element, op, factors)
             self._direct_contributions = direct_contributions(dtype, op, factors)
         kernel = self._kernel
-        self._joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
+        self.joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
+        """The kernel, where a sum can be scaled while it is copied, a pass less; its caller silences numpy."""
         self._block = BLOCK_BYTES // self.itemsize
         self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
 
@@ -126,41 +127,19 @@ class Arithmetic:
                 for output in outputs:
                     kernel.copy(output[block], mine)
 
-    def merge(self, first: Piece, others: Sequence[Piece], own: Piece, result: Piece) -> None:
-        """Reduce `first` and `others` in this order; `own` is among them and gets the finished result.
-
-        `result`, among them too, gets what `deliver` makes the finished result from: scaling while copying costs
-        nothing, a pass of its own over the chunk does. The caller silences numpy's warnings (np.errstate), once for
-        many chunks.
-        """
-        kernel = self._joining
-        if kernel is None:
-            self.combine(first, others, [result] if first is own else [own])
-            return
-        kernel.join(first, others, result)
-        kernel.deliver(own, result)
-
-    def deliver(self, target: Piece, source: Piece) -> None:
-        """Write to `target` the finished result of which `merge` has left `source`; np.errstate as there."""
-        kernel = self._joining
-        if kernel is None:
-            self._kernel.copy(target, source)
-        else:
-            kernel.deliver(target, source)
-
     def spread(self, first: Piece, others: Sequence[Piece]) -> None:
-        """Reduce `first` and `others` in this order and write the result to all of them; np.errstate as for `merge`."""
-        if self._joining is None:
+        """Reduce `first` and `others` in this order and write the result to all of them; the caller silences numpy."""
+        if self.joining is None:
             self.combine(first, others, others)
         else:
-            self._joining.spread(first, others)
+            self.joining.spread(first, others)
 
     def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
         """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.
 
         The caller silences numpy's warnings.
         """
-        kernel = self._joining
+        kernel = self.joining
         if kernel is None:
             self.copy(own, copies[0])
             self.combine(own, copies[1:])

@@ -10,6 +10,9 @@ CHUNK_BYTES = 256 * 1024
 """Fits in a second-level cache together with its copies; 128 KiB to 512 KiB measured the same."""
 
 SMALLEST_CHUNK_BYTES = 32 * 1024
+SMALLEST_SHARE = 16 * 1024
+"""Less is not worth being shared among the ranks."""
+
 SLOTS = 2
 """How many chunks a rank may have staged for one owner; a third gained nothing."""
 
@@ -36,6 +39,11 @@ def chunk_bytes(ranks: int, budget: int) -> int:
     while size > SMALLEST_CHUNK_BYTES and size * SLOTS * (ranks - 1) > budget:
         size //= 2
     return size
+
+
+def fitting(total: int, largest: int, smallest: int, ranks: int) -> int:
+    """Elements of a chunk such that every rank owns one of a short work: total / ranks between the two bounds."""
+    return min(largest, max(smallest, -(-total // ranks)))
 
 
 def cut(lengths: Sequence[int], elements: int) -> list[tuple[int, int, int]]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import time
 
+import torch
+
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.board import HEAD, RING, WORDS, Board
 from hvlike.planes.lane import Lane
 from hvlike.planes.plane import Plane
 from hvlike.planes.region import order_by
+from hvlike.planes.shared import SharedPlane
 from hvlike.transport.cores import is_crowded
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.fabric import Fabric
@@ -47,6 +50,7 @@ class Express:
     def __init__(self, fabric: Fabric, group: Group, lane: Lane, segment: Segment) -> None:
         size, rank = group.size, group.rank
         self.lane = lane
+        self._allocations = fabric.allocations
         self._rank = rank
         self._size = size
         self._crowded = is_crowded(fabric.cores)
@@ -98,6 +102,13 @@ class Express:
             if self._rank == HEAD:
                 self._nudge_peers()
         return answer
+
+    def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Routine[None]:
+        """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""
+        plane = self.lane.plane
+        if isinstance(plane, SharedPlane) and not self._allocations:
+            return plane.allreduce_pieces([own], arithmetic, number)
+        return plane.allreduce([tensor.view(-1)], arithmetic)
 
     def drive(self, routine: Routine[None]) -> list[Task[None]] | None:
         """Run a routine on the plane of the lane, after a yes: all ranks do. None when it has ended.

@@ -186,6 +186,8 @@ class FloatKernel(ArrayKernel):
         with np.errstate(over="ignore"):
             self._pre = self._real.type(factors.prescale)
             self._post = self._real.type(factors.post)
+        self._factor = None if factors.post == 1 else self._post
+        self._is_complex = element.storage.kind == "c"
 
     def scale(self, source: Array, out: Array) -> None:
         np.multiply(source.view(self._real), self._pre, out=out.view(self._real))
@@ -196,10 +198,13 @@ class FloatKernel(ArrayKernel):
             self._reduce(result, other, out=result)
 
     def deliver(self, target: Array, source: Array) -> None:
-        if self.factors.post != 1:
-            np.multiply(source.view(self._real), self._post, out=target.view(self._real))
-        elif target is not source:
-            np.copyto(target, source)
+        if self._factor is None:
+            if target is not source:
+                np.copyto(target, source)
+        elif self._is_complex:
+            np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
+        else:
+            np.multiply(source, self._factor, out=target)
 
     def finish(self, accumulator: Array) -> None:
         if self.factors.post != 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, Chunk
-from hvlike.planes.region import Region, first_peer
+from hvlike.planes.region import REDUCED, Region, first_peer
 
 PASSES = 16
 """How often a reduction moves something before it lets other routines have a turn."""
@@ -40,61 +40,82 @@ class Reduction:
         rank = region.rank
         self._region = region
         self._arithmetic = arithmetic
+        self._kernel = arithmetic.joining if results is Results.TO_ALL else None
+        self._slots = region.slots(arithmetic)
         self._pieces = pieces
         self._results = results
         self._compare: Callable[[], None] | None = compare
-        self._foreign = [chunk for chunk in chunks if chunk.owner != rank]
-        self._own = [chunk for chunk in chunks if chunk.owner == rank]
+        self._foreign = [chunk for chunk in chunks if chunk[3] != rank]
+        self._own = [chunk for chunk in chunks if chunk[3] == rank]
         self._staged = 0
         self._reduced = 0
         self._taken = 0 if results is Results.TO_ALL else len(self._foreign)
         self._looks = 1 if region.crowded else LOOKS
-
-    @property
-    def unfinished(self) -> bool:
+        self.unfinished = bool(chunks)
         """Whether this rank has anything left to do."""
-        return self._taken < len(self._foreign) or self._staged < len(self._foreign) or self._reduced < len(self._own)
 
     def advance(self) -> bool:
         """Do what can be done, some PASSES at most; False: a peer must do something first."""
         return self._region.quiet.run(self._advance)
 
     def _advance(self) -> bool:
+        region = self._region
+        sleepers = region.sleepers
         for _ in range(PASSES):
-            if not self._step_soon():
-                return False
-            self._region.nudge(self._region.peers)
-            if not self.unfinished:
+            if not any(self._step() for _ in range(self._looks)):
                 break
-        return True
+            for bell in sleepers:
+                bell.nudge()
+            if self._taken == len(self._foreign) == self._staged and self._reduced == len(self._own):
+                self.unfinished = False
+                break
+        else:
+            return True
+        # A peer that was about to sleep when it was looked at has looked at the counters once more, or is woken now.
+        region.nudge(region.peers)
+        return not self.unfinished
 
-    def _step_soon(self) -> bool:
-        return any(self._step() for _ in range(self._looks))
-
+    # The code of a step is run between chunks that have filled the caches, and so is mostly fetched anew each time:
+    # few calls and few objects matter more here than elsewhere.
     def _step(self) -> bool:
         """One chunk of each kind, where that is possible; say whether anything moved."""
+        region, slots, pieces, kernel = self._region, self._slots, self._pieces, self._kernel
+        mine, counters, order = region.mine, region.counters, region.order
         moved = False
         if self._staged < len(self._foreign):
-            moved = self._stage(self._foreign[self._staged])
+            piece, start, stop, owner, turn = self._foreign[self._staged]
+            if self._slot_is_free(owner, turn):
+                self._arithmetic.copy(slots.staged[owner][turn % SLOTS][: stop - start], pieces[piece][start:stop])
+                order()
+                mine.staged[owner] = turn + 1
+                if self._results is not Results.TO_ALL:
+                    mine.taken[owner] = turn + 1
+                self._staged += 1
+                moved = True
         if self._reduced < len(self._own):
-            moved |= self._reduce(self._own[self._reduced])
+            piece, start, stop, owner, turn = self._own[self._reduced]
+            if all(counters[peer].staged[owner] > turn for peer in region.peers):
+                order()
+                copies = [slot[: stop - start] for slot in slots.copies[turn % SLOTS]]
+                self._reduce(pieces[piece][start:stop], copies)
+                order()
+                mine.words[REDUCED] = turn + 1
+                self._reduced += 1
+                moved = True
         if self._taken < len(self._foreign):
-            moved |= self._take(self._foreign[self._taken])
+            piece, start, stop, owner, turn = self._foreign[self._taken]
+            if counters[owner].words[REDUCED] > turn:
+                order()
+                target, result = pieces[piece][start:stop], slots.results[owner][turn % SLOTS][: stop - start]
+                if kernel is None:
+                    self._arithmetic.copy(target, result)
+                else:
+                    kernel.deliver(target, result)
+                order()
+                mine.taken[owner] = turn + 1
+                self._taken += 1
+                moved = True
         return moved
-
-    def _stage(self, chunk: Chunk) -> bool:
-        piece, start, stop, owner, turn = chunk
-        if not self._slot_is_free(owner, turn):
-            return False
-        region, arithmetic = self._region, self._arithmetic
-        slot = region.slot(arithmetic, region.rank, owner, turn)
-        arithmetic.copy(slot[: stop - start], self._pieces[piece][start:stop])
-        region.order()
-        region.mine.staged[owner] = turn + 1
-        if self._results is not Results.TO_ALL:
-            region.mine.taken[owner] = turn + 1
-        self._staged += 1
-        return True
 
     def _slot_is_free(self, owner: int, turn: int) -> bool:
         """The chunk before the last in this slot must have been used by everybody who looks at it."""
@@ -105,53 +126,32 @@ class Reduction:
         needed = turn - SLOTS + 1
         if needed <= 0:
             return True
-        if counters[owner].reduced < needed:
+        if counters[owner].words[REDUCED] < needed:
             return False
         if region.rank != first_peer(owner):
             return True
         return all(each.taken[owner] >= needed for peer, each in enumerate(counters) if peer != owner)
 
-    def _reduce(self, chunk: Chunk) -> bool:
-        region = self._region
-        piece, start, stop, owner, turn = chunk
-        for peer in region.peers:
-            if region.counters[peer].staged[owner] <= turn:
-                return False
-        region.order()
+    def _reduce(self, own: Piece, copies: list[Piece]) -> None:
+        """Reduce the own piece with the peers' copies; the result goes to both the own and the first one."""
         if self._compare is not None:
             self._compare()
             self._compare = None
-        arithmetic = self._arithmetic
-        length = stop - start
-        own = self._pieces[piece][start:stop]
-        copies = [region.slot(arithmetic, peer, owner, turn)[:length] for peer in region.peers]
         # In the order of the ranks whoever adds (the first two may be swapped): then a sum does not depend on how the
         # work was cut and dealt, and a run that is resumed or bucketed otherwise gives the same bits.
+        rank = self._region.rank
         first, others = own, copies
-        if region.rank > 1:
-            first, others = copies[0], [*copies[1 : region.rank], own, *copies[region.rank :]]
-        if self._results is Results.TO_ALL:
-            arithmetic.merge(first, others, own, copies[0])
+        if rank > 1:
+            first, others = copies[0], [*copies[1:rank], own, *copies[rank:]]
+        kernel, arithmetic = self._kernel, self._arithmetic
+        if kernel is not None:
+            kernel.join(first, others, copies[0])
+            kernel.deliver(own, copies[0])
+        elif self._results is Results.TO_ALL:
+            arithmetic.combine(first, others, [copies[0]] if first is own else [own])
         elif self._results is Results.TO_OWNER:
             arithmetic.combine(first, others, [] if first is own else [own])
         else:
             arithmetic.accumulate(first, others)
             if first is not own:
                 arithmetic.copy(own, first)
-        region.order()
-        region.mine.reduced = turn + 1
-        self._reduced += 1
-        return True
-
-    def _take(self, chunk: Chunk) -> bool:
-        region = self._region
-        piece, start, stop, owner, turn = chunk
-        if region.counters[owner].reduced <= turn:
-            return False
-        region.order()
-        slot = region.slot(self._arithmetic, first_peer(owner), owner, turn)
-        self._arithmetic.deliver(self._pieces[piece][start:stop], slot[: stop - start])
-        region.order()
-        region.mine.taken[owner] = turn + 1
-        self._taken += 1
-        return True

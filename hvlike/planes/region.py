@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,9 @@ from hvlike.planes.quiet import Quiet
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.segment import Segment, words
 from hvlike.transport.semaphore import Fence
+
+REDUCED = 0
+"""Which of a rank's words counts the chunks it has reduced, for those who look often."""
 
 _LINE = 128
 # On x86-64 stores become visible in order and loads are not reordered with each other; elsewhere the fence sees to it.
@@ -50,7 +54,7 @@ def _counter_bytes(ranks: int) -> int:
 class Counters:
     """The counters of one rank; see the head of this file."""
 
-    __slots__ = ("_words", "fetched", "passed", "received", "staged", "taken", "votes")
+    __slots__ = ("fetched", "passed", "received", "staged", "taken", "votes", "words")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
@@ -60,62 +64,73 @@ class Counters:
         self.passed = words(segment, first + 24 * ranks, ranks)
         self.received = words(segment, first + 32 * ranks, ranks)
         self.votes = words(segment, first + 40 * ranks, 2)
-        self._words = words(segment, first + 40 * ranks + 16, 9)
+        self.words = words(segment, first + 40 * ranks + 16, 9)
 
     @property
     def reduced(self) -> int:
         """Chunks reduced by this rank."""
-        return self._words[0]
+        return self.words[REDUCED]
 
     @reduced.setter
     def reduced(self, value: int) -> None:
-        self._words[0] = value
+        self.words[REDUCED] = value
 
     @property
     def published(self) -> int:
         """Chunks published by this rank."""
-        return self._words[1]
+        return self.words[1]
 
     @published.setter
     def published(self, value: int) -> None:
-        self._words[1] = value
+        self.words[1] = value
 
     @property
     def failed(self) -> int:
         """Not 0 once this rank has given the region up."""
-        return self._words[2]
+        return self.words[2]
 
     @failed.setter
     def failed(self, value: int) -> None:
-        self._words[2] = value
+        self.words[2] = value
 
     def stamp(self, number: int) -> int:
         """The hash of the piece of work `number` as this rank sees it."""
-        return self._words[3 + number % 2]
+        return self.words[3 + number % 2]
 
     @property
     def arrived(self) -> int:
         """The number of the newest piece of work that this rank has entered."""
-        return self._words[5]
+        return self.words[5]
 
     @property
     def departed(self) -> int:
         """The number of the newest piece of work in shared allocations that this rank has done its part of."""
-        return self._words[6]
+        return self.words[6]
 
     @departed.setter
     def departed(self, value: int) -> None:
-        self._words[6] = value
+        self.words[6] = value
 
     def place(self, number: int) -> int:
         """What of the piece of work `number` lies in shared allocations on this rank, and where; 0: nothing."""
-        return self._words[7 + number % 2]
+        return self.words[7 + number % 2]
 
     def arrive(self, number: int, stamp: int, place: int) -> None:
         """Say what the piece of work `number` is on this rank; whoever sees that it has arrived sees the rest."""
-        self._words[3 + number % 2] = stamp
-        self._words[7 + number % 2] = place
-        self._words[5] = number
+        self.words[3 + number % 2] = stamp
+        self.words[7 + number % 2] = place
+        self.words[5] = number
+
+
+class Slots(NamedTuple):
+    """The slots of one rank for one dtype, by turn modulo SLOTS."""
+
+    staged: list[list[Piece]]
+    """For each owner: where this rank stages."""
+    copies: list[list[Piece]]
+    """For each turn: what the peers have staged for this rank, in the order of the ranks."""
+    results: list[list[Piece]]
+    """For each owner: where its results are taken from."""
 
 
 class Region:
@@ -146,6 +161,9 @@ class Region:
         self._bells = bells
         self._fence = fence
         self._typed: dict[tuple[torch.dtype, int, int, int], Piece] = {}
+        self._tables: dict[torch.dtype, Slots] = {}
+        self.sleepers = [bells[peer] for peer in self.peers]
+        """The bells of the peers."""
         self.order = order_by(fence)
 
     def slot(self, arithmetic: Arithmetic, stager: int, owner: int, turn: int) -> Piece:
@@ -157,6 +175,24 @@ class Region:
             start = self._slots_start + number * self.chunk
             piece = self._typed[key] = arithmetic.over(self._segment.array[start : start + self.chunk])
         return piece
+
+    def slots(self, arithmetic: Arithmetic) -> Slots:
+        """The slots of reductions of this dtype."""
+        table = self._tables.get(arithmetic.dtype)
+        if table is None:
+            rank, everybody = self.rank, range(self.ranks)
+
+            def both(stager: int, owner: int) -> list[Piece]:
+                return [self.slot(arithmetic, stager, owner, turn) for turn in range(SLOTS)]
+
+            copies = [[self.slot(arithmetic, peer, rank, turn) for peer in self.peers] for turn in range(SLOTS)]
+            table = Slots(
+                [both(rank, owner) for owner in everybody],
+                copies,
+                [both(first_peer(owner), owner) for owner in everybody],
+            )
+            self._tables[arithmetic.dtype] = table
+        return table
 
     def nudge(self, ranks: Iterable[int]) -> None:
         """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""

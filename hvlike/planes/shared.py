@@ -21,7 +21,7 @@ import torch
 from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.census import Census
-from hvlike.planes.chunks import SLOTS, Chunk, Turns, cut, in_rounds
+from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitting, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
@@ -61,8 +61,14 @@ class SharedPlane:
         places = self._direct.places(tensors)
         if places:
             tensors = yield from self._reduce_in_place(tensors, arithmetic, places)
-        chunks = self._deal(tensors, arithmetic, None)
+        chunks = self._deal([tensor.numel() for tensor in tensors], arithmetic, None)
         yield from self._work(tensors, arithmetic, chunks, Results.TO_ALL, entered=bool(places))
+
+    def allreduce_pieces(self, pieces: Sequence[Piece], arithmetic: Arithmetic, stamp: int) -> Routine[None]:
+        """The same for pieces in ordinary memory; stamp: any number that all ranks give this work."""
+        chunks = self._deal([len(piece) for piece in pieces], arithmetic, None)
+        self._announce(stamp, 0)
+        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL)
 
     def _reduce_in_place(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place]
@@ -102,7 +108,7 @@ class SharedPlane:
 
         Returns the chunks, with their owners.
         """
-        chunks = self._deal(tensors, arithmetic, owner)
+        chunks = self._deal([tensor.numel() for tensor in tensors], arithmetic, owner)
         yield from self._work(tensors, arithmetic, chunks, Results.PARTIAL)
         return chunks
 
@@ -171,9 +177,11 @@ class SharedPlane:
 
     # -- reduction ------------------------------------------------------------------------------
 
-    def _deal(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None) -> list[Chunk]:
+    def _deal(self, lengths: Sequence[int], arithmetic: Arithmetic, owner: int | None) -> list[Chunk]:
         """Cut tensors into chunks; `owner`: one rank for all, None: in turn."""
-        runs = cut([len(tensor) for tensor in tensors], self._region.chunk // arithmetic.itemsize)
+        largest = self._region.chunk // arithmetic.itemsize
+        elements = fitting(sum(lengths), largest, SMALLEST_SHARE // arithmetic.itemsize, self._region.ranks)
+        runs = cut(lengths, elements)
         return self._reductions.deal(runs) if owner is None else self._reductions.give(runs, owner)
 
     def _work(
@@ -191,6 +199,11 @@ class SharedPlane:
         pieces = [arithmetic.view(tensor) for tensor in tensors]
         if not entered:
             self._enter([len(piece) for piece in pieces], arithmetic)
+        yield from self._reduce(pieces, arithmetic, chunks, results)
+
+    def _reduce(
+        self, pieces: Sequence[Piece], arithmetic: Arithmetic, chunks: Sequence[Chunk], results: Results
+    ) -> Routine[None]:
         if all(chunk.owner == self._region.rank for chunk in chunks):
             # Nothing that this rank does next wakes a peer that waits for it to arrive.
             self._region.nudge(self._region.peers)
@@ -207,10 +220,13 @@ class SharedPlane:
 
         The owners compare before they add anything.
         """
-        self._number += 1
         factors = arithmetic.factors
         described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
-        self._stamp = hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)) & 0xFFFFFFFFFFFFFFFF
+        return self._announce(hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)), place)
+
+    def _announce(self, stamp: int, place: int) -> int:
+        self._number += 1
+        self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
         self._region.mine.arrive(self._number, self._stamp, place)
         return self._number
 
