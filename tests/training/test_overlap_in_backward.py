@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ class Held(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         between = self.early * x
         if self.holds:
-            between.register_hook(self.hold)
+            tensor: Any = between
+            tensor.register_hook(self.hold)
         return between * self.late
 
     def hold(self, gradient: torch.Tensor) -> None:

@@ -1,0 +1,29 @@
+"""python -m hvlike bench waiting, as a user starts it: every wait and every kind of work is measured."""
+
+import json
+
+import pytest
+from job import run_job
+
+pytestmark = pytest.mark.job
+
+MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
+WORKS = {"matmul", "forward and backward", "small operations", "pure Python"}
+
+
+def test_json_has_all_that_was_measured() -> None:
+    job = run_job(MODULE, 2, args=["bench", "waiting", "--repetitions", "1", "--json"]).check()
+    found = json.loads(job.stdout)
+    assert len(found["results"]) == 2
+    for place in found["results"].values():
+        assert set(place["slowdown"]) == WORKS
+        for waits in place["slowdown"].values():
+            assert set(waits) == {"nothing, again", "a named allreduce", "a bucket of gradients"}
+        assert set(place["latency"]) == WORKS | {"(waits in synchronize)"}
+        assert all(each["median"] > 0 for each in place["latency"].values())
+
+
+def test_it_is_for_two_ranks() -> None:
+    job = run_job(MODULE, 1, args=["bench", "waiting"])
+    assert job.returncode == 2, job.describe()
+    assert "for two ranks" in job.stderr
