@@ -6,22 +6,47 @@
 
 All ranks of a node drive the network at once, each for its own chunks. Where the nodes hold different numbers
 of ranks the first rank of each node owns everything and crosses for the others.
+
+What is large goes in waves, and the three steps of different waves at the same time:
+
+    reduce inside   wave 0   wave 1            wave 2            wave 3
+    across                   wave 0            wave 1            wave 2
+    hand out                          wave 0            wave 1
+
+A node's sum of 16-bit floats is rounded to 16 bits before it crosses: half the bytes, and one more rounding.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.chunks import Chunk
 from hvlike.planes.network import Network
 from hvlike.planes.ops import ReduceOp
+from hvlike.planes.partition import Run, messages
 from hvlike.planes.shared import SharedPlane
+from hvlike.planes.side_by_side import side_by_side
 from hvlike.transport.group import Group
-from hvlike.transport.routine import Routine
+from hvlike.transport.routine import Routine, Wait
+
+WAVE_BYTES = 1 << 20
+"""What one rank carries across in a wave: enough that the cost of a message does not count."""
 
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
+
+
+@dataclass
+class Wave:
+    """Tensors on their way through the three steps."""
+
+    tensors: list[torch.Tensor]
+    chunks: list[Chunk] = field(default_factory=list)
+    """Who owns what on this node; nothing where this rank is alone on it."""
 
 
 class HierarchicalPlane:
@@ -47,29 +72,77 @@ class HierarchicalPlane:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place."""
-        if self._shared is None:
-            yield from self._alone(tensors, arithmetic)
-            return
-        owner = None if self._group.homogeneous else 0
-        chunks = yield from self._shared.reduce_partially(tensors, arithmetic, owner)
-        if self._cross is not None:
-            mine = [
-                tensors[each.piece][each.start : each.stop] for each in chunks if each.owner == self._group.local_rank
-            ]
-            yield from self._cross.allreduce(mine, arithmetic.continuation)
-        yield from self._shared.gather_runs(tensors, [chunk[:4] for chunk in chunks], arithmetic)
-
-    def _alone(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
-        """This node has one member: there is nothing to reduce before it goes across."""
-        if self._cross is None:
-            return
-        if all(len(node) == 1 for node in self._group.nodes):
+        if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
             yield from self._cross.allreduce(tensors, arithmetic)
             return
-        # On other nodes the contributions were prescaled when they were reduced, so here too.
-        for tensor in tensors:
-            arithmetic.accumulate(arithmetic.view(tensor), [])
-        yield from self._cross.allreduce(tensors, arithmetic.continuation)
+        waves = self._waves(tensors, arithmetic)
+        reduced: deque[Wave] = deque()
+        crossed: deque[Wave] = deque()
+        handed: deque[Wave] = deque()
+        yield from side_by_side(
+            [
+                self._reduce_inside(waves, reduced, handed, arithmetic),
+                self._take_across(len(waves), reduced, crossed, arithmetic),
+                self._hand_over(len(waves), crossed, handed, arithmetic),
+            ]
+        )
+
+    def _waves(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> list[Wave]:
+        """Cut tensors into waves, the same on all nodes."""
+        crossing = self._group.local_size if self._group.homogeneous else 1
+        runs = [Run(piece, 0, len(tensor)) for piece, tensor in enumerate(tensors)]
+        cuts = messages(runs, WAVE_BYTES * crossing // arithmetic.itemsize)
+        return [Wave([tensors[piece][start:stop] for piece, start, stop in each]) for each in cuts]
+
+    def _reduce_inside(
+        self, waves: Sequence[Wave], reduced: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        owner = None if self._group.homogeneous else 0
+        for index, wave in enumerate(waves):
+            # The stamps by which the ranks of a node see that they reduce the same are two deep.
+            while index - len(handed) >= 2:
+                yield Wait.BELL
+            if self._shared is not None:
+                wave.chunks = yield from self._shared.reduce_partially(wave.tensors, arithmetic, owner)
+            else:
+                # On other nodes the contributions are prescaled when they are reduced, so here too.
+                for tensor in wave.tensors:
+                    arithmetic.accumulate(arithmetic.view(tensor), [])
+            reduced.append(wave)
+
+    def _take_across(
+        self, count: int, reduced: deque[Wave], crossed: deque[Wave], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        for _ in range(count):
+            while not reduced:
+                yield Wait.BELL
+            wave = reduced.popleft()
+            if self._cross is not None:
+                yield from self._cross.allreduce(self._own(wave), arithmetic.continuation)
+            crossed.append(wave)
+
+    def _own(self, wave: Wave) -> list[torch.Tensor]:
+        """What this rank takes across."""
+        if self._shared is None:
+            return wave.tensors
+        return [
+            wave.tensors[chunk.piece][chunk.start : chunk.stop]
+            for chunk in wave.chunks
+            if chunk.owner == self._group.local_rank
+        ]
+
+    def _hand_over(
+        self, count: int, crossed: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        for _ in range(count):
+            while not crossed:
+                yield Wait.BELL
+            wave = crossed.popleft()
+            if self._shared is not None:
+                yield from self._shared.gather_runs(wave.tensors, [chunk[:4] for chunk in wave.chunks], arithmetic)
+            handed.append(wave)
+            # The first of the three may go on now, and has had its turn.
+            yield Wait.AGAIN
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic

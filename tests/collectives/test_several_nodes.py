@@ -10,8 +10,11 @@ LAWS += ("alltoall_values", "reducescatter_values", "submission_order", "random_
 LAWS += ("adasum_allreduce",)
 
 PROGRAM = f"""
+import os
 import sys
 import pytest
+from hvlike.planes import hierarchical
+hierarchical.WAVE_BYTES = int(os.environ["WAVE_BYTES"])
 files = [f"{CHECKOUT}/tests/collectives/test_{{name}}.py" for name in {LAWS}]
 sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/pyproject.toml", *files]))
 """
@@ -19,7 +22,9 @@ sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/p
 
 @pytest.mark.parametrize(("ranks", "a_node"), [(4, 2), (3, 2), (3, 1)], ids=["2 + 2", "2 + 1", "1 + 1 + 1"])
 def test_laws(ranks: int, a_node: int) -> None:
-    job = run_job(PROGRAM, ranks, env={"HVLIKE_RANKS_PER_NODE": str(a_node)}, timeout=110).check()
+    # Small waves: the tensors of these tests would all go in one.
+    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "WAVE_BYTES": "16384"}
+    job = run_job(PROGRAM, ranks, env=env, timeout=110).check()
     assert " passed" in job.stdout
 
 
