@@ -50,7 +50,6 @@ class Express:
     def __init__(self, fabric: Fabric, group: Group, lane: Lane, segment: Segment) -> None:
         size, rank = group.size, group.rank
         self.lane = lane
-        self._allocations = fabric.allocations
         self._rank = rank
         self._size = size
         self._crowded = is_crowded(fabric.cores)
@@ -106,8 +105,8 @@ class Express:
     def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Routine[None]:
         """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""
         plane = self.lane.plane
-        if isinstance(plane, SharedPlane) and not self._allocations:
-            return plane.allreduce_pieces([own], arithmetic, number)
+        if isinstance(plane, SharedPlane):
+            return plane.allreduce_pieces([tensor], [own], arithmetic, number)
         return plane.allreduce([tensor.view(-1)], arithmetic)
 
     def drive(self, routine: Routine[None]) -> list[Task[None]] | None:

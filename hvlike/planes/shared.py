@@ -58,31 +58,38 @@ class SharedPlane:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
-        places = self._direct.places(tensors)
-        if places:
-            tensors = yield from self._reduce_in_place(tensors, arithmetic, places)
-        chunks = self._deal([tensor.numel() for tensor in tensors], arithmetic, None)
-        yield from self._work(tensors, arithmetic, chunks, Results.TO_ALL, entered=bool(places))
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        yield from self.allreduce_pieces(
+            tensors, pieces, arithmetic, _stamp_of([len(each) for each in pieces], arithmetic)
+        )
 
-    def allreduce_pieces(self, pieces: Sequence[Piece], arithmetic: Arithmetic, stamp: int) -> Routine[None]:
-        """The same for pieces in ordinary memory; stamp: any number that all ranks give this work."""
+    def allreduce_pieces(
+        self, tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], arithmetic: Arithmetic, stamp: int
+    ) -> Routine[None]:
+        """The same for tensors whose elements `pieces` are; stamp: any number that all ranks give this work."""
+        if not any(map(len, pieces)):
+            return
+        places = self._direct.places(tensors)
+        number = self._announce(stamp, place_word(places))
+        if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
+            pieces = [piece for index, piece in enumerate(pieces) if index not in places]
         chunks = self._deal([len(piece) for piece in pieces], arithmetic, None)
-        self._announce(stamp, 0)
         yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL)
 
     def _reduce_in_place(
-        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place]
-    ) -> Routine[Sequence[torch.Tensor]]:
-        """Reduce the tensors that lie in shared allocations, if all ranks have them there; returns those left.
+        self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place], number: int
+    ) -> Routine[bool]:
+        """Reduce the tensors that lie in shared allocations, if all ranks have them there; returns whether they have.
 
         A rank whose tensors lie elsewhere does not wait for this decision: it stages, and so do then all.
+        number: of the work, which this rank has announced.
         """
-        region, number = self._region, self._enter([len(tensor) for tensor in tensors], arithmetic, place_word(places))
+        region = self._region
         yield from self._until(lambda: all(region.counters[peer].arrived >= number for peer in region.peers))
         region.order()
         self._compare()
         if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
-            return tensors
+            return False
         copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
         reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)
         while reduction.unfinished:
@@ -92,7 +99,7 @@ class SharedPlane:
         region.mine.departed = number
         yield from self._until(lambda: all(region.counters[peer].departed >= number for peer in region.peers))
         region.order()
-        return [tensor for index, tensor in enumerate(tensors) if index not in places]
+        return True
 
     def _until(self, done: Callable[[], bool]) -> Routine[None]:
         """Tell the peers where this rank is and wait for them."""
@@ -190,20 +197,18 @@ class SharedPlane:
         arithmetic: Arithmetic,
         chunks: Sequence[Chunk],
         results: Results,
-        *,
-        entered: bool = False,
     ) -> Routine[None]:
-        """entered: this rank has said already which work it is at."""
         if not chunks:
             return
         pieces = [arithmetic.view(tensor) for tensor in tensors]
-        if not entered:
-            self._enter([len(piece) for piece in pieces], arithmetic)
+        self._announce(_stamp_of([len(piece) for piece in pieces], arithmetic), 0)
         yield from self._reduce(pieces, arithmetic, chunks, results)
 
     def _reduce(
         self, pieces: Sequence[Piece], arithmetic: Arithmetic, chunks: Sequence[Chunk], results: Results
     ) -> Routine[None]:
+        if not chunks:
+            return
         if all(chunk.owner == self._region.rank for chunk in chunks):
             # Nothing that this rank does next wakes a peer that waits for it to arrive.
             self._region.nudge(self._region.peers)
@@ -215,16 +220,11 @@ class SharedPlane:
                 self._check_peers()
                 yield Wait.BELL
 
-    def _enter(self, lengths: Sequence[int], arithmetic: Arithmetic, place: int = 0) -> int:
+    def _announce(self, stamp: int, place: int) -> int:
         """Say which work this is and what of it lies in shared allocations; returns its number.
 
         The owners compare before they add anything.
         """
-        factors = arithmetic.factors
-        described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
-        return self._announce(hash((zlib.crc32(str(arithmetic.dtype).encode()), *described)), place)
-
-    def _announce(self, stamp: int, place: int) -> int:
         self._number += 1
         self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
         self._region.mine.arrive(self._number, self._stamp, place)
@@ -286,3 +286,10 @@ class SharedPlane:
             if not chunks:
                 del fetching[owner]
         return moved
+
+
+def _stamp_of(lengths: Sequence[int], arithmetic: Arithmetic) -> int:
+    """A number for the reduction of pieces of these lengths, the same on every rank."""
+    factors = arithmetic.factors
+    described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
+    return hash((zlib.crc32(str(arithmetic.dtype).encode()), *described))

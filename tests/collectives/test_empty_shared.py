@@ -298,3 +298,8 @@ def test_gradients_that_live_in_shared_memory(hvd: ModuleType, direct: list[int]
     got = train(hvd.empty_shared(length).zero_())
     assert direct == [1, 1, 1]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    direct.clear()
+    flat = hvd.empty_shared(length).zero_()
+    got = train(flat if hvd.rank() else torch.zeros(length))
+    assert direct == []
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
