@@ -86,6 +86,8 @@ def test_data_between_nodes_is_counted_with_its_bytes(hvd: ModuleType, alone_on_
 
 
 @pytest.mark.mpi(min_size=2)
-def test_reductions_left_to_mpi_are_counted_as_such(hvd: ModuleType, alone_on_a_node: None) -> None:
+def test_small_reductions_are_counted_whoever_does_them(hvd: ModuleType, alone_on_a_node: None) -> None:
     sent = sent_during(lambda: hvd.allreduce(torch.ones(1000)))
-    assert (sent.collectives, sent.collective_bytes) == (1, 4000)
+    # MPI's own reduction, or messages where those are faster.
+    assert sent.data_messages + sent.collectives > 0
+    assert sent.data_bytes + sent.collective_bytes >= 4000
