@@ -31,8 +31,8 @@ from hvlike.transport.dtypes import Array
 MOST_PLANS = 1024
 """Kinds of calls that are remembered."""
 
-MOST_SKIPPED = 64
-"""After refusals in a row so many calls go the ordinary way before the next attempt."""
+MOST_SPARING = 63
+"""After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
 
 _STEPS = "allreduce on the express way"
 _NAMED = 1 << 63
@@ -104,8 +104,9 @@ class ExpressAllreduce:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._away = False
-        self._skip = 0
-        self._skipped = 0
+        self._sparing = 0
+        self.served = 0
+        """Calls that were done here; the same on every rank after any of them."""
         self._large = 0
         self._quiet = Quiet()
         with negotiator.lock:
@@ -139,8 +140,7 @@ class ExpressAllreduce:
         own = plan.view(tensor)
         if own is None:
             return None
-        if self._skip:
-            self._skip -= 1
+        if self._negotiator.entered & self._sparing:
             return None
         if self._away or not self._lock.acquire(blocking=False):
             return None
@@ -151,17 +151,18 @@ class ExpressAllreduce:
 
     def learn(self, signature: Signature, tensor: torch.Tensor) -> None:
         """A call goes the ordinary way: remember what it is, if its like may take this one."""
+        op, prescale, postscale = ReduceOp(signature.op), signature.prescale, signature.postscale
+        if (tensor.shape, tensor.dtype, op, prescale, postscale) in self._plans or len(self._plans) >= MOST_PLANS:
+            return
         number = self._negotiator.number_of(signature)
-        op = ReduceOp(signature.op)
         if number is None or op is ReduceOp.ADASUM or signature.strides != (None,) or not _is_plain(tensor):
             return
-        if len(self._plans) >= MOST_PLANS or working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
+        if working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
             return
-        arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
+        arithmetic = arithmetic_of(tensor.dtype, op, self._size, prescale, postscale)
         small = self._express.is_small(tensor.numel() * tensor.element_size())
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
-        factors = (signature.prescale, signature.postscale)
-        plan = _Plan(tensor.shape, tensor.dtype, op, *factors, number, arithmetic, copies)
+        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies)
         self._plans[plan.key] = plan
 
     def set_away(self, away: bool) -> None:
@@ -185,9 +186,10 @@ class ExpressAllreduce:
             negotiator.entered += 1
         try:
             if not self._express.agree(index):
-                self._skipped = self._skip = min(MOST_SKIPPED, 2 * self._skipped + 1)
+                self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
                 return Outcome(False, automatic_name(number) if name is None else name)
-            self._skipped = 0
+            self._sparing = 0
+            self.served += 1
             if plan.copies is not None:
                 self._quiet.run(plan.arithmetic.reduce_copies, plan.copies[index % RING], own)
         finally:

@@ -8,6 +8,7 @@ import random
 import threading
 
 import pytest
+
 from hvlike.planes.board import RING, WORDS, Board
 
 THINGS = 8
