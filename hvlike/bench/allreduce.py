@@ -28,6 +28,7 @@ from hvlike.errors import UsageError
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
+_WARM_UPS = 3
 
 
 def dtypes(text: str) -> list[torch.dtype]:
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", choices=("sum", "average"), default="sum", help="what all compute, those without average sum and divide"
     )
+    parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
     parser.add_argument("--no-gloo", action="store_true", help="leave gloo out")
     add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}")
 
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         without_horovod=left_out(options.no_horovod, "--no-horovod"),
     ) as peers:
         results = [
-            measure(Case(size, dtype, options.op == "average"), peers, options.repetitions, options.seed)
+            measure(Case(size, dtype, options.op == "average"), peers, options)
             for dtype in options.dtypes
             for size in options.sizes
         ]
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
     """Print, and draw if that is wanted."""
-    conditions["op"] = options.op
+    conditions |= {"op": options.op, "caches": "warm" if options.warm else "cold"}
     if options.json:
         print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
     else:
@@ -90,15 +92,17 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, peers: Peers, repetitions: int | None, seed: int) -> Result:
+def measure(case: Case, peers: Peers, options: argparse.Namespace) -> Result:
     """Measure one size of one dtype. Collective."""
-    entered: list[Entrant] = [*reducers.contestants(case, peers.raw, peers.group)]
+    here = reducers.contestants(case, peers.raw, peers.group)
+    entered: list[Entrant] = [each.warmed(_WARM_UPS) if options.warm else each for each in here]
     if peers.horovod is not None:
-        request = {"work": "allreduce", "size": case.size, "dtype": case.dtype_name, "average": case.average}
-        peers.horovod.ask(request)
+        what = {"size": case.size, "dtype": case.dtype_name, "average": case.average}
+        peers.horovod.ask({"work": "allreduce", "cold": not options.warm, **what})
         entered.append(Elsewhere(peers.horovod))
-    count = repetitions or default_repetitions(case.size)
-    return Result(case.dtype_name, case.size, compare(peers.raw, entered, count, seed=seed))
+    count = options.repetitions or default_repetitions(case.size)
+    found = compare(peers.raw, entered, count, seed=options.seed, cold=not options.warm)
+    return Result(case.dtype_name, case.size, found)
 
 
 BENCHMARK = Benchmark(

@@ -57,7 +57,7 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
         parts.append(table([dtype, "n", *names], [_times(result, names) for result in found]))
         parts.append(table([f"{dtype} ratios", *ratios], [_ratios(result, ratios) for result in found]))
     foot = (
-        "Times: median over repetitions of the slowest rank, cold caches [interquartile range].\n"
+        f"Times: median over repetitions of the slowest rank, {conditions['caches']} caches [interquartile range].\n"
         "Ratios: of medians [quartiles of the ratios within one repetition]. A pass reads and writes every byte once,\n"
         "in place; memcpy into other memory; both on all ranks at once. shared: the tensor is from hvlike.empty_shared."
     )

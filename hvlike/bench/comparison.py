@@ -1,4 +1,4 @@
-"""Comparing contestants in one run: interleaved in random order, cold caches, the slowest rank counts.
+"""Comparing contestants in one run: interleaved in random order, the slowest rank counts.
 
 A machine's speed drifts while one measures (other load, frequency, where virtual cores lie), so contestants
 are never measured one after the other: every repetition runs all of them, and ratios are taken within it.
@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +60,17 @@ class Contestant:
         self.run()
         return time.perf_counter() - start
 
+    def warmed(self, times: int) -> Contestant:
+        """Return the same contestant, which has done its work so many times just before its turn."""
+
+        def prepare() -> None:
+            for _ in range(times):
+                self.prepare()
+                self.run()
+            self.prepare()
+
+        return replace(self, prepare=prepare)
+
     def check(self) -> None:
         """Verify what `run` has done."""
         self.verify()
@@ -88,10 +99,17 @@ class Summary:
 
 
 def compare(
-    ranks: Ranks, contestants: Sequence[Entrant], repetitions: int, *, warmups: int = 2, seed: int = 0
+    ranks: Ranks,
+    contestants: Sequence[Entrant],
+    repetitions: int,
+    *,
+    warmups: int = 2,
+    seed: int = 0,
+    cold: bool = True,
 ) -> dict[str, list[float]]:
     """Measure all contestants `repetitions` times, after `warmups` that do not count.
 
+    cold: other memory is touched before each turn, so that nothing of the turn is in the caches.
     Collective: every rank calls it with the same contestants and the same seed (which draws the order).
     Returns for each contestant the seconds of every repetition, of its slowest rank.
     """
@@ -100,7 +118,8 @@ def compare(
     measured: dict[str, list[float]] = {each.name: [] for each in contestants}
     for repetition in range(warmups + repetitions):
         for contestant in order.sample(contestants, len(contestants)):
-            np.add(private, 1.0, out=private)
+            if cold:
+                np.add(private, 1.0, out=private)
             seconds = contestant.turn(ranks)
             if repetition == 0:
                 contestant.check()

@@ -34,10 +34,10 @@ class Work(Protocol):
     """What is measured; Horovod is running during each of these calls."""
 
     def prepare(self) -> None:
-        """Make the input, and whatever is not to be timed."""
+        """Make the input anew."""
 
     def run(self, times: int) -> None:
-        """Do it."""
+        """Do it so many times."""
 
     def check(self) -> None:
         """Look at what was done. Raises: HvlikeError."""
@@ -52,8 +52,7 @@ class Allreduce:
         self._tensor = torch.zeros(self._case.length, dtype=self._case.dtype)
 
     def prepare(self) -> None:
-        """Warm up, then fill the tensor."""
-        self.run(_WARM_UPS)
+        """Fill the tensor."""
         self._case.fill(self._tensor, self._raw.rank)
 
     def run(self, times: int) -> None:
@@ -81,8 +80,7 @@ class Training:
         verify_gradients(trainer, expected, raw.rank)
 
     def prepare(self) -> None:
-        """Train without the clock."""
-        self._trainer.steps(_WARM_UPS)
+        """Do nothing: a step begins with the one before it."""
 
     def run(self, times: int) -> None:
         """Train so many steps."""
@@ -104,6 +102,7 @@ class Partner:
         self._raw = RawMpi()
         self._horovod: Any = importlib.import_module("horovod.torch")
         self._work: Work | None = None
+        self._cold = False
         self._private = np.ones(SCRUB_BYTES // 8)
 
     def serve(self) -> None:
@@ -128,6 +127,7 @@ class Partner:
     def _do(self, request: Message) -> Message:
         if "work" in request:
             self._work = WORK[request["work"]](self._horovod, self._raw, request)
+            self._cold = request["cold"]
         if self._work is not None and "times" in request:
             return {"seconds": self._turn(self._work, request["times"])}
         if self._work is not None and "check" in request:
@@ -135,7 +135,9 @@ class Partner:
         return {}
 
     def _turn(self, work: Work, times: int) -> float:
-        np.add(self._private, 1.0, out=self._private)
+        work.run(_WARM_UPS)
+        if self._cold:
+            np.add(self._private, 1.0, out=self._private)
         work.prepare()
         self._raw.barrier()
         start = time.perf_counter()

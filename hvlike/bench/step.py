@@ -88,7 +88,7 @@ def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions
     steps, affordable = _effort(contestants, raw)
     entered: list[Entrant] = [_contestant(each, steps) for each in contestants]
     if peers.horovod is not None:
-        peers.horovod.ask({"work": "step", "model": workload.name, "seed": seed})
+        peers.horovod.ask({"work": "step", "cold": False, "model": workload.name, "seed": seed})
         entered.append(Elsewhere(peers.horovod, steps))
     seconds = compare(raw, entered, repetitions or affordable, warmups=1, seed=seed)
     for trainer in contestants[1:]:

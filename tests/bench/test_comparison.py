@@ -46,6 +46,13 @@ def test_every_result_is_checked_once() -> None:
     assert sorted(entry for entry in log if entry.startswith("check")) == ["check a", "check b", "check c"]
 
 
+def test_who_is_warmed_has_done_the_work_before_on_fresh_input() -> None:
+    log: list[str] = []
+    warmed = Contestant("a", partial(log.append, "prepare"), partial(log.append, "run")).warmed(2)
+    warmed.turn(Alone())
+    assert log == ["prepare", "run", "prepare", "run", "prepare", "run"]
+
+
 def test_the_order_is_random_but_agreed() -> None:
     first, again, other = played(seed=1)[0], played(seed=1)[0], played(seed=2)[0]
     assert first == again
