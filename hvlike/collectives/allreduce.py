@@ -51,6 +51,9 @@ def allreduce(
         UsageError.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
+    plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)
+    if plain and not _needs_gradient([tensor]):
+        return allreduce_(_copy(tensor), None, name, op, prescale_factor, postscale_factor, process_set)
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
     compressed, context = compressor.compress(tensor)
@@ -244,9 +247,13 @@ def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch
         another = _Call(call.what, membership, full_name, reduction, call.process_set, name)
         return _reduce_out_of_place(another, list(inputs))
 
-    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
+    if _needs_gradient(tensors):
         return list(_differentiable(forward, run, call.reduction, *tensors))
     return forward(tensors)
+
+
+def _needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
