@@ -8,12 +8,15 @@ Three ranks, shards A B C owned by ranks 0 1 2, two messages a shard (A1 A2 ...)
     receive results         C1 from 2, B1 from 1, C2 from 2, B2 from 1     each once the own contribution has left
 
 Every row goes on by itself, in its order, a few messages at a time. The orders agree: whatever is earliest of all
-that waits, over all ranks, can move, so the exchange cannot block itself. Each element is reduced on one rank in one
-order: bitwise the same everywhere and from run to run. A ring would take as many bytes and 2 (n - 1) steps in a row.
+that waits, over all ranks, can move, so the exchange cannot block itself. How many messages leave at once (pace.py) is
+one number for contributions and results; a result leaves only where no contribution could, so it stands in no one's
+way. Each element is reduced on one rank in one order: bitwise the same everywhere and from run to run. A ring would
+take as many bytes and 2 (n - 1) steps in a row.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.buffers import Buffers
+from hvlike.planes.pace import Pace
 from hvlike.planes.partition import Message, message_length
 from hvlike.planes.progress import drive, requests_of
 from hvlike.planes.rows import ContributionReceiver, ContributionSender, ResultReceiver, ResultSender, Row
@@ -42,6 +46,7 @@ class Exchange:
         raw: Sequence[Array],
         messages: Sequence[Sequence[Message]],
         window: int,
+        pace: Pace,
         *,
         share: bool,
     ) -> None:
@@ -60,6 +65,11 @@ class Exchange:
         self.messages = messages
         self.contributed = [0] * self.size
         """Messages of each rank's shard for which the own contribution has left."""
+        self.leaving = 0
+        """Messages of any kind that are on their way from here."""
+        self.pace = pace
+        self.limit = 1 if pace.slow else sys.maxsize
+        """How many messages may be on their way from here at once."""
         self.finished = 0
         """Messages of the own shard that hold the result."""
         self._rows: list[Row] = [ContributionReceiver(self, window), ContributionSender(self, window)]
@@ -68,7 +78,9 @@ class Exchange:
 
     def run(self) -> Routine[None]:
         """Exchange and reduce; yields while nothing can move."""
+        self.pace.begin()
         yield from drive(self._rows)
+        self.pace.end()
 
     @property
     def requests(self) -> list[Any]:

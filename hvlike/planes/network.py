@@ -17,6 +17,7 @@ from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.buffers import Buffers
 from hvlike.planes.exchange import Exchange
 from hvlike.planes.ops import ReduceOp
+from hvlike.planes.pace import Pace
 from hvlike.planes.partition import Run, message_elements, messages, shards
 from hvlike.planes.scratch import ordinary_tensor
 from hvlike.planes.swap import Swap
@@ -32,7 +33,7 @@ SMALLEST_SHARD = 32 << 10
 SWAP_BYTES = 2 << 20
 """Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic."""
 LARGEST_MESSAGE = 4 << 20
-SMALLEST_MESSAGE = 64 << 10
+SMALLEST_MESSAGE = 256 << 10
 BUFFER_BYTES = 16 << 20
 """About how much memory the messages being received take, at any number of ranks."""
 BROADCAST_BYTES = 1 << 30
@@ -59,6 +60,7 @@ class Network:
         self._size: int = comm.Get_size()
         self._natives = Natives()
         self._buffers = Buffers()
+        self._pace = Pace()
         self._flat: Array = np.empty(0, np.uint8)
         self._broken = False
 
@@ -175,7 +177,7 @@ class Network:
         self._buffers.require(size)
         window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
         exchange = Exchange(
-            self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window, share=share
+            self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window, self._pace, share=share
         )
         yield from self._keep(exchange.run(), lambda: exchange.requests)
 

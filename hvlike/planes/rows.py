@@ -84,16 +84,21 @@ class ContributionSender(Row):
     def _count(self, peer: int) -> int:
         return len(self.exchange.messages[peer])
 
+    def ready(self, number: int, peer: int) -> bool:
+        return self.exchange.leaving < self.exchange.limit
+
     def start(self, number: int, peer: int) -> Any:
         exchange = self.exchange
         data, buffer = exchange.pack(exchange.messages[peer][number])
         self._packed.append(buffer)
+        exchange.leaving += 1
         return exchange.comm.Isend([data, exchange.byte], peer, _CONTRIBUTION_TAG)
 
     def end(self, number: int, peer: int) -> None:
         buffer = self._packed.popleft()
         if buffer is not None:
             self.exchange.buffers.give(buffer)
+        self.exchange.leaving -= 1
         self.exchange.contributed[peer] += 1
 
 
@@ -124,6 +129,7 @@ class ContributionReceiver(Row):
     def end(self, number: int, peer: int) -> None:
         exchange = self.exchange
         message = exchange.messages[exchange.rank][number]
+        exchange.pace.arrived(exchange.nbytes(message))
         own = [exchange.pieces[piece][start:stop] for piece, start, stop in message]
         buffer = self._slots.popleft()
         others = _split(exchange.arithmetic.over(buffer[: exchange.nbytes(message)]), own)
@@ -182,7 +188,7 @@ class ResultSender(Row):
         return len(self.exchange.messages[self.exchange.rank])
 
     def ready(self, number: int, peer: int) -> bool:
-        return self.exchange.finished > number
+        return self.exchange.finished > number and self.exchange.leaving < self.exchange.limit
 
     def start(self, number: int, peer: int) -> Any:
         exchange = self.exchange
@@ -190,9 +196,11 @@ class ResultSender(Row):
             self._packed.append(exchange.pack(exchange.messages[exchange.rank][number]))
             self._last_packed = number
         data, _ = self._packed[-1]
+        exchange.leaving += 1
         return exchange.comm.Isend([data, exchange.byte], peer, _RESULT_TAG)
 
     def end(self, number: int, peer: int) -> None:
+        self.exchange.leaving -= 1
         if peer == self._last_peer:
             _, buffer = self._packed.popleft()
             if buffer is not None:
@@ -224,7 +232,10 @@ class ResultReceiver(Row):
         return exchange.comm.Irecv([target, exchange.byte], peer, _RESULT_TAG)
 
     def end(self, number: int, peer: int) -> None:
+        exchange = self.exchange
+        message = exchange.messages[peer][number]
+        exchange.pace.arrived(exchange.nbytes(message))
         slot = self._slots.popleft()
         if slot is not None:
-            self.exchange.unpack(self.exchange.messages[peer][number], slot)
-            self.exchange.buffers.give(slot)
+            exchange.unpack(message, slot)
+            exchange.buffers.give(slot)

@@ -25,8 +25,8 @@ def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 LENGTHS = [[], [0], [1], [5, 0, 3], [1000, 1, 70, 3000], [10000]]
 OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
-# Which reductions count as small: none, all, or as they are chosen (two ranks swap).
-PATHS = pytest.mark.parametrize("small", [0, 1 << 30, None], ids=["exchange", "mpi", "chosen"])
+# Which way reductions go; "chosen" is what is best for the size (two ranks swap).
+WAYS = pytest.mark.parametrize("way", ["exchange", "slow exchange", "mpi", "chosen"])
 
 
 class Plane:
@@ -57,12 +57,15 @@ def plane() -> Iterator[Plane]:
     made.comm.Free()
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, small: int | None) -> None:
-    """Have reductions of up to `small` bytes made by MPI, others by exchange; None: as they are chosen."""
-    if small is not None:
-        monkeypatch.setattr(network, "SMALL_BYTES", small)
-        monkeypatch.setattr(network, "SMALLEST_SHARD", small)
-        monkeypatch.setattr(network, "SWAP_BYTES", 0)
+def choose(monkeypatch: pytest.MonkeyPatch, network_plane: Network, way: str) -> None:
+    """Have all reductions go one way; "slow exchange": as on a slow network, one message at a time."""
+    if way == "chosen":
+        return
+    small = 1 << 30 if way == "mpi" else 0
+    monkeypatch.setattr(network, "SMALL_BYTES", small)
+    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
+    monkeypatch.setattr(network, "SWAP_BYTES", 0)
+    monkeypatch.setattr(network_plane._pace, "slow", way == "slow exchange")
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[tor
     return [torch.randint(0, 4, (length,), generator=generator).to(dtype) for length in lengths]
 
 
-@PATHS
+@WAYS
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [(dtype, op) for dtype in TABLE for op in OPS if supports(op, dtype)],
@@ -90,9 +93,9 @@ def test_allreduce_follows_the_arithmetic(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     op: ReduceOp,
-    small: int | None,
+    way: str,
 ) -> None:
-    choose(monkeypatch, small)
+    choose(monkeypatch, plane.network, way)
     factors: dict[str, Any] = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
     arithmetic = Arithmetic(dtype, op, **factors)
     for lengths in LENGTHS:
@@ -105,14 +108,14 @@ def test_allreduce_follows_the_arithmetic(
             assert torch.equal(result, own)
 
 
-@PATHS
+@WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=dtype_name)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
 @pytest.mark.mpi
 def test_rounded_results_are_bitwise_the_same(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, small: int | None
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
 ) -> None:
-    choose(monkeypatch, small)
+    choose(monkeypatch, plane.network, way)
     generator = torch.Generator().manual_seed(plane.rank)
     for length in (17, 50_001, 300_000):
         tensor = torch.randn(length, generator=generator).to(dtype)
@@ -129,12 +132,10 @@ def test_nan_on_one_rank_reaches_all(plane: Plane, op: ReduceOp) -> None:
     assert tensor.isnan().all()
 
 
-@PATHS
+@WAYS
 @pytest.mark.mpi
-def test_nans_of_different_bits_give_the_same_nan(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, small: int | None
-) -> None:
-    choose(monkeypatch, small)
+def test_nans_of_different_bits_give_the_same_nan(plane: Plane, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    choose(monkeypatch, plane.network, way)
     tensor = torch.full((1000,), 0x7FC00001 + plane.rank, dtype=torch.int32).view(torch.float32)
     plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
     assert tensor.isnan().all()
@@ -166,11 +167,12 @@ def test_gather_of_any_dtype(plane: Plane) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(monkeypatch, 0)
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
     lost = Network(plane.comm.Dup())
-    routine = lost.allreduce([torch.ones(1_000_000)], Arithmetic(torch.float32, ReduceOp.SUM))
+    choose(monkeypatch, lost, "exchange")
+    # One message a shard: what is sent at once is what is received at once.
+    routine = lost.allreduce([torch.ones(100_000)], Arithmetic(torch.float32, ReduceOp.SUM))
     next(routine)
     routine.close()
     lost.close()
