@@ -27,7 +27,7 @@ from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.segment import Segment, words
 
-COPIED_BYTES = 512 << 10
+COPIED_BYTES = 1 << 20
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
 
 _LARGEST_COPY = 256 << 10
@@ -176,7 +176,7 @@ class Express:
 
 
 def _copy_bytes(ranks: int) -> int:
-    """The largest tensor that every rank reduces by itself: 256 KiB for two ranks, 128 KiB for four."""
+    """The largest tensor that every rank reduces by itself: 256 KiB for up to four ranks, 128 KiB for eight."""
     return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
 
 
