@@ -231,6 +231,8 @@ class Loop:
                 continue
             if looks == 0 and spins and self._polls_busily:
                 busy_until = time.monotonic() + _BUSY_POLL_SECONDS
+                if deadline is not None:
+                    busy_until = min(busy_until, deadline)
             looks += 1
             if looks <= spins or time.monotonic() < busy_until:
                 if self._crowded:
