@@ -29,6 +29,7 @@ from hvlike.planes.chunks import Chunk
 from hvlike.planes.network import Network
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.partition import Run, messages
+from hvlike.planes.plane import Bundling
 from hvlike.planes.shared import SharedPlane
 from hvlike.planes.side_by_side import side_by_side
 from hvlike.transport.group import Group
@@ -51,6 +52,8 @@ class Wave:
 
 class HierarchicalPlane:
     """A group on several nodes."""
+
+    bundling: Bundling | None = None
 
     def __init__(self, group: Group, shared: SharedPlane | None, cross: Network | None, whole: Network) -> None:
         """shared: None on a node with one member; cross: None where another rank crosses for this one."""

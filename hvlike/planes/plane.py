@@ -8,7 +8,18 @@ from typing import Protocol
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.bundle import Bundle
 from hvlike.transport.routine import Routine
+
+
+class Bundling(Protocol):
+    """A plane that reduces bundles of small tensors without a buffer for all of them."""
+
+    def bundle_elements(self, total: int, itemsize: int) -> int:
+        """How many elements a bundle may hold, where all bundles of a reduction hold `total`."""
+
+    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
+        """Reduce in place what the bundles hold; the same bundles on every rank, bitwise the same result."""
 
 
 class Plane(Protocol):
@@ -16,6 +27,10 @@ class Plane(Protocol):
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
+
+    @property
+    def bundling(self) -> Bundling | None:
+        """What reduces bundles; None where a buffer for all small tensors serves better."""
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -44,6 +59,7 @@ class Plane(Protocol):
 class SoloPlane:
     """A group of one rank: only the factors are left to apply."""
 
+    bundling: Bundling | None = None
     _active = False
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:

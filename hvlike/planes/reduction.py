@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
+import torch
+
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.bundle import Bundle
 from hvlike.planes.chunks import SLOTS, Chunk
 from hvlike.planes.region import REDUCED, Region, first_peer
 
@@ -35,14 +38,19 @@ class Reduction:
         chunks: Sequence[Chunk],
         results: Results,
         compare: Callable[[], None],
+        bundles: Sequence[Bundle] = (),
     ) -> None:
-        """compare: called once, before this rank adds anything: raises if a peer is at other work."""
+        """compare: called once, before this rank adds anything: raises if a peer is at other work.
+
+        bundles: what the first pieces are made of, one chunk each.
+        """
         rank = region.rank
         self._region = region
         self._arithmetic = arithmetic
         self._kernel = arithmetic.joining if results is Results.TO_ALL else None
         self._slots = region.slots(arithmetic)
         self._pieces = pieces
+        self._bundles = bundles
         self._results = results
         self._compare: Callable[[], None] | None = compare
         self._foreign = [chunk for chunk in chunks if chunk[3] != rank]
@@ -56,7 +64,11 @@ class Reduction:
 
     def advance(self) -> bool:
         """Do what can be done, some PASSES at most; False: a peer must do something first."""
-        return self._region.quiet.run(self._advance)
+        if not self._bundles:
+            return self._region.quiet.run(self._advance)
+        # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
+        with torch.inference_mode():
+            return self._region.quiet.run(self._advance)
 
     def _advance(self) -> bool:
         region = self._region
@@ -80,11 +92,13 @@ class Reduction:
     def _step(self) -> bool:
         """One chunk of each kind, where that is possible; say whether anything moved."""
         region, slots, pieces, kernel = self._region, self._slots, self._pieces, self._kernel
-        mine, counters, order = region.mine, region.counters, region.order
+        mine, counters, order, bundles = region.mine, region.counters, region.order, self._bundles
         moved = False
         if self._staged < len(self._foreign):
             piece, start, stop, owner, turn = self._foreign[self._staged]
             if self._slot_is_free(owner, turn):
+                if piece < len(bundles):
+                    bundles[piece].gather()
                 self._arithmetic.copy(slots.staged[owner][turn % SLOTS][: stop - start], pieces[piece][start:stop])
                 order()
                 mine.staged[owner] = turn + 1
@@ -97,9 +111,13 @@ class Reduction:
             if all(counters[peer].staged[owner] > turn for peer in region.peers):
                 order()
                 copies = [slot[: stop - start] for slot in slots.copies[turn % SLOTS]]
+                if piece < len(bundles):
+                    bundles[piece].gather()
                 self._reduce(pieces[piece][start:stop], copies)
                 order()
                 mine.words[REDUCED] = turn + 1
+                if piece < len(bundles):
+                    bundles[piece].scatter()
                 self._reduced += 1
                 moved = True
         if self._taken < len(self._foreign):
@@ -113,6 +131,8 @@ class Reduction:
                     kernel.deliver(target, result)
                 order()
                 mine.taken[owner] = turn + 1
+                if piece < len(bundles):
+                    bundles[piece].scatter()
                 self._taken += 1
                 moved = True
         return moved

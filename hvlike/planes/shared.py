@@ -20,6 +20,7 @@ import torch
 
 from hvlike.errors import MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitting, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
@@ -75,6 +76,25 @@ class SharedPlane:
             pieces = [piece for index, piece in enumerate(pieces) if index not in places]
         chunks = self._deal([len(piece) for piece in pieces], arithmetic, None)
         yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL)
+
+    @property
+    def bundling(self) -> SharedPlane:
+        """See Plane."""
+        return self
+
+    def bundle_elements(self, total: int, itemsize: int) -> int:
+        """See Bundling: so that every rank owns as many bundles as any other, as far as that can be said before."""
+        ranks, largest = self._region.ranks, self._region.chunk // itemsize
+        bundles = max(1, -(-total // (largest * ranks))) * ranks
+        return fitting(-(-total * ranks // bundles), largest, SMALLEST_SHARE // itemsize, ranks)
+
+    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
+        """See Bundling."""
+        pieces = [bundle.piece for bundle in bundles]
+        lengths = [len(piece) for piece in pieces]
+        self._announce(_stamp_of(lengths, arithmetic), 0)
+        chunks = self._reductions.deal((piece, 0, length) for piece, length in enumerate(lengths))
+        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL, bundles)
 
     def _reduce_in_place(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place], number: int
@@ -205,14 +225,19 @@ class SharedPlane:
         yield from self._reduce(pieces, arithmetic, chunks, results)
 
     def _reduce(
-        self, pieces: Sequence[Piece], arithmetic: Arithmetic, chunks: Sequence[Chunk], results: Results
+        self,
+        pieces: Sequence[Piece],
+        arithmetic: Arithmetic,
+        chunks: Sequence[Chunk],
+        results: Results,
+        bundles: Sequence[Bundle] = (),
     ) -> Routine[None]:
         if not chunks:
             return
         if all(chunk.owner == self._region.rank for chunk in chunks):
             # Nothing that this rank does next wakes a peer that waits for it to arrive.
             self._region.nudge(self._region.peers)
-        reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._compare)
+        reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._compare, bundles)
         while reduction.unfinished:
             if reduction.advance():
                 yield Wait.AGAIN

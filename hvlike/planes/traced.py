@@ -9,6 +9,7 @@ import torch
 
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.bundle import Bundle
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
 
@@ -22,6 +23,7 @@ class TracedPlane:
         self._plane = plane
         self._recorder = recorder
         self._row = row
+        self._bundling = plane.bundling
         self._kind = type(plane).__name__.removesuffix("Plane").upper()
 
     @contextmanager
@@ -37,6 +39,21 @@ class TracedPlane:
         """See Plane."""
         with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
             yield from self._plane.allreduce(tensors, arithmetic)
+
+    @property
+    def bundling(self) -> TracedPlane | None:
+        """See Plane."""
+        return self if self._bundling is not None else None
+
+    def bundle_elements(self, total: int, itemsize: int) -> int:
+        """See Bundling."""
+        return self._bundling.bundle_elements(total, itemsize) if self._bundling is not None else 0
+
+    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
+        """See Bundling."""
+        if self._bundling is not None:
+            with self.phase(f"{self._kind}_ALLREDUCE_BUNDLES", sum(total_bytes(each.tensors) for each in bundles)):
+                yield from self._bundling.allreduce_bundles(bundles, arithmetic)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
