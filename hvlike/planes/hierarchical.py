@@ -35,8 +35,8 @@ from hvlike.planes.side_by_side import side_by_side
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine, Wait
 
-WAVE_BYTES = 1 << 20
-"""What one rank carries across in a wave: enough that the cost of a message does not count."""
+SHARD_BYTES = 256 << 10
+"""What one rank reduces of what crosses in a wave: enough that the cost of a message does not count."""
 
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
@@ -94,7 +94,8 @@ class HierarchicalPlane:
         """Cut tensors into waves, the same on all nodes."""
         crossing = self._group.local_size if self._group.homogeneous else 1
         runs = [Run(piece, 0, len(tensor)) for piece, tensor in enumerate(tensors)]
-        cuts = messages(runs, WAVE_BYTES * crossing // arithmetic.itemsize)
+        wave_bytes = SHARD_BYTES * len(self._group.nodes) * crossing
+        cuts = messages(runs, wave_bytes // arithmetic.itemsize)
         return [Wave([tensors[piece][start:stop] for piece, start, stop in each]) for each in cuts]
 
     def _reduce_inside(

@@ -14,7 +14,7 @@ import os
 import sys
 import pytest
 from hvlike.planes import hierarchical
-hierarchical.WAVE_BYTES = int(os.environ["WAVE_BYTES"])
+hierarchical.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
 files = [f"{CHECKOUT}/tests/collectives/test_{{name}}.py" for name in {LAWS}]
 sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/pyproject.toml", *files]))
 """
@@ -23,7 +23,7 @@ sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/p
 @pytest.mark.parametrize(("ranks", "a_node"), [(4, 2), (3, 2), (3, 1)], ids=["2 + 2", "2 + 1", "1 + 1 + 1"])
 def test_laws(ranks: int, a_node: int) -> None:
     # Small waves: the tensors of these tests would all go in one.
-    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "WAVE_BYTES": "16384"}
+    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "SHARD_BYTES": "8192"}
     job = run_job(PROGRAM, ranks, env=env, timeout=110).check()
     assert " passed" in job.stdout
 

@@ -46,6 +46,10 @@ values = torch.full((5_000_000,), float(rank))
 assert (hvd.allreduce(values, op=hvd.Max) == size - 1).all()
 assert (hvd.allreduce_(values, op=hvd.Min) == 0).all()
 
+# Large enough for several waves between nodes; small whole numbers are exact in bfloat16 too.
+values = torch.full((3_000_000,), float(rank + 1), dtype=torch.bfloat16)
+assert (hvd.allreduce_(values, op=hvd.Sum) == sum(range(1, size + 1))).all()
+
 names = [f"t{index}" for index in range(20)]
 handles = {name: hvd.allreduce_async(torch.full((index * 1000 + 1,), float(rank)), op=hvd.Sum, name=name)
            for index, name in (list(enumerate(names)) if rank % 2 else list(enumerate(names))[::-1])}
@@ -65,30 +69,31 @@ LEARN = """
 import torch
 import hvlike as hvd
 hvd.init()
-torch.manual_seed(hvd.rank())
-model = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Tanh(), torch.nn.Linear(900, 1))
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-for step in range(4):
-    optimizer.zero_grad()
-    model(torch.randn(8, 300)).square().mean().backward()
-    optimizer.step()
-for name, parameter in model.named_parameters():
-    same = hvd.broadcast(parameter.detach().clone(), root_rank=0, name=f"check {name}")
-    assert torch.equal(same, parameter), name
+for dtype in (torch.float32, torch.bfloat16):
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Tanh(), torch.nn.Linear(900, 1)).to(dtype)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 300).to(dtype)).square().mean().backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        same = hvd.broadcast(parameter.detach().clone(), root_rank=0, name=f"check {dtype} {name}")
+        assert torch.equal(same, parameter), name
 print("all well", flush=True)
 hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize(("count", "ranks_per_host"), [(2, 1), (3, 1)], ids=["2 hosts", "3 hosts"])
-def test_network_laws_between_hosts(count: int, ranks_per_host: int) -> None:
+@pytest.mark.parametrize(("count", "laws"), [(2, ""), (3, "float32 or float16 or gather")], ids=["2 hosts", "3 hosts"])
+def test_network_laws_between_hosts(count: int, laws: str) -> None:
     program = RUN_PYTEST.format(root=str(NETWORK_LAWS.parents[2]))
     with hosts(count) as machines:
         # These ranks are not those of the outer run: they keep no records.
         env = {"HVLIKE_TEST_RECORDS": ""}
-        machines.run(program, ranks_per_host, args=[str(NETWORK_LAWS)], env=env, timeout=110).check()
+        machines.run(program, 1, args=[str(NETWORK_LAWS), "-k", laws], env=env, timeout=110).check()
 
 
 def test_hosts_are_removed_whatever_happens() -> None:
@@ -111,9 +116,9 @@ def test_ranks_know_their_places() -> None:
     assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
 
 
-@pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 2], [2, 1], [1, 1, 1]], ids=str)
 def test_collectives(ranks_per_host: list[int]) -> None:
-    with hosts() as machines:
+    with hosts(len(ranks_per_host)) as machines:
         job = machines.run(COLLECTIVES, ranks_per_host).check()
     assert job.stdout.count("all well") == sum(ranks_per_host)
 
@@ -125,6 +130,11 @@ def test_training_keeps_the_ranks_equal(ranks_per_host: list[int]) -> None:
     assert job.stdout.count("all well") == sum(ranks_per_host)
 
 
-def test_a_slow_link_changes_nothing_but_the_time() -> None:
-    with hosts(shape="tbf rate 1gbit burst 128kb latency 50ms") as machines:
+@pytest.mark.parametrize(
+    "shape",
+    ["tbf rate 1gbit burst 128kb latency 5ms", "netem delay 1ms rate 1gbit limit 10000"],
+    ids=["slow", "slow and far"],
+)
+def test_a_slow_link_changes_nothing_but_the_time(shape: str) -> None:
+    with hosts(shape=shape) as machines:
         machines.run(COLLECTIVES, 1).check()
