@@ -80,6 +80,8 @@ class Exchange:
         """Exchange and reduce; yields while nothing can move."""
         self.pace.begin()
         yield from drive(self._rows)
+        # They refer to this exchange: a circle would keep the tensors until the next search for garbage.
+        self._rows.clear()
         self.pace.end()
 
     @property
