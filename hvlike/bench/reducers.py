@@ -23,6 +23,7 @@ MPI = "MPI_Allreduce"
 GLOO = "gloo"
 HOROVOD = "Horovod"
 FLOOR = "read-write pass"
+SHARED_FLOOR = "pass, shared"
 COPY = "memcpy"
 
 DTYPES = {
@@ -76,7 +77,7 @@ def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]
     ]
     if group is not None:
         entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
-    return [*entered, *_floors(case, tensor)]
+    return [*entered, *_floors(case, tensor), _pass(case, SHARED_FLOOR, shared)]
 
 
 def _reducing(case: Case, name: str, tensor: Tensor, run: Callable[[], None]) -> Contestant:
@@ -116,11 +117,21 @@ def _by_gloo(case: Case, tensor: Tensor, group: Gloo) -> None:
 
 def _floors(case: Case, tensor: Tensor) -> list[Contestant]:
     """One pass over the same bytes, by all ranks at once: in place, and into other memory."""
-    array: Array = tensor.view(torch.uint8).numpy().view(np.float32 if tensor.nbytes % 4 == 0 else np.uint8)
+    array = _array(tensor)
     other = np.zeros_like(array)
+    prepare = partial(case.fill, tensor, hvlike.rank())
+    return [_pass(case, FLOOR, tensor), Contestant(COPY, prepare, lambda: np.copyto(other, array))]
+
+
+def _pass(case: Case, name: str, tensor: Tensor) -> Contestant:
+    """Read and write every byte once, in place."""
+    array = _array(tensor)
     factor = array.dtype.type(1)
     prepare = partial(case.fill, tensor, hvlike.rank())
-    return [
-        Contestant(FLOOR, prepare, lambda: np.multiply(array, factor, out=array)),
-        Contestant(COPY, prepare, lambda: np.copyto(other, array)),
-    ]
+    return Contestant(name, prepare, lambda: np.multiply(array, factor, out=array))
+
+
+def _array(tensor: Tensor) -> Array:
+    """The bytes of a tensor in the widest type they fill that is fast to multiply."""
+    array: Array = tensor.view(torch.uint8).numpy().view(np.float32 if tensor.nbytes % 4 == 0 else np.uint8)
+    return array

@@ -54,6 +54,7 @@ def test_a_horovod_that_does_not_start_is_left_out(tmp_path: Path) -> None:
         "empty_shared",
         "MPI_Allreduce",
         "read-write pass",
+        "pass, shared",
         "memcpy",
     }
 
