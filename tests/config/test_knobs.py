@@ -36,6 +36,8 @@ WRONG = [
 
 def sample(entry: Knob) -> str:
     """A value that is not the default."""
+    if entry.default is True:
+        return "0"
     if entry.kind.expected in SAMPLES:
         return SAMPLES[entry.kind.expected]
     return "error" if entry.name == "LOG_LEVEL" else "4321987"
