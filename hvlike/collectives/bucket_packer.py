@@ -62,9 +62,7 @@ class BucketPacker:
             if bundling is None:
                 yield from self._through_buffer(plane, flats)
             else:
-                yield from bundling.allreduce_bundles([bundle for bundle, _ in self._bundles], self._arithmetic)
-                if flats:
-                    yield from plane.allreduce(flats, self._arithmetic)
+                yield from bundling.allreduce_bundles([each for each, _ in self._bundles], flats, self._arithmetic)
             for bundle, _ in self._bundles:
                 bundle.tensors = []
         for operand in operands:

@@ -1,7 +1,8 @@
 """allreduce on the express way: a call that all ranks of a node make now is done in the calling thread, at once.
 
-What it needs to know of a call (what its tensors are, which number all ranks have for that) it learns when the call
-goes the ordinary way, through the coordinator. Whatever is not plain goes there too: the outcome is the same.
+What it needs to know of a call (its tensor, op and factors, and a number made of them that ranks can compare) it learns
+when the call goes the ordinary way, through the coordinator. Whatever is not plain goes there too; the outcome is the
+same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hvlike.planes.quiet import Quiet
 from hvlike.transport.dtypes import Array
 
 MOST_PLANS = 1024
-"""Kinds of calls that are remembered."""
+"""Kinds of calls that are remembered; with one more all are learned anew."""
 
 MOST_SPARING = 63
 """After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
@@ -152,17 +153,18 @@ class ExpressAllreduce:
     def learn(self, signature: Signature, tensor: torch.Tensor) -> None:
         """A call goes the ordinary way: remember what it is, if its like may take this one."""
         op, prescale, postscale = ReduceOp(signature.op), signature.prescale, signature.postscale
-        if (tensor.shape, tensor.dtype, op, prescale, postscale) in self._plans or len(self._plans) >= MOST_PLANS:
+        if (tensor.shape, tensor.dtype, op, prescale, postscale) in self._plans:
             return
-        number = self._negotiator.number_of(signature)
-        if number is None or op is ReduceOp.ADASUM or signature.strides != (None,) or not _is_plain(tensor):
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        if op is ReduceOp.ADASUM or signature.strides != (None,) or not _is_plain(tensor):
             return
         if working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
             return
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, prescale, postscale)
         small = self._express.is_small(tensor.numel() * tensor.element_size())
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
-        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies)
+        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, code_of(repr(signature)), arithmetic, copies)
         self._plans[plan.key] = plan
 
     def set_away(self, away: bool) -> None:
@@ -182,7 +184,7 @@ class ExpressAllreduce:
                 number = negotiator.names.draw("allreduce")
             if plan.copies is not None:
                 plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
-            board.begin(index, plan.number, number if name is None else _code(name))
+            board.begin(index, plan.number, number if name is None else code_of(name))
             negotiator.entered += 1
         try:
             if not self._express.agree(index):
@@ -227,6 +229,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _code(name: str) -> int:
-    """A number for a name, the same on all ranks."""
-    return _NAMED | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+def code_of(text: str) -> int:
+    """A number of 64 bits for a text, the same on all ranks; above those of unnamed operations."""
+    return _NAMED | int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

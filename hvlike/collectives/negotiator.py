@@ -138,10 +138,6 @@ class Negotiator:
         """Whether an operation could be submitted now; with the lock held."""
         return self._closed is None and key not in self._requests
 
-    def number_of(self, signature: Signature) -> int | None:
-        """The number by which all members call this signature, if it has one."""
-        return self._numbers.get(signature)
-
     def wait(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
 

@@ -18,8 +18,10 @@ class Bundling(Protocol):
     def bundle_elements(self, total: int, itemsize: int) -> int:
         """How many elements a bundle may hold, where all bundles of a reduction hold `total`."""
 
-    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
-        """Reduce in place what the bundles hold; the same bundles on every rank, bitwise the same result."""
+    def allreduce_bundles(
+        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Routine[None]:
+        """Reduce in place what the bundles hold, and flat tensors beside them; on every rank the same, bitwise."""
 
 
 class Plane(Protocol):

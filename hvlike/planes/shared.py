@@ -59,23 +59,29 @@ class SharedPlane:
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
-        pieces = [arithmetic.view(tensor) for tensor in tensors]
-        yield from self.allreduce_pieces(
-            tensors, pieces, arithmetic, _stamp_of([len(each) for each in pieces], arithmetic)
-        )
+        yield from self.allreduce_bundles((), tensors, arithmetic)
 
     def allreduce_pieces(
-        self, tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], arithmetic: Arithmetic, stamp: int
+        self,
+        tensors: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        arithmetic: Arithmetic,
+        stamp: int,
+        bundles: Sequence[Bundle] = (),
     ) -> Routine[None]:
-        """The same for tensors whose elements `pieces` are; stamp: any number that all ranks give this work."""
-        if not any(map(len, pieces)):
+        """The same for tensors whose elements `pieces` are, after bundles.
+
+        stamp: any number that all ranks give this work.
+        """
+        if not bundles and not any(map(len, pieces)):
             return
         places = self._direct.places(tensors)
         number = self._announce(stamp, place_word(places))
         if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
             pieces = [piece for index, piece in enumerate(pieces) if index not in places]
-        chunks = self._deal([len(piece) for piece in pieces], arithmetic, None)
-        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL)
+        pieces = [*(bundle.piece for bundle in bundles), *pieces]
+        chunks = self._deal([len(piece) for piece in pieces], arithmetic, None, whole=len(bundles))
+        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL, bundles)
 
     @property
     def bundling(self) -> SharedPlane:
@@ -88,13 +94,13 @@ class SharedPlane:
         bundles = max(1, -(-total // (largest * ranks))) * ranks
         return fitting(-(-total * ranks // bundles), largest, SMALLEST_SHARE // itemsize, ranks)
 
-    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
+    def allreduce_bundles(
+        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Routine[None]:
         """See Bundling."""
-        pieces = [bundle.piece for bundle in bundles]
-        lengths = [len(piece) for piece in pieces]
-        self._announce(_stamp_of(lengths, arithmetic), 0)
-        chunks = self._reductions.deal((piece, 0, length) for piece, length in enumerate(lengths))
-        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL, bundles)
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        stamp = _stamp_of([*(len(each.piece) for each in bundles), *map(len, pieces)], arithmetic)
+        yield from self.allreduce_pieces(tensors, pieces, arithmetic, stamp, bundles)
 
     def _reduce_in_place(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, places: dict[int, Place], number: int
@@ -204,11 +210,14 @@ class SharedPlane:
 
     # -- reduction ------------------------------------------------------------------------------
 
-    def _deal(self, lengths: Sequence[int], arithmetic: Arithmetic, owner: int | None) -> list[Chunk]:
-        """Cut tensors into chunks; `owner`: one rank for all, None: in turn."""
+    def _deal(
+        self, lengths: Sequence[int], arithmetic: Arithmetic, owner: int | None, *, whole: int = 0
+    ) -> list[Chunk]:
+        """Cut pieces into chunks; `owner`: one rank for all, None: in turn; whole: so many at the front are not cut."""
         largest = self._region.chunk // arithmetic.itemsize
         elements = fitting(sum(lengths), largest, SMALLEST_SHARE // arithmetic.itemsize, self._region.ranks)
-        runs = cut(lengths, elements)
+        runs = [(piece, 0, length) for piece, length in enumerate(lengths[:whole])]
+        runs += [(whole + piece, start, stop) for piece, start, stop in cut(lengths[whole:], elements)]
         return self._reductions.deal(runs) if owner is None else self._reductions.give(runs, owner)
 
     def _work(

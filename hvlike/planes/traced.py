@@ -49,11 +49,14 @@ class TracedPlane:
         """See Bundling."""
         return self._bundling.bundle_elements(total, itemsize) if self._bundling is not None else 0
 
-    def allreduce_bundles(self, bundles: Sequence[Bundle], arithmetic: Arithmetic) -> Routine[None]:
+    def allreduce_bundles(
+        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Routine[None]:
         """See Bundling."""
         if self._bundling is not None:
-            with self.phase(f"{self._kind}_ALLREDUCE_BUNDLES", sum(total_bytes(each.tensors) for each in bundles)):
-                yield from self._bundling.allreduce_bundles(bundles, arithmetic)
+            size = total_bytes(tensors) + sum(total_bytes(each.tensors) for each in bundles)
+            with self.phase(f"{self._kind}_ALLREDUCE_BUNDLES", size):
+                yield from self._bundling.allreduce_bundles(bundles, tensors, arithmetic)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
