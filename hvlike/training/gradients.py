@@ -251,11 +251,7 @@ class Gradients:
         """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
         # Later steps may be under way at once, and then the library itself changes gradients. A loop that changes them
         # at the wrong place does so in its first step too.
-        changed = [
-            slot.name
-            for slot in self._waiting
-            if slot.handed_over is not None and slot.handed_over._version != slot.version
-        ]
+        changed = [slot.name for slot in self._waiting if slot.was_changed]
         lost: list[str] = []
         replaced: list[str] = []
         arrived = self._all_arrived()

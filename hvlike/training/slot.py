@@ -47,6 +47,15 @@ class Slot:
             and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
         )
 
+    @property
+    def was_changed(self) -> bool:
+        """Whether the gradient was changed in place since it was handed over.
+
+        Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together.
+        """
+        gradient = self.handed_over
+        return gradient is not None and gradient._version != self.version and not gradient._is_view()
+
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
         """Return the tensor that stands for `gradient` in the reduction, the same in the whole step.
 

@@ -281,8 +281,7 @@ def test_gradients_that_live_in_shared_memory(hvd: ModuleType, direct: list[int]
         model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 5))
         start = 0
         for parameter in model.parameters():
-            # .data: gradients that count their changes each for itself.
-            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).data
+            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(3):
