@@ -9,6 +9,7 @@ Each Negotiator lives in the loop, but for `submit` and `wait`, which any thread
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,12 +23,14 @@ from hvlike.collectives.joining import JOIN_KEY, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
-from hvlike.collectives.waits import Waiting
+from hvlike.collectives.waits import STEP, Waiting
 from hvlike.errors import DuplicateNameError, HorovodInternalError
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine, Wait
+
+logger = logging.getLogger("hvlike")
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
@@ -86,6 +89,7 @@ class Negotiator:
         self._numbers: dict[Signature, int] = {}
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         self._closed: HorovodInternalError | None = None
+        self._report_seconds = limits.report_seconds
         self._threads: set[threading.Thread] = set()
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this negotiator."""
@@ -158,9 +162,26 @@ class Negotiator:
         waiting = Waiting(key, self.names.counts(), dict(self.steps), certain)
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:
-            return loop.wait(done, None if timeout is None else timeout - patience)
+            return self._wait_on(key, done, None if timeout is None else timeout - patience)
         finally:
             loop.post(lambda: self._report(RESUMED, None), wake=False)
+
+    def _wait_on(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Go on waiting; say so now and then when all have asked and the data do not come: the coordinator cannot."""
+        loop, seconds = self._fabric.loop, self._report_seconds
+        if seconds is None or timeout is not None:
+            return loop.wait(done, timeout)
+        began = time.monotonic()
+        while not loop.wait(done, seconds):
+            if key[0] != STEP and key not in self._requests:
+                logger.warning(
+                    "rank %d waits for the data of %s %r since %.0f s, though all ranks have asked for it: a rank has "
+                    "stopped in the middle of it, or the network is down or very slow.",
+                    self._fabric.world.rank,
+                    *key,
+                    time.monotonic() - began + PATIENCE_SECONDS,
+                )
+        return True
 
     def _living_threads(self) -> set[threading.Thread]:
         """The threads that use hvlike in this set; those that have ended are forgotten."""

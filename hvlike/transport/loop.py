@@ -215,9 +215,17 @@ class Loop:
 
     def _leave(self) -> None:
         """Give the drive lock back; whoever still has something to wait for is woken to take it."""
-        self._driver = 0
-        again = self._bell.leave()
-        self._lock.release()
+        again = True
+        try:
+            again = self._bell.leave()
+            if again and not (self._waiters or self._inbox or self._tasks):
+                # Most likely a peer's nudge for what has ended since: a look is cheaper than waking the thread for it.
+                self._bell.enter()
+                self._advance(True)
+                again = self._bell.leave()
+        finally:
+            self._driver = 0
+            self._lock.release()
         if self._waiters:
             with self._changed:
                 self._changed.notify_all()

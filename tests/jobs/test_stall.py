@@ -93,3 +93,34 @@ def test_the_check_can_be_switched_off() -> None:
 def test_a_wait_of_ordinary_length_is_not_worth_a_word() -> None:
     job = run_job(PROGRAM, 2).check()
     assert "waiting for remainder" not in job.stderr
+
+
+STOPPED = """
+import os
+import signal
+import threading
+import torch
+import hvlike as hvd
+from hvlike.collectives.context import current
+
+hvd.init()
+processes = hvd.allgather_object(os.getpid())
+tensor = torch.ones(64 << 20)
+if hvd.rank() == 1:
+    handle = hvd.allreduce_async_(tensor, name="large", op=hvd.Sum)
+    negotiator = current().membership(None, "test").negotiator
+    while not negotiator.may_begin(("allreduce", "large")):
+        hvd.poll(handle)
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    threading.Timer(5.0, os.kill, (processes[1], signal.SIGCONT)).start()
+    handle = hvd.allreduce_async_(tensor, name="large", op=hvd.Sum)
+assert hvd.synchronize(handle)[-1] == 2
+print(f"rank {hvd.rank()} done", flush=True)
+"""
+
+
+def test_a_rank_that_stops_while_data_are_moved_is_reported() -> None:
+    job = run_job(STOPPED, 2, env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1", "HVLIKE_RANKS_PER_NODE": "1"}).check()
+    assert "rank 0 waits for the data of allreduce 'large' since" in job.stderr
+    assert job.stdout.count("done") == 2

@@ -129,7 +129,7 @@ def test_a_named_allreduce_would_be_seen(hvd: ModuleType) -> None:
 
     def with_a_metric() -> None:
         run()
-        hvd.allreduce(torch.ones(1), name="metric")
+        hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="metric"))
 
     sent = sent_during(with_a_metric)
     assert control(sent) == ({"verdicts": hvd.size() - 1} if hvd.rank() == 0 else {"ready": 1})
