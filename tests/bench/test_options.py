@@ -18,7 +18,6 @@ from hvlike.errors import UsageError
         ("allreduce --op max", "invalid choice: 'max'"),
         ("allreduce --repetitions 0", "'0' is no whole number above 0"),
         ("step --models alexnet", "there is no model 'alexnet'; there are mlp, "),
-        ("step --plot found.pdf", "found.pdf"),
         ("drawing", "invalid choice: 'drawing'"),
     ],
 )
@@ -27,6 +26,13 @@ def test_what_is_wrong_is_named(line: str, expected: str, capsys: pytest.Capture
         command.main(line.split())
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_picture_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    with pytest.raises(SystemExit):
+        command.main(["step", "--plot", "found.pdf"])
+    assert "found.pdf" in capsys.readouterr().err
 
 
 def test_no_averages_of_integers() -> None:
