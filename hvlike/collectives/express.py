@@ -175,21 +175,24 @@ class ExpressAllreduce:
 
     def _attempt(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str | None) -> Outcome | None:
         board, negotiator = self._express.board, self._negotiator
-        number = -1
         with negotiator.lock:
             index = negotiator.entered
             if not board.is_free(index) or not negotiator.may_begin(("allreduce", name or "")):
                 return None
             if name is None:
-                number = negotiator.names.draw("allreduce")
+                code = negotiator.names.draw("allreduce")
+                name = automatic_name(code)
+            else:
+                code = code_of(name)
+            negotiator.notice(("allreduce", name), place_of_caller())
             if plan.copies is not None:
                 plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
-            board.begin(index, plan.number, number if name is None else code_of(name))
+            board.begin(index, plan.number, code)
             negotiator.entered += 1
         try:
             if not self._express.agree(index):
                 self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
-                return Outcome(False, automatic_name(number) if name is None else name)
+                return Outcome(False, name)
             self._sparing = 0
             self.served += 1
             if plan.copies is not None:
@@ -197,7 +200,7 @@ class ExpressAllreduce:
         finally:
             board.finish(index)
         if plan.copies is None:
-            self._reduce(plan, own, tensor, automatic_name(number) if name is None else name)
+            self._reduce(plan, own, tensor, name)
         return DONE
 
     def _reduce(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str) -> None:

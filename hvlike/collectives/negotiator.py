@@ -125,12 +125,15 @@ class Negotiator:
         self._last = (key, request.place, request.time)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        self._threads.add(threading.current_thread())
-        if len(self._threads) > MANY_THREADS:
-            self._living_threads()
+        self._know_thread()
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
+
+    def notice(self, key: Key, place: str) -> None:
+        """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
+        self._know_thread()
+        self._last = (key, place, time.monotonic())
 
     def count(self) -> None:
         """Number one more thing in the order of this rank; with the lock held."""
@@ -183,6 +186,12 @@ class Negotiator:
                 )
         return True
 
+    def _know_thread(self) -> None:
+        """The calling thread uses hvlike in this set."""
+        self._threads.add(threading.current_thread())
+        if len(self._threads) > MANY_THREADS:
+            self._living_threads()
+
     def _living_threads(self) -> set[threading.Thread]:
         """The threads that use hvlike in this set; those that have ended are forgotten."""
         for thread in tuple(self._threads):
@@ -194,7 +203,7 @@ class Negotiator:
         self, key: Key, step: int, place: str, detail: str, stop: Callable[[HorovodInternalError], None]
     ) -> None:
         """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
-        self._threads.add(threading.current_thread())
+        self._know_thread()
         now = time.monotonic()
         self.steps[key[1]] = step
         self._steps_at[key] = (place, now, detail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,9 +127,9 @@ def _all(plane: Plane, group: Group, fine: bool) -> Routine[bool]:
 
 def _shape(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     """The shape that the arguments say."""
-    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    given: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     try:
-        shape = tuple(operator.index(length) for length in given)  # type: ignore[arg-type]
+        shape = tuple(operator.index(length) for length in given)
     except TypeError:
         shape = (-1,)
     if any(length < 0 for length in shape):

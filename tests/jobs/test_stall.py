@@ -13,7 +13,8 @@ import torch
 import hvlike as hvd
 
 hvd.init()
-early = hvd.allreduce(torch.ones(1), name="early")
+for _ in range(8):
+    early = hvd.allreduce(torch.ones(1), name="early")
 if hvd.rank() == 1:
     time.sleep(4.0)
 total = hvd.allreduce(torch.ones(3), name="late", op=hvd.Sum)
@@ -27,8 +28,8 @@ def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last() 
     assert "waiting for remainder of ranks for more than 1 seconds" in job.stderr
     report = re.search(r"allreduce 'late': float32 \[3\]\n  waits on (.*)\n  missing: (.*)", job.stderr)
     assert report is not None, job.stderr
-    assert re.fullmatch(r"rank 0 \(.*program.py:10, since \d s\), rank 2 \(.*program.py:10, since \d s\)", report[1])
-    assert re.fullmatch(r"rank 1, which submitted last allreduce 'early' at .*program.py:7, \d s ago", report[2])
+    assert re.fullmatch(r"rank 0 \(.*program.py:11, since \d s\), rank 2 \(.*program.py:11, since \d s\)", report[1])
+    assert re.fullmatch(r"rank 1, which submitted last allreduce 'early' at .*program.py:8, \d s ago", report[2])
     assert job.stdout.count("done") == 3
 
 
