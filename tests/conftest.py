@@ -1,5 +1,6 @@
 """How the tests behave under mpirun: one reporter, one record per rank, and no rank left waiting for a failed one."""
 
+import faulthandler
 import os
 import sys
 import time
@@ -14,9 +15,13 @@ import pytest
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 
-# scripts/test names a folder here; each rank writes one line per executed test into its own file there.
+# scripts/test names a folder here; each rank writes down when a test starts and how it ended, in its own file there.
 RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
+# A file descriptor, open as long as the process lives.
+STACKS = os.open(Path(RECORDS) / f"stacks-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if RECORDS else -1
+# Sooner than the time limit of a test ends the process, so that each rank says where it hangs.
+HANGING_SECONDS = 110.0
 
 # All ranks must draw the same examples.
 hypothesis.settings.register_profile("ranks", derandomize=True, deadline=None, database=None)
@@ -43,10 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(pytest.TerminalReporter(config, silence), "terminalreporter")
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Record the test that begins: when the job is ended in it, the tally says so, and where each rank was."""
+    if RECORDS:
+        record("started", nodeid)
+        os.ftruncate(STACKS, 0)
+        faulthandler.dump_traceback_later(HANGING_SECONDS, file=STACKS)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Record the outcome of a test; after a failure make sure that the other ranks are not left waiting."""
     if report.failed:
-        record("failed", report.nodeid)
+        record("failed", report.nodeid, reason(report))
         if SIZE > 1:
             print(
                 f"\nrank {RANK} of {SIZE} failed {report.nodeid} ({report.when})\n{report.longreprtext}",
@@ -63,9 +76,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Show a failed import on ranks that have no reporter."""
-    if report.failed and RANK > 0:
-        print(f"\nrank {RANK} could not collect {report.nodeid}\n{report.longreprtext}", file=sys.stderr)
+    """Record a failed import, and show it on ranks that have no reporter."""
+    if report.failed:
+        record("failed", report.nodeid, reason(report))
+        if RANK > 0:
+            print(f"\nrank {RANK} could not collect {report.nodeid}\n{report.longreprtext}", file=sys.stderr)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -89,24 +104,37 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.hvlike_exit_status = exitstatus
 
 
-def record(outcome: str, nodeid: str) -> None:
+def record(event: str, nodeid: str, text: str = "") -> None:
     """Append one line to this rank's file, at once: the job may be ended in the next moment."""
     if RECORDS:
         with (Path(RECORDS) / f"rank-{RANK}").open("a") as file:
-            file.write(f"{outcome}\t{nodeid}\n")
+            file.write(f"{event}\t{nodeid}\t{text}\n")
+
+
+def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why it failed, in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = f"{crash.message} ({Path(crash.path).name}:{crash.lineno})" if crash else report.longreprtext
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def wait_for_peers(nodeid: str) -> None:
     """Go on only when every rank has finished this test too; a rank that still waits inside it would wait for ever."""
     end = time.monotonic() + PEERS_SECONDS
     while RECORDS and time.monotonic() < end:
-        files = [Path(RECORDS) / f"rank-{rank}" for rank in range(SIZE)]
-        if all(file.exists() and f"\t{nodeid}\n" in file.read_text() for file in files):
+        if all(has_finished(Path(RECORDS) / f"rank-{rank}", nodeid) for rank in range(SIZE)):
             return
         time.sleep(0.05)
     # Without records nothing is known about the others: leave those that fail too the time to print their report.
     time.sleep(1.0)
     end_job(f"rank {RANK} ends the job: {nodeid} failed here, and other ranks may wait in it for ever")
+
+
+def has_finished(file: Path, nodeid: str) -> bool:
+    """Whether the rank that writes this file has recorded an outcome of the test."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return any(f"\t{nodeid}\t" in line and not line.startswith("started\t") for line in lines)
 
 
 def end_job(reason: str) -> None:

@@ -27,7 +27,8 @@ def test_that_waits():
 
 def run_tests(folder: Path, tests: str, records: str) -> Job:
     """Run these tests on two ranks, under a copy of our conftest.py and configuration."""
-    shutil.copy(CHECKOUT / "tests" / "conftest.py", folder)
+    conftest = (CHECKOUT / "tests" / "conftest.py").read_text()
+    (folder / "conftest.py").write_text(conftest.replace("PEERS_SECONDS = 20.0", "PEERS_SECONDS = 2.0"))
     shutil.copy(CHECKOUT / "pyproject.toml", folder)
     (folder / "test_inner.py").write_text(tests)
     args = ["--rootdir", str(folder), "-c", str(folder / "pyproject.toml"), "--color=no", str(folder / "test_inner.py")]
@@ -41,14 +42,36 @@ def test_a_test_that_fails_everywhere_does_not_stop_the_run(tmp_path: Path) -> N
     assert "1 failed, 1 passed" in job.stdout, job.describe()
     for rank in range(2):
         lines = (records / f"rank-{rank}").read_text().splitlines()
-        assert lines == ["failed\ttest_inner.py::test_first", "passed\ttest_inner.py::test_second"]
+        assert [line.split("\t")[:2] for line in lines] == [
+            ["started", "test_inner.py::test_first"],
+            ["failed", "test_inner.py::test_first"],
+            ["started", "test_inner.py::test_second"],
+            ["passed", "test_inner.py::test_second"],
+        ]
+        assert "the first test" in lines[1]
+        assert "(test_inner.py:3)" in lines[1]
 
 
 def test_a_test_that_fails_on_one_rank_ends_the_job(tmp_path: Path) -> None:
-    job = run_tests(tmp_path, FAILS_ON_ONE, "")
+    records = tmp_path / "records"
+    records.mkdir()
+    job = run_tests(tmp_path, FAILS_ON_ONE, str(records))
     assert job.returncode != 0
     assert not job.timed_out
     assert job.survivors == ()
     assert "rank 1 of 2 failed test_inner.py::test_that_waits" in job.stderr
     assert "only here" in job.stderr
     assert "rank 1 ends the job" in job.stderr
+    assert (records / "rank-0").read_text() == "started\ttest_inner.py::test_that_waits\t\n"
+    assert "only here" in (records / "rank-1").read_text().splitlines()[1]
+
+
+def test_a_test_file_that_cannot_be_imported_is_recorded(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    job = run_tests(tmp_path, "import missing_module", str(records))
+    assert job.returncode != 0
+    for rank in range(2):
+        (line,) = (records / f"rank-{rank}").read_text().splitlines()
+        assert line.startswith("failed\ttest_inner.py\t")
+        assert "No module named 'missing_module'" in line
