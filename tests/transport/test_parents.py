@@ -50,16 +50,15 @@ def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
         assert time.monotonic() - started < 2
 
 
-def test_the_chain_ends_at_the_first_parent_that_is_no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chain_ends_at_the_first_parent_that_is_no_shell() -> None:
     processes = {
         10: parents._Process("bash", 9),
         9: parents._Process("sh", 8),
         8: parents._Process("mpirun", 7),
         7: parents._Process("bash", 6),
     }
-    monkeypatch.setattr(parents, "_look", processes.get)
-    monkeypatch.setattr(os, "getppid", lambda: 10)
-    watch = parents.ParentWatch()
+    # Nothing of the process is replaced: its own watch, in another thread, would find itself an orphan and end it.
+    watch = parents.ParentWatch(lambda: 10, processes.get)
     assert watch._chain == (10, 9, 8)
     assert not watch.is_orphan()
     processes[8] = parents._Process("mpirun", 1)  # nohup: mpirun has another parent, and lives
@@ -68,6 +67,8 @@ def test_the_chain_ends_at_the_first_parent_that_is_no_shell(monkeypatch: pytest
     assert watch.is_orphan()
 
 
-def test_names_with_blanks_and_parentheses_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "42 (a (b) c) S 7 42 42 0")
-    assert parents._look(42) == parents._Process("a (b) c", 7)
+def test_names_with_blanks_and_parentheses_are_read() -> None:
+    assert parents._parse("42 (a (b) c) S 7 42 42 0") == parents._Process("a (b) c", 7)
+    assert parents._look(os.getpid()) == parents._Process(
+        Path("/proc/self/comm").read_text().rstrip("\n"), os.getppid()
+    )
