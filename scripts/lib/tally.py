@@ -81,10 +81,11 @@ def describe_unfinished(run: Path, ranks: dict[int, list[Event]]) -> Iterator[st
 
 
 def innermost_calls(stacks: str) -> str:
-    """The innermost calls of the main thread, which faulthandler writes last."""
+    """The innermost calls of the main thread, which faulthandler writes last; pytest's own are left out."""
     main_thread = stacks.rpartition("hread 0x")[2]
     calls = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
-    return " < ".join(f"{function} ({Path(file).name}:{line})" for file, line, function in calls[:6])
+    ours = [f"{function} ({Path(file).name}:{line})" for file, line, function in calls if "/site-packages/" not in file]
+    return " < ".join(ours[:14])
 
 
 def main(folder: Path) -> int:
