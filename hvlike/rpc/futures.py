@@ -1,0 +1,76 @@
+"""The futures of rpc_async: torch's own, completed with what the reply brings.
+
+torch knows two kinds of failed futures. One is made in C++: `torch.futures.wait_all` leaves at once when it meets it,
+but it is always a RuntimeError, and Python reaches it only by raising in a callback of `then`. The other one keeps a
+Python exception as its value and raises it in `wait`, so `wait_all` sees it only after all others. Here RuntimeErrors
+are of the first kind and other classes of the second.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import torch
+
+logger = logging.getLogger("hvlike")
+
+
+class Promise:
+    """The side of a torch future that completes it.
+
+    future: what the user waits for. Callbacks that he adds run in the thread that completes it and may block.
+    """
+
+    __slots__ = ("_base", "_error", "_value", "future")
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._base: Any = torch._C.Future([])
+        # What a callback of `then` raises, and only that, fails a future in C++.
+        self.future = cast("torch.futures.Future[Any]", self._base.then(self._outcome))
+
+    def set_result(self, value: Any) -> None:
+        """Complete the future, once, from any thread; runs its callbacks."""
+        self._value = value
+        self._complete()
+
+    def set_error(self, error: Exception) -> None:
+        """Fail the future, once, from any thread; runs its callbacks."""
+        if isinstance(error, RuntimeError):
+            self._error = error
+        else:
+            self._value = error
+            self.future._set_unwrap_func(_raise_anew)
+        self._complete()
+
+    def _outcome(self, _: Any) -> Any:
+        value, error = self._value, self._error
+        self._value = self._error = None
+        if error is not None:
+            raise error
+        return value
+
+    def _complete(self) -> None:
+        try:
+            self._base.set_result(None)
+        except RuntimeError as refusal:
+            # The program has called set_result on the future that rpc_async gave it.
+            logger.debug("a future of rpc_async was completed before its reply came: %s", refusal)
+
+
+def _raise_anew(value: Any) -> Any:
+    """Raise an equal exception: the traceback of one that the future keeps would keep its waiters' frames alive."""
+    if isinstance(value, Exception):
+        raise _twin(value) from None
+    return value
+
+
+def _twin(error: Exception) -> Exception:
+    try:
+        twin = type(error)(*error.args)
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    twin.__dict__.update(error.__dict__)
+    return twin
