@@ -7,10 +7,14 @@ import argparse
 from hvlike.bench import plot
 
 
-def add_common(parser: argparse.ArgumentParser, repetitions: str) -> None:
-    """Add --repetitions, --no-horovod, --seed, --json and --plot. repetitions: what the default is, in words."""
+def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bool = True) -> None:
+    """Add --repetitions, --no-horovod, --seed, --json and --plot.
+
+    repetitions: what the default is, in words. horovod: whether it could take part.
+    """
     parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
-    parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
+    if horovod:
+        parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
     parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=plot.png, metavar="FILE.png", help="draw what came out; needs matplotlib")

@@ -1,0 +1,48 @@
+"""One of the two processes of torch.distributed.rpc over TensorPipe that bench rpc compares with.
+
+Started and stopped by hvlike/bench/rpc_pair.py; its arguments are its rank, the file where both meet, and the file
+descriptor of its end of a conversation. Rank 0 answers requests for work; the main thread of rank 1 sleeps until the
+benchmark hangs up.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import warnings
+from typing import Any
+
+import torch.distributed.rpc
+
+from hvlike.bench.conversation import Conversation, Message
+from hvlike.bench.rpc_work import from_message
+from hvlike.errors import HvlikeError
+
+
+def main(rank: int, meeting: str, descriptor: int) -> None:
+    """Join the pair, do what is asked, and leave with the other one."""
+    # A stopped process of a group of its own is ended by the kernel when its parent goes, also by kill -9.
+    os.setpgid(0, 0)
+    conversation = Conversation(socket.socket(fileno=descriptor))
+    rpc: Any = torch.distributed.rpc
+    # torch's own use of deprecated calls is no news to who measures.
+    warnings.simplefilter("ignore")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
+    rpc.init_rpc(f"peer{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    conversation.say({"rank": rank})
+    while (request := conversation.hear()) is not None:
+        conversation.say(answer(request))
+    rpc.shutdown()
+
+
+def answer(request: Message) -> Message:
+    """Do some work and say what it has measured, or what went wrong."""
+    try:
+        return {"samples": from_message(request).measure(torch.distributed.rpc)}
+    except (HvlikeError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
