@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,10 @@ class Context:
             serialized=knobs.mpi_threads_disable,
             check=settings.check,
         )
+        self.before_close: list[Callable[[], None]] = []
+        """Called by `close` while everything still works."""
+        self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
+        """Told in the loop which ranks have left, and how."""
         self.guard = Guard(self.world, lambda: self.close(EXIT))
         try:
             self._check_same(process_sets, settings.misplaced(self.world))
@@ -88,6 +92,8 @@ class Context:
 
     def close(self, reason: str = SHUTDOWN) -> None:
         """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
+        for each in list(self.before_close):
+            each()
         loop = self.fabric.loop
         if self.world.mpi.Is_finalized():
             # The user has ended MPI himself: there is nobody left to talk to.
@@ -151,6 +157,8 @@ class Context:
 
     def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """Some ranks have left; in the loop."""
+        for each in self.when_lost:
+            each(errors)
         for membership in self.registry.memberships.values():
             if set(errors) & set(membership.group.ranks):
                 membership.negotiator.lose(errors)

@@ -84,6 +84,7 @@ class Channel:
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
         self._handlers: dict[int, Handler] = {}
+        self._early: dict[int, list[tuple[int, Any, list[torch.Tensor]]]] = {}
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
@@ -91,8 +92,14 @@ class Channel:
         loop.add_source(self._progress)
 
     def listen(self, topic: int, handler: Handler) -> None:
-        """Have messages of `topic` handled by `handler`; one handler a topic."""
-        self._handlers[topic] = handler
+        """Have messages of `topic` handled by `handler`, those that have come already too; one handler a topic."""
+
+        def begin() -> None:
+            self._handlers[topic] = handler
+            for message in self._early.pop(topic, []):
+                handler(*message)
+
+        self._loop.perform(begin)
 
     def send_soon(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """`send` from any thread."""
@@ -106,7 +113,8 @@ class Channel:
         tensors: contiguous CPU tensors of any dtype in the table, any size. kind: under which it is counted.
         """
         if rank == self._rank:
-            self._loop.post(lambda: self._handlers[topic](rank, value, [tensor.clone() for tensor in tensors]))
+            copies = [tensor.clone() for tensor in tensors]
+            self._loop.post(lambda: self._deliver(rank, topic, value, copies))
             return
         views = [raw_view(tensor).view(np.uint8) for tensor in tensors]
         inline = sum(view.nbytes for view in views) <= INLINE_BYTES
@@ -188,7 +196,7 @@ class Channel:
         topic, has_tensors = code >> 1, code & 1
         body = pickle.loads(buffer.data[_HEADER.size : _HEADER.size + length])
         if not has_tensors:
-            self._handlers[topic](source, body, [])
+            self._deliver(source, topic, body, [])
             return
         value, shapes = body
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
@@ -200,7 +208,14 @@ class Channel:
         for view in views:
             view[:] = buffer[start : start + view.nbytes]
             start += view.nbytes
-        self._handlers[topic](source, value, tensors)
+        self._deliver(source, topic, value, tensors)
+
+    def _deliver(self, source: int, topic: int, value: Any, tensors: list[torch.Tensor]) -> None:
+        handler = self._handlers.get(topic)
+        if handler is None:
+            self._early.setdefault(topic, []).append((source, value, tensors))
+        else:
+            handler(source, value, tensors)
 
     def _payload(
         self, source: int, topic: int, value: Any, tensors: list[torch.Tensor], views: list[NDArray[np.uint8]], tag: int
@@ -211,7 +226,7 @@ class Channel:
             for piece in _pieces(view)
         ]
         yield from complete(requests)
-        self._handlers[topic](source, value, tensors)
+        self._deliver(source, topic, value, tensors)
 
 
 def _pieces(view: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:

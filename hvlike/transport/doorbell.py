@@ -39,6 +39,10 @@ class Doorbell:
         if self._words[_DRIVEN] != driven:
             (self._idle if driven else self._driver).post()
 
+    def ring_idle(self) -> None:
+        """Wake a background thread of the rank, whoever drives: there is work of another kind for it."""
+        self._idle.post()
+
     def nudge(self) -> None:
         """Wake the rank's driver if it sleeps; call the fence after the last store and before this."""
         if self._words[_ASLEEP]:

@@ -2,8 +2,8 @@
 
 Whoever waits drives. A thread that waits for a task takes the drive lock, advances every routine
 that can advance and sleeps on the doorbell when none can; other waiting threads sleep until their
-task is done or the lock is free. Only when nobody waits does the background thread drive, and only
-while something is running: an idle process sleeps on its doorbell.
+task is done or the lock is free. Only when nobody waits does a background thread drive (crew.py has
+them), and only while something is running: an idle process sleeps on its doorbell.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from hvlike.errors import ShutdownError
+from hvlike.transport.crew import Crew
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.routine import Routine, Wait
 
@@ -39,6 +40,8 @@ Only who looks moves the bytes of a message: with 1 ms, 100 MiB over a fast link
 _SHORTEST_POLL = 20e-6
 _LONGEST_POLL = 1e-3
 _LONGEST_IDLE_POLL = 10e-3
+_HOT_LOOK_SECONDS = 200e-6
+"""How long a background thread looks for the next request before it sleeps, where requests follow one another."""
 
 
 class Task(Generic[T]):
@@ -82,12 +85,14 @@ class Loop:
         self._changed = threading.Condition()
         self._waiters = 0
         self._driver = 0
+        self._in_background = False
         self._closing = False
         self._wait = Wait.BELL
         self._next_tick = 0.0
+        self._due = math.inf
+        self._on_due: Callable[[float], float] = _nothing_due
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hvlike-loop", daemon=True)
-        self._thread.start()
+        self.crew = Crew(self._listen, self._summon)
 
     # -- from any thread ----------------------------------------------------------------------
 
@@ -103,7 +108,32 @@ class Loop:
 
     def pin(self, core: int) -> None:
         """Run the background thread on one core from now on. Raises: OSError for a core that is not there."""
-        os.sched_setaffinity(self._thread.native_id or 0, {core})
+        os.sched_setaffinity(self.crew.first or 0, {core})
+
+    def perform(self, action: Callable[[], None]) -> None:
+        """Run `action` in the loop: at once where nobody drives it, else soon. From any thread; never blocks."""
+        if self._driver == threading.get_ident() or not self._lock.acquire(blocking=False):
+            self.post(action)
+            return
+        try:
+            self._enter()
+            while self._inbox:
+                self._inbox.popleft()()
+            action()
+        finally:
+            self._leave()
+
+    def watch_clock(self, on_due: Callable[[float], float]) -> None:
+        """Have `on_due(now)` called in the loop when the time given to `due_at` has come; it returns the next time."""
+        self._on_due = on_due
+
+    def due_at(self, when: float) -> None:
+        """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
+        if when < self._due:
+            self._due = when
+            if when < time.monotonic() + TICK_SECONDS:
+                # Who sleeps may have meant to sleep longer.
+                self._bell.ring()
 
     def start(
         self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
@@ -145,10 +175,10 @@ class Loop:
                 self._leave()
 
     def close(self) -> None:
-        """Stop the thread and fail what is still running with ShutdownError."""
+        """Stop the threads and fail what is still running with ShutdownError."""
         self._closing = True
         self._bell.ring()
-        self._thread.join()
+        self.crew.close()
         with self._lock:
             while self._inbox:
                 self._inbox.popleft()()
@@ -175,8 +205,8 @@ class Loop:
         with self._changed:
             self._waiters += 1
             try:
-                # A driver that sleeps has not seen what this thread has posted; the background thread gives way.
-                if self._inbox or self._driver == self._thread.ident:
+                # A driver that sleeps has not seen what this thread has posted; a background thread gives way.
+                if self._inbox or self._in_background:
                     self._bell.ring()
                 self._changed.wait_for(
                     lambda: done() or not self._lock.locked(),
@@ -185,28 +215,47 @@ class Loop:
             finally:
                 self._waiters -= 1
 
-    def _run(self) -> None:
-        """The background thread."""
+    def _listen(self, called: Callable[[], bool], hot: bool) -> None:
+        """What a background thread does until it is `called`; hot: look for a while before the first sleep."""
+        if hot and not self._crowded:
+            self._drive_in_background(called, time.monotonic() + _HOT_LOOK_SECONDS)
         poll = _SHORTEST_POLL
-        while not self._closing:
-            rung = self._bell.sleep_idle(min(poll, TICK_SECONDS) if self._remote else TICK_SECONDS)
+        while not (self._closing or called()):
+            rest = min(TICK_SECONDS, max(0.0, self._due - time.monotonic()))
+            rung = self._bell.sleep_idle(min(poll, rest) if self._remote else rest)
             poll = _SHORTEST_POLL if rung else min(2 * poll, _LONGEST_IDLE_POLL)
-            if rung:
+            if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
                 time.sleep(_PICK_UP_SECONDS)
-            if self._closing or not self._lock.acquire(blocking=False):
-                continue
-            try:
-                self._enter()
-                self._drive(lambda: self._closing or self._waiters > 0 or not self._busy(), None, 0)
-            except BaseException as error:
-                self._failure = error
-                raise
-            finally:
-                self._leave()
+            if not called():
+                self._drive_in_background(called, None)
 
-    def _busy(self) -> bool:
-        return bool(self._tasks or self._inbox) or self._wait is not Wait.BELL
+    def _drive_in_background(self, called: Callable[[], bool], look_until: float | None) -> None:
+        """Drive until `called`, until somebody waits, and until nothing runs or it is `look_until`."""
+        if self._closing or not self._lock.acquire(blocking=False):
+            return
+
+        def done() -> bool:
+            return self._closing or self._waiters > 0 or called() or (look_until is None and self._idle())
+
+        try:
+            self._in_background = True
+            self._enter()
+            self._drive(done, look_until, 0 if look_until is None else self._spins)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._in_background = False
+            self._leave()
+
+    def _summon(self) -> None:
+        """Wake a background thread to run an errand; one that drives sees it without."""
+        if not (self._in_background and self._driver == threading.get_ident()):
+            self._bell.ring_idle()
+
+    def _idle(self) -> bool:
+        return not self._tasks and not self._inbox and self._wait is Wait.BELL
 
     def _enter(self) -> None:
         self._driver = threading.get_ident()
@@ -247,7 +296,10 @@ class Loop:
                 look_until = self._look_until(deadline)
             looks += 1
             if (looks <= spins or self._polls_busily) and time.monotonic() < look_until:
-                if self._crowded or looks > spins:
+                if self._in_background:
+                    # Lets other threads of this process in.
+                    time.sleep(0)
+                elif self._crowded or looks > spins:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
                 rung = self._bell.rung()
@@ -277,8 +329,8 @@ class Loop:
             if self._wait is Wait.AGAIN or done():
                 return True
             seconds = poll if self._wait is Wait.POLL or self._remote else TICK_SECONDS
-            if deadline is not None:
-                seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+            until = self._due if deadline is None else min(deadline, self._due)
+            seconds = min(seconds, max(0.0, until - time.monotonic()))
             rung = self._bell.sleep(seconds)
         finally:
             self._bell.awake()
@@ -292,15 +344,18 @@ class Loop:
             wait = Wait.AGAIN
         for source in self._sources:
             wait = max(wait, source(rung))
-        if self._waiters and wait is Wait.AGAIN:
-            # A message alone can end a wait (a barrier, an error), without any task.
-            with self._changed:
-                self._changed.notify_all()
         for task in list(self._tasks):
             wait = max(wait, self._step(task))
         if self._next_tick <= (now := time.monotonic()):
             self._next_tick = now + TICK_SECONDS
             self._tick()
+        if self._due <= now:
+            self._due = self._on_due(now)
+            wait = Wait.AGAIN
+        if self._waiters and wait is Wait.AGAIN:
+            # A message alone can end a wait (a barrier, an error, a time limit), without any task.
+            with self._changed:
+                self._changed.notify_all()
         return wait
 
     def _step(self, task: Task[Any]) -> Wait:
@@ -324,3 +379,7 @@ class Loop:
         with self._changed:
             if self._waiters:
                 self._changed.notify_all()
+
+
+def _nothing_due(now: float) -> float:
+    return math.inf

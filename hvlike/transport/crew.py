@@ -1,0 +1,140 @@
+"""The background threads of a rank: they listen for it in turn, and run errands in between.
+
+A thread that listens sleeps on the doorbell and drives the loop while something runs there. When an errand has come (a
+peer's request, say), the thread that sees it lets go of the loop and runs the errand itself, so that no other thread
+has to be woken for it; before it does, it makes sure that another one listens. Without errands there is one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+Errand = Callable[[], None]
+Listen = Callable[[Callable[[], bool], bool], None]
+"""Blocks until the first argument says so; the second: whether an errand is likely to come at once."""
+
+_HOT_SECONDS = 500e-6
+"""An errand that came this soon after the last one makes it likely that the next one will, too."""
+
+
+class Crew:
+    """Threads that run errands; those that are limited wait their turn, the others never do."""
+
+    def __init__(self, listen: Listen, summon: Callable[[], None]) -> None:
+        """Start the first thread. summon: wakes a thread that listens, from anywhere."""
+        self._listen = listen
+        self._summon = summon
+        self._lock = threading.Lock()
+        self._errands: deque[Errand] = deque()
+        self._limited: deque[Errand] = deque()
+        self._limit = 0
+        self._listening = 0
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self.running = 0
+        """Limited errands that run now."""
+        with self._lock:
+            self._grow()
+
+    @property
+    def first(self) -> int | None:
+        """The system's number of the first thread."""
+        return self._threads[0].native_id
+
+    @property
+    def queued(self) -> int:
+        """Limited errands that wait for their turn."""
+        return len(self._limited)
+
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def allow(self, limit: int) -> None:
+        """Run so many limited errands at a time from now on."""
+        self._limit = limit
+
+    def submit(self, errand: Errand, *, limited: bool = False) -> None:
+        """Have `errand` run in a thread of its own time; from any thread, the loop included."""
+        if limited:
+            self._limited.append(partial(self._run_limited, errand))
+        else:
+            self._errands.append(errand)
+        self._summon()
+
+    def close(self) -> None:
+        """Stop the threads that listen and wait for them; one that runs an errand ends after it, unwaited for."""
+        self._closing = True
+        for thread in list(self._threads):
+            while thread.is_alive() and self._listening:
+                self._summon()
+                thread.join(0.01)
+
+    def _called(self) -> bool:
+        return bool(self._errands) or self._closing or (bool(self._limited) and self.running < self._limit)
+
+    def _grow(self) -> None:
+        """One more thread, which counts as one that listens; with the lock held."""
+        self._listening += 1
+        number = len(self._threads)
+        thread = threading.Thread(target=self._serve, name=f"hvlike-loop-{number}" if number else "hvlike-loop")
+        thread.daemon = True
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        """One thread's life."""
+        hot = False
+        while True:
+            errand = self._take()
+            if errand is not None:
+                try:
+                    errand()
+                finally:
+                    del errand
+                    with self._lock:
+                        self._listening += 1
+            elif self._leave():
+                return
+            else:
+                start = time.monotonic()
+                self._listen(self._called, hot)
+                hot = time.monotonic() - start < _HOT_SECONDS
+
+    def _take(self) -> Errand | None:
+        """The next errand, if there is one to run; another thread listens before this one runs it."""
+        with self._lock:
+            if self._errands:
+                errand = self._errands.popleft()
+            elif self._limited and self.running < self._limit:
+                errand = self._limited.popleft()
+                self.running += 1
+            else:
+                return None
+            self._listening -= 1
+            if self._listening == 0 and not self._closing:
+                self._grow()
+        if self._called():
+            self._summon()
+        return errand
+
+    def _leave(self) -> bool:
+        """Whether the calling thread, which has nothing to do, is to end."""
+        with self._lock:
+            if not self._closing and self._listening <= self._limit + 1:
+                return False
+            self._listening -= 1
+            self._threads.remove(threading.current_thread())
+            return True
+
+    def _run_limited(self, errand: Errand) -> None:
+        try:
+            errand()
+        finally:
+            with self._lock:
+                self.running -= 1

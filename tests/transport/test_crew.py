@@ -1,0 +1,147 @@
+"""The background threads: errands run beside the loop, a limited number at a time, and somebody always listens."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvlike.transport.doorbell import BELL_BYTES, Doorbell
+from hvlike.transport.loop import Loop
+from hvlike.transport.segment import Segment
+from hvlike.transport.semaphore import Fence
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
+    bell.initialise(os.getpid())
+    made = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+    yield made
+    made.close()
+
+
+class Gauge:
+    """Counts how many of its visitors are inside at a time."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.inside = 0
+        self.most = 0
+        self.left = 0
+        self._lock = threading.Lock()
+
+    def visit(self) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self.gate.wait(10.0)
+        with self._lock:
+            self.inside -= 1
+            self.left += 1
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 16])
+def test_limited_errands_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -> None:
+    loop.crew.allow(limit)
+    gauge = Gauge()
+    for _ in range(3 * limit):
+        loop.crew.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == limit)
+    time.sleep(0.02)
+    assert (gauge.inside, loop.crew.running, loop.crew.queued) == (limit, limit, 2 * limit)
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 3 * limit)
+    assert gauge.most == limit
+
+
+def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: Loop) -> None:
+    loop.crew.allow(2)
+    gauge = Gauge()
+    for _ in range(5):
+        loop.crew.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == 2)
+    ran = threading.Event()
+    blocked = threading.Event()
+    loop.crew.submit(lambda: blocked.wait(10.0) and None)
+    loop.crew.submit(ran.set)
+    assert ran.wait(5.0)
+    moved = threading.Event()
+    loop.post(moved.set)
+    assert moved.wait(5.0)
+    blocked.set()
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 5)
+
+
+def test_errands_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
+    loop.crew.allow(1)
+    results: list[bool] = []
+    # A wait inside the loop would be refused.
+    loop.post(lambda: loop.crew.submit(lambda: results.append(loop.wait(lambda: True)), limited=True))
+    assert until(lambda: results == [True])
+
+
+def test_a_waiting_thread_leaves_errands_to_the_others(loop: Loop) -> None:
+    loop.crew.allow(1)
+    threads: list[threading.Thread] = []
+    loop.post(lambda: loop.crew.submit(lambda: threads.append(threading.current_thread())), wake=False)
+    assert loop.wait(lambda: bool(threads), 5.0)
+    assert threads[0] is not threading.current_thread()
+
+
+def test_threads_that_are_no_longer_needed_end(loop: Loop) -> None:
+    loop.crew.allow(16)
+    gauge = Gauge()
+    for _ in range(16):
+        loop.crew.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == 16)
+    loop.crew.allow(0)
+    gauge.gate.set()
+    assert until(lambda: loop.crew.size == 1)
+
+
+def test_closing_does_not_wait_for_an_errand() -> None:
+    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
+    bell.initialise(os.getpid())
+    loop = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+    gauge = Gauge()
+    loop.crew.submit(gauge.visit)
+    assert until(lambda: gauge.inside == 1)
+    loop.close()
+    assert gauge.inside == 1
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 1 and loop.crew.size == 0)
+
+
+def test_what_is_due_is_done_in_time_though_nobody_waits(loop: Loop) -> None:
+    done: list[float] = []
+    rang = threading.Event()
+
+    def on_due(now: float) -> float:
+        done.append(now)
+        rang.set()
+        return float("inf")
+
+    loop.watch_clock(on_due)
+    when = time.monotonic() + 0.05
+    loop.perform(lambda: loop.due_at(when))
+    assert rang.wait(5.0)
+    assert done[0] >= when
+    assert len(done) == 1
+
+
+def test_performed_actions_come_after_those_posted_before(loop: Loop) -> None:
+    seen: list[int] = []
+    loop.post(lambda: seen.append(1), wake=False)
+    loop.perform(lambda: seen.append(2))
+    assert until(lambda: len(seen) == 2)
+    assert seen == [1, 2]
