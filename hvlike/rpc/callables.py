@@ -1,0 +1,56 @@
+"""Functions and classes travel by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+
+from hvlike.errors import UsageError
+
+_known: dict[Any, Any] = {}
+"""Functions of the module torch that were asked for, and how they travel."""
+
+
+def reduce_builtin(function: BuiltinFunctionType) -> Any:
+    """Return how a function written in C travels; NotImplemented: as pickle has it.
+
+    Those of torch (torch.add) are methods of a hidden class, which takes pickle three names.
+    """
+    reduced = _known.get(function)
+    if reduced is not None:
+        return reduced
+    if function.__module__ == "torch" and getattr(torch, function.__name__, None) is function:
+        return _known.setdefault(function, (_torch_function, (function.__name__,)))
+    return NotImplemented
+
+
+def _torch_function(name: str) -> Any:
+    try:
+        return getattr(torch, name)
+    except AttributeError as error:
+        raise missing_name(error) from error
+
+
+def missing_name(error: AttributeError | ImportError) -> RuntimeError:
+    """What to raise where a name that came does not exist on this worker."""
+    return RuntimeError(
+        f"{error}. The RPC pickler does not serialize code of functions and classes, only their names: define them "
+        f"under the same name in the same module on both workers."
+    )
+
+
+def cloud_pickler(*args: Any, **options: Any) -> Any:
+    """Return a pickler of the package cloudpickle, which sends lambdas and local functions by value.
+
+    Raises: UsageError if it is not installed.
+    """
+    try:
+        cloudpickle = import_module("cloudpickle")
+    except ModuleNotFoundError:
+        raise UsageError(
+            "RpcBackendOptions(cloudpickle=True) needs the package cloudpickle on every rank: pip install cloudpickle."
+        ) from None
+    return cloudpickle.Pickler(*args, **options)

@@ -1,0 +1,273 @@
+"""Values as they travel: pickle protocol 5, with tensors and the memory of numpy arrays out of band.
+
+Whatever cannot be in the pickle stream itself is taken, when the stream is read, from the sequence of out-of-band
+buffers, in order of appearance: a tensor, the memory of an array, or the message's Incoming (which RRefs need). How
+to build that sequence stands in a table behind the stream:
+
+    stream                      the value; tensors are references to "the next buffer"
+    table, length, b"T"         only where there is any: one row each (tensors.Row, None: the Incoming)
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hvlike.rpc import sparse
+from hvlike.rpc.callables import cloud_pickler, missing_name, reduce_builtin
+from hvlike.rpc.message import Packed
+from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, build, lay_out
+
+T = TypeVar("T")
+
+_PROTOCOL = 5
+_END = struct.Struct("<Ic")
+_STOP = pickle.STOP[0]
+_ARRAY_BYTES = 4096
+"""Smaller memory of arrays stays in the stream: a message of its own would cost more than two copies."""
+_KEEP_BYTES = 1 << 16
+"""A pickler is used again after messages up to this size; a larger one leaves it a large memo to wipe each time."""
+
+# Stand for "the next buffer" in the stream. Writable, or pickle would add an opcode that asks for real memory.
+_THE_TENSOR = pickle.PickleBuffer(bytearray(1))
+_THE_INCOMING = pickle.PickleBuffer(bytearray(1))
+
+
+class Outgoing:
+    """One message being built; made by the caller of `pack`.
+
+    destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle.
+    """
+
+    __slots__ = ("cloudpickle", "destination", "graded", "undo")
+
+    def __init__(self, destination: int, *, cloudpickle: bool = False) -> None:
+        self.destination = destination
+        self.cloudpickle = cloudpickle
+        self.graded: list[Tensor] = []
+        """The strided tensors of the message that require grad, each once, in order of appearance."""
+        self.undo: list[Callable[[], None]] = []
+        """Called in reverse order where packing fails."""
+
+
+class Incoming:
+    """One message being opened; made by the caller of `unpack`. source: rank."""
+
+    __slots__ = ("graded", "rrefs", "source")
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.graded: list[Tensor] = []
+        """The received copies of the sender's `Outgoing.graded`, in the same order: leaves that require grad."""
+        self.rrefs: list[Any] = []
+        """RRefs met; who restores them puts them here."""
+
+
+def pack(value: Any, outgoing: Outgoing) -> Packed:
+    """Return the value as it travels; its storages are the tensors' own memory, not copies.
+
+    Functions and classes travel by name. Safe from any number of threads.
+    Raises: what pickle raises (AttributeError, PicklingError, TypeError), RuntimeError for a tensor that is not on the
+    CPU and for a torch.futures.Future; `outgoing.undo` has then been called.
+    """
+    try:
+        if outgoing.cloudpickle:
+            return _Walk(cloud_pickler).pack(value, outgoing)
+        try:
+            walk = _idle.pop()
+        except IndexError:
+            walk = _Walk(_Pickler)
+        packed = walk.pack(value, outgoing)
+        if len(packed.body) <= _KEEP_BYTES:
+            _idle.append(walk)
+        return packed
+    except BaseException:
+        for undo in reversed(outgoing.undo):
+            undo()
+        raise
+
+
+def unpack(packed: Packed, incoming: Incoming) -> Any:
+    """Return the value that `pack` was given, its tensors on the received storages without a copy; once a message.
+
+    Raises: RuntimeError where a name of the sender does not exist here, whatever the restoring of an object raises.
+    """
+    body = packed.body
+    buffers = None if body[-1] == _STOP else _arrivals(packed, incoming)
+    try:
+        return pickle.loads(body, buffers=buffers)
+    except (AttributeError, ImportError) as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            # Raised by Python code, such as a __setstate__, and not by pickle's search for a name.
+            raise
+        raise missing_name(error) from error
+
+
+def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[[Any, Incoming], T]) -> None:
+    """Have instances of exactly `cls` travel as what `reduce` returns, and be restored from it by `restore`.
+
+    reduce: (object, message being built) -> any picklable value. restore: (that value, message being opened) -> object,
+    a function at module level.
+    """
+
+    def travel(walk: _Walk, obj: T) -> tuple[Any, ...]:
+        return restore, (reduce(obj, walk.outgoing), _THE_INCOMING)
+
+    _REDUCERS[cls] = travel
+
+
+class _Pickler(pickle.Pickler):
+    """pickle.Pickler, whose instances take attributes."""
+
+
+class _Chunks:
+    """The part of a file that a pickler needs."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, chunks: list[bytes]) -> None:
+        self.write = chunks.append
+
+
+class _Walk:
+    """A pickler's way through a message, and what it finds there that travels beside the stream."""
+
+    outgoing: Outgoing
+
+    def __init__(self, pickler: Callable[..., Any]) -> None:
+        self.items: list[tuple[Tensor, int] | None] = []
+        self._chunks: list[bytes] = []
+        self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
+        theirs = getattr(self._pickler, "reducer_override", None)
+        self._pickler.reducer_override = self._reduce if theirs is None else lambda obj: self._reduce(obj, theirs)
+
+    def pack(self, value: Any, outgoing: Outgoing) -> Packed:
+        """Walk through one value; after an error the walk is of no more use."""
+        self.outgoing = outgoing
+        self._pickler.dump(value)
+        chunks, items = self._chunks, self.items
+        storages: list[Tensor] = []
+        if items:
+            rows, storages = lay_out(items)
+            outgoing.graded += [item[0] for item in items if item is not None and item[0].requires_grad]
+            table = pickle.dumps(rows, _PROTOCOL)
+            chunks += (table, _END.pack(len(table), b"T"))
+            items.clear()
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._pickler.clear_memo()
+        del self.outgoing
+        return Packed(body, storages)
+
+    def _reduce(self, obj: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
+        """What the pickler asks for every object that is not a plain number, string or container."""
+        reduce = _REDUCERS.get(type(obj))
+        reduced = NotImplemented if reduce is None else reduce(self, obj)
+        return otherwise(obj) if reduced is NotImplemented and otherwise is not None else reduced
+
+    def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        """What the pickler asks for every buffer."""
+        if buffer is _THE_TENSOR:
+            return False
+        if buffer is _THE_INCOMING:
+            self.items.append(None)
+            return False
+        memory = buffer.raw()
+        if memory.readonly or memory.nbytes < _ARRAY_BYTES:
+            return True
+        self.items.append((torch.frombuffer(memory, dtype=torch.uint8), MEMORY))
+        return False
+
+
+_idle: list[_Walk] = []
+"""Walks to be used again, by any thread."""
+
+
+def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
+    """Build what the stream takes as buffers, in order of appearance."""
+    body = packed.body
+    length, _ = _END.unpack_from(body, len(body) - _END.size)
+    rows = pickle.loads(memoryview(body)[-_END.size - length : -_END.size])
+    memories = [storage.untyped_storage() for storage in packed.storages]
+    arrivals: list[Any] = []
+    for row in rows:
+        if row is None:
+            arrivals.append(incoming)
+            continue
+        arrival = build(row, memories)
+        arrivals.append(arrival)
+        if row[-1] & GRADED:
+            incoming.graded.append(arrival)
+    return arrivals
+
+
+def _arrived(obj: Any) -> Any:
+    """The object that the stream took from the buffers."""
+    return obj
+
+
+def _reduce_tensor(walk: _Walk, tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return sparse.reduce(tensor)
+    if not tensor.is_cpu:
+        return _reduce_elsewhere(tensor)
+    if tensor.dtype not in NAMES or tensor.is_nested:
+        return NotImplemented
+    walk.items.append((tensor, 0))
+    return _arrived, (_THE_TENSOR,)
+
+
+def _reduce_parameter(walk: _Walk, parameter: Parameter) -> Any:
+    reduced = _reduce_tensor(walk, parameter)
+    if reduced is NotImplemented or reduced[0] is not _arrived:
+        return NotImplemented
+    walk.items[-1] = (parameter, PARAMETER)
+    state = parameter.__dict__
+    return (*reduced, state, None, None, _set_attributes) if state else reduced
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    vars(obj).update(state)
+
+
+def _reduce_elsewhere(tensor: Tensor) -> Any:
+    """A tensor that is not in this machine's memory."""
+    if tensor.is_meta:
+        return NotImplemented
+    raise RuntimeError(
+        f"RPC only supports CPU tensors, got one of shape {list(tensor.shape)} on {tensor.device}: please move your "
+        f"tensors to CPU before sending them over RPC (tensor.cpu()), and back on the other worker."
+    )
+
+
+def _reduce_storage(walk: _Walk, storage: torch.UntypedStorage) -> Any:
+    """The memory of a tensor that reduces itself: an instance of a subclass, or a quantized one."""
+    if storage.device.type != "cpu":
+        return NotImplemented
+    return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage),)
+
+
+def _reduce_typed_storage(walk: _Walk, storage: torch.TypedStorage) -> Any:
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    make: Callable[..., torch.TypedStorage] = torch.TypedStorage
+    return make(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+_REDUCERS: dict[type, Callable[[_Walk, Any], Any]] = {
+    Tensor: _reduce_tensor,
+    Parameter: _reduce_parameter,
+    torch.UntypedStorage: _reduce_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    BuiltinFunctionType: lambda walk, function: reduce_builtin(function),
+}
+"""How objects of these very classes travel; all others as pickle has it."""
