@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.dtypes import raw_view
+from hvlike.transport.fresh_memory import fresh
 from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Routine, Wait, complete
 from hvlike.transport.traffic import Traffic
@@ -199,7 +200,7 @@ class Channel:
             self._deliver(source, topic, body, [])
             return
         value, shapes = body
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+        tensors = [fresh(shape, dtype) for dtype, shape in shapes]
         views = [raw_view(tensor).view(np.uint8) for tensor in tensors]
         if tag:
             self._loop.start(self._payload(source, topic, value, tensors, views, tag), wake=False)
