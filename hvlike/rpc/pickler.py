@@ -79,11 +79,11 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
     """
     try:
         if outgoing.cloudpickle:
-            return _Walk(cloud_pickler).pack(value, outgoing)
+            return Walk(cloud_pickler).pack(value, outgoing)
         try:
             walk = _idle.pop()
         except IndexError:
-            walk = _Walk(_Pickler)
+            walk = Walk(Pickler)
         packed = walk.pack(value, outgoing)
         if len(packed.body) <= _KEEP_BYTES:
             _idle.append(walk)
@@ -117,13 +117,13 @@ def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[
     a function at module level.
     """
 
-    def travel(walk: _Walk, obj: T) -> tuple[Any, ...]:
+    def travel(walk: Walk, obj: T) -> tuple[Any, ...]:
         return restore, (reduce(obj, walk.outgoing), _THE_INCOMING)
 
     _REDUCERS[cls] = travel
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """pickle.Pickler, whose instances take attributes."""
 
 
@@ -136,7 +136,7 @@ class _Chunks:
         self.write = chunks.append
 
 
-class _Walk:
+class Walk:
     """A pickler's way through a message, and what it finds there that travels beside the stream."""
 
     outgoing: Outgoing
@@ -186,7 +186,7 @@ class _Walk:
         return False
 
 
-_idle: list[_Walk] = []
+_idle: list[Walk] = []
 """Walks to be used again, by any thread."""
 
 
@@ -213,7 +213,7 @@ def _arrived(obj: Any) -> Any:
     return obj
 
 
-def _reduce_tensor(walk: _Walk, tensor: Tensor) -> Any:
+def reduce_tensor(walk: Walk, tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided:
         return sparse.reduce(tensor)
     if not tensor.is_cpu:
@@ -224,8 +224,8 @@ def _reduce_tensor(walk: _Walk, tensor: Tensor) -> Any:
     return _arrived, (_THE_TENSOR,)
 
 
-def _reduce_parameter(walk: _Walk, parameter: Parameter) -> Any:
-    reduced = _reduce_tensor(walk, parameter)
+def _reduce_parameter(walk: Walk, parameter: Parameter) -> Any:
+    reduced = reduce_tensor(walk, parameter)
     if reduced is NotImplemented or reduced[0] is not _arrived:
         return NotImplemented
     walk.items[-1] = (parameter, PARAMETER)
@@ -247,14 +247,14 @@ def _reduce_elsewhere(tensor: Tensor) -> Any:
     )
 
 
-def _reduce_storage(walk: _Walk, storage: torch.UntypedStorage) -> Any:
+def _reduce_storage(walk: Walk, storage: torch.UntypedStorage) -> Any:
     """The memory of a tensor that reduces itself: an instance of a subclass, or a quantized one."""
     if storage.device.type != "cpu":
         return NotImplemented
     return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage),)
 
 
-def _reduce_typed_storage(walk: _Walk, storage: torch.TypedStorage) -> Any:
+def _reduce_typed_storage(walk: Walk, storage: torch.TypedStorage) -> Any:
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -263,8 +263,8 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     return make(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-_REDUCERS: dict[type, Callable[[_Walk, Any], Any]] = {
-    Tensor: _reduce_tensor,
+_REDUCERS: dict[type, Callable[[Walk, Any], Any]] = {
+    Tensor: reduce_tensor,
     Parameter: _reduce_parameter,
     torch.UntypedStorage: _reduce_storage,
     torch.TypedStorage: _reduce_typed_storage,

@@ -2,8 +2,8 @@
 
 Of a storage the one span of bytes goes out that holds all its tensors of this message; nothing is copied for it.
 Strides, and which tensors share memory, survive. The exception: where the span is more than twice as long as what the
-tensors need, and more than 4 KiB longer (a column of a large matrix), each of them is copied, and arrives contiguous
-and with memory of its own.
+tensors need, and more than 4 KiB longer (a column of a large matrix, its first and its last row), each of them
+arrives contiguous and with memory of its own, and is copied for that where it is not contiguous.
 """
 
 from __future__ import annotations
@@ -113,9 +113,11 @@ def _row(tensor: Tensor, flags: int, place: tuple[_Span, int] | None, storages: 
     if span.number < 0:
         _check(tensor, span)
         if span.scattered:
-            copy = _as_stored(tensor.detach()).contiguous()
-            storages.append(_bytes(copy.untyped_storage(), 0, int(copy.nbytes)))
-            return len(storages) - 1, name, 0, tuple(copy.shape), copy.stride(), flags
+            # A copy only where it is not in one piece already.
+            piece = _as_stored(tensor.detach()).contiguous()
+            start = int(piece.storage_offset()) * piece.itemsize
+            storages.append(_bytes(piece.untyped_storage(), start, int(piece.nbytes)))
+            return len(storages) - 1, name, 0, tuple(piece.shape), piece.stride(), flags
         span.number = len(storages)
         storages.append(_bytes(span.memory, span.start, span.stop - span.start))
     return span.number, name, (first - span.start) // tensor.itemsize, tuple(tensor.shape), tensor.stride(), flags
