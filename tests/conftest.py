@@ -2,7 +2,9 @@
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,11 @@ SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") 
 # scripts/test names a folder here; each rank writes down when a test starts and how it ended, in its own file there.
 RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
+
+# Each rank has a place of its own for temporary files: in a common one they would tidy up behind each other's back.
+TEMPORARY = tempfile.mkdtemp(prefix="hvlike-tests-", dir=RECORDS)
+os.environ["PYTEST_DEBUG_TEMPROOT"] = TEMPORARY
+
 # A file descriptor, open as long as the process lives.
 STACKS = os.open(Path(RECORDS) / f"stacks-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if RECORDS else -1
 # Sooner than the time limit of a test ends the process, so that each rank says where it hangs.
@@ -85,6 +92,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the job when this rank stopped early: its peers would wait for it in the next test."""
+    shutil.rmtree(TEMPORARY, ignore_errors=True)
     if SIZE == 1 and "mpi4py.MPI" in sys.modules:
         # pytest-mpi has started MPI in this process alone, where Open MPI leaves its segment behind.
         from hvlike.transport.leftovers import unlink_start_up_segments

@@ -5,6 +5,8 @@ cd "$root"
 
 # Another MPI, another hvlike or a surrounding launcher named in the caller's environment must not leak in.
 unset MPI4PY_LIBMPI MPI4PY_MPIABI OPAL_PREFIX PYTHONPATH PYTHONHOME
+# Some images forbid compiled files: each of the many processes would compile hvlike and the tests anew.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 MPLBACKEND=Agg
 # Open MPI gives rank 0 a terminal of its own, so programs cannot see that the output goes to a file.
 [ -t 1 ] || export NO_COLOR=1

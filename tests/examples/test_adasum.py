@@ -5,9 +5,6 @@ import re
 import pytest
 from job import CHECKOUT, run_job
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 from job import CHECKOUT, run_job
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
 DIGITS = CHECKOUT / "examples" / "digits.py"
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]

@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 from job import CHECKOUT, run_job
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
 pytestmark = [pytest.mark.job, pytest.mark.timeout(400)]
 
 

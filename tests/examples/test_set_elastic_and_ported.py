@@ -7,9 +7,6 @@ import pytest
 import torch
 from job import CHECKOUT, run_job
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
 EXAMPLES = CHECKOUT / "examples"
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
