@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 from rpc.parcels import received, same_memory, storage_bytes, travel
 
 from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, reduce_tensor, unpack
@@ -154,6 +156,32 @@ def test_views_that_begin_before_the_first_one_share_its_storage() -> None:
     assert early.tolist() == base[3:7].tolist()
     assert torch.view_as_real(complex_numbers).flatten().tolist() == base[10:20].tolist()
     assert same_memory(late, early, complex_numbers)
+
+
+@hypothesis.given(
+    views=strategies.lists(
+        strategies.tuples(
+            strategies.sampled_from([torch.uint8, torch.int16, torch.float64]),
+            strategies.integers(0, 20),
+            strategies.lists(strategies.tuples(strategies.integers(0, 3), strategies.integers(0, 5)), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+@hypothesis.settings(max_examples=60)
+def test_any_views_of_one_storage(views: list[tuple[torch.dtype, int, list[tuple[int, int]]]]) -> None:
+    base = torch.arange(400, dtype=torch.int16).view(torch.uint8)
+    sent = [
+        base.view(dtype).as_strided([size for size, _ in axes], [stride for _, stride in axes], start)
+        for dtype, start, axes in views
+    ]
+    arrived = travel(sent)
+    for one, other in zip(arrived, sent, strict=True):
+        assert_same(one, other)
+    first = min((tensor.data_ptr() for tensor in sent if tensor.numel()), default=0)
+    begin = min((tensor.data_ptr() for tensor in arrived if tensor.numel()), default=0)
+    for one, other in zip(arrived, sent, strict=True):
+        assert not one.numel() or one.data_ptr() - begin == other.data_ptr() - first
 
 
 def test_tensors_that_share_nothing_arrive_so() -> None:
