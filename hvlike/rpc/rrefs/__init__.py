@@ -1,0 +1,42 @@
+"""RRefs behind the class: who owns what, how long it lives, remote() and proxies.
+
+identity, effects       names, and what follows from an event
+entry, owner_table      the owner's side of the lifetime protocol
+fork, fork_table        the user's side
+lifetime                both sides together, pure
+session                 the same with a lock and the agent
+creation, fetching      remote() and to_here()
+carrying, confirmation  RRefs as arguments and results
+types, proxy            calling methods of a value on its owner
+hooks, inspection       what the life cycle of RPC and its statistics use
+"""
+
+from hvlike.rpc.rrefs.confirmation import when_confirmed
+from hvlike.rpc.rrefs.creation import remote
+from hvlike.rpc.rrefs.hooks import (
+    checks_leaks,
+    debug_info,
+    forget,
+    install,
+    leaked,
+    live,
+    release_all,
+    set_leak_checking,
+    uninstall,
+)
+from hvlike.rpc.rrefs.inspection import LiveRRef
+
+__all__ = [
+    "LiveRRef",
+    "checks_leaks",
+    "debug_info",
+    "forget",
+    "install",
+    "leaked",
+    "live",
+    "release_all",
+    "remote",
+    "set_leak_checking",
+    "uninstall",
+    "when_confirmed",
+]

@@ -1,0 +1,38 @@
+"""How RRefs travel inside messages, which is the only way they can be pickled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hvlike.rpc import rref as rref_module
+from hvlike.rpc.pickler import Incoming, Outgoing, carry
+from hvlike.rpc.rrefs.fork import Fork
+from hvlike.rpc.rrefs.identity import Ticket
+from hvlike.rpc.rrefs.session import current
+
+
+def reduce(rref: rref_module.RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:
+    """The numbers by which `rref` travels. Raises: RuntimeError for one that cannot be sent any more."""
+    session, held = rref.session, rref.held
+    if session.is_over or (isinstance(held, Fork) and held.dropped):
+        raise RuntimeError(f"{rref.name} has been deleted. Cannot call fork an UserRRef after deletion.")
+    if rref.creation is not None:
+        rref.creation.check()
+    ticket = session.perform(session.lifetime.send, held, outgoing.destination)
+    outgoing.undo.append(partial(session.perform, session.lifetime.unsend, held, ticket))
+    return ticket.pack()
+
+
+def restore(numbers: tuple[int, ...], incoming: Incoming) -> rref_module.RRef[Any]:
+    """The RRef that has travelled as these numbers: the owner's own on its owner, a new fork elsewhere."""
+    session = current()
+    held = session.perform(session.lifetime.receive, Ticket.unpack(numbers), incoming.source)
+    rref: rref_module.RRef[Any] = rref_module.RRef.of(session, held)
+    incoming.rrefs.append(rref)
+    return rref
+
+
+def register() -> None:
+    """Let the pickler know."""
+    carry(rref_module.RRef, reduce, restore)

@@ -1,0 +1,160 @@
+"""A few simulated workers with the lifetime protocol of RRefs: messages are delivered when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from hvlike.rpc.rrefs.effects import DROPPED
+from hvlike.rpc.rrefs.entry import Entry
+from hvlike.rpc.rrefs.fork import Fork
+from hvlike.rpc.rrefs.identity import GlobalId, Ticket
+from hvlike.rpc.rrefs.lifetime import Lifetime
+
+
+class World:
+    """Workers without MPI and threads; `flying` and `running` are what has not happened yet."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = [Lifetime(rank) for rank in range(size)]
+        self.held: list[tuple[int, Entry | Fork]] = []
+        """The RRef objects that programs hold, with their worker."""
+        self.flying: list[Callable[[], None]] = []
+        self.running: list[Callable[[], None]] = []
+        self.made: dict[GlobalId, Entry] = {}
+        """The one entry each value ever had."""
+        self.carried: list[tuple[GlobalId, int]] = []
+        """RRefs inside messages that carry one, and their owners."""
+        self.unanswered = 0
+        """Fetches without an answer."""
+        self.unconfirmed = 0
+        """Forks whose receiver waits for their confirmation."""
+
+    # -- what programs do -----------------------------------------------------------------------
+
+    def local(self, rank: int) -> None:
+        """RRef(value)."""
+        entry = Entry(self.workers[rank].new_id())
+        self.workers[rank].owned.settle(entry, "local", None)
+        self.made[entry.id] = entry
+        self.held.append((rank, entry))
+
+    def remote(self, rank: int, owner: int) -> None:
+        """rpc.remote; its acknowledgement may be overtaken by its time limit."""
+        worker = self.workers[rank]
+        rref = worker.new_id()
+        if rank == owner:
+            entry = self.made[rref] = worker.create(rref, None, rank)
+            self.held.append((rank, entry))
+            self.flying.append(partial(self._begin, rank, rref, None))
+            return
+        fork = Fork(rref, worker.new_id(), owner)
+        worker.used.begin(fork)
+        self.held.append((rank, fork))
+        self.flying.append(partial(self._create, fork, rank))
+        self.running.append(partial(self._acknowledge, rank, fork))
+
+    def send(self, held: tuple[int, Entry | Fork], to: int, *, fails: bool = False) -> None:
+        """An RRef as an argument or result."""
+        rank, rref = held
+        ticket = self.workers[rank].send(rref, to)
+        if fails:
+            self.workers[rank].unsend(rref, ticket)
+        else:
+            self.carried.append((ticket.rref, ticket.owner))
+            self.flying.append(partial(self._receive, Ticket.unpack(ticket.pack()), rank, to))
+        self._carry_out(rank)
+
+    def fetch(self, held: tuple[int, Entry | Fork]) -> None:
+        """to_here, whose caller may give up and drop the RRef before the request has arrived."""
+        rank, fork = held
+        if isinstance(fork, Fork):
+            self.workers[rank].used.fetch(fork)
+            self.unanswered += 1
+            self.flying.append(partial(self._fetch, fork, rank))
+
+    def drop(self, held: tuple[int, Entry | Fork]) -> None:
+        """The finaliser of an RRef object."""
+        rank, rref = held
+        self.held.remove(held)
+        if isinstance(rref, Fork):
+            self.flying.append(partial(self._hear, rank, DROPPED, rank, (tuple(rref.id),)))
+
+    def run_out(self, choose: Callable[[int], int]) -> None:
+        """Let everything happen that has been begun, in the order of choice."""
+        while self.flying or self.running:
+            pending = self.flying if self.flying else self.running
+            pending.pop(choose(len(pending)))()
+
+    # -- what the protocol promises ---------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """No value is gone while a fork of it is held or on its way."""
+        wanted = [(fork.rref, fork.owner) for worker in self.workers for fork in worker.used.forks.values()]
+        for rref, owner in wanted + self.carried:
+            if rref in self.made:
+                assert self.workers[owner].owned.entries.get(rref) is self.made[rref]
+
+    def check_empty(self) -> None:
+        """Nothing is left: every value was freed, every wait has ended."""
+        for worker in self.workers:
+            assert not worker.owned.entries
+            assert not worker.used.forks
+        assert (self.unanswered, self.unconfirmed, self.carried) == (0, 0, [])
+
+    # -- what arrives -----------------------------------------------------------------------------
+
+    def _create(self, fork: Fork, creator: int) -> None:
+        self.workers[fork.owner].create(fork.rref, fork.id, creator)
+        self._begin(fork.owner, fork.rref, partial(self._acknowledge, creator, fork))
+        self._carry_out(fork.owner)
+
+    def _begin(self, owner: int, rref: GlobalId, acknowledge: Callable[[], None] | None) -> None:
+        entry = self.workers[owner].owned.create(rref)
+        assert self.made.setdefault(rref, entry) is entry
+        self.running.append(partial(self._finish, owner, entry, acknowledge))
+
+    def _finish(self, owner: int, entry: Entry, acknowledge: Callable[[], None] | None) -> None:
+        self.workers[owner].owned.settle(entry, "result", None)
+        if acknowledge is not None:
+            self.flying.append(acknowledge)
+        self._carry_out(owner)
+
+    def _acknowledge(self, creator: int, fork: Fork) -> None:
+        self.workers[creator].used.confirm(fork)
+        self._carry_out(creator)
+
+    def _receive(self, ticket: Ticket, source: int, to: int) -> None:
+        worker = self.workers[to]
+        held = worker.receive(ticket, source)
+        self.carried.remove((ticket.rref, ticket.owner))
+        self.held.append((to, held))
+        if isinstance(held, Entry):
+            assert self.made.setdefault(ticket.rref, held) is held
+        elif not worker.used.when_confirmed([held], partial(self._confirmed, held)):
+            self.unconfirmed += 1
+        self._carry_out(to)
+
+    def _confirmed(self, fork: Fork) -> None:
+        self.unconfirmed -= 1
+        entry = self.workers[fork.owner].owned.entries[fork.rref]
+        assert entry.holders[fork.id].registered
+
+    def _fetch(self, fork: Fork, rank: int) -> None:
+        entry = self.workers[fork.owner].owned.fetched(fork.rref, fork.id, rank)
+        self.workers[fork.owner].owned.when_settled(entry, self._answered)
+        self._carry_out(fork.owner)
+
+    def _answered(self) -> None:
+        self.unanswered -= 1
+
+    def _hear(self, rank: int, kind: int, source: int, value: tuple[object, ...]) -> None:
+        self.workers[rank].hear(kind, source, value)
+        self._carry_out(rank)
+
+    def _carry_out(self, rank: int) -> None:
+        effects = self.workers[rank].take_effects()
+        for notice in effects.notices:
+            self.flying.append(partial(self._hear, notice.rank, notice.kind, rank, notice.value))
+        for ready in effects.answers + effects.starts:
+            ready()
