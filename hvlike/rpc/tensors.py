@@ -124,10 +124,11 @@ def _row(tensor: Tensor, flags: int, place: tuple[_Span, int] | None, storages: 
 
 
 def _check(tensor: Tensor, span: _Span) -> None:
-    if span.stop > span.memory.nbytes():
+    held = 0 if tensor._is_zerotensor() else span.memory.nbytes()
+    if held < span.stop:
         raise RuntimeError(
-            f"A tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot be sent: its storage holds "
-            f"{span.memory.nbytes()} bytes, {span.stop} are needed. Was it freed (resize_), or is it a placeholder?"
+            f"A tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot be sent: its storage holds {held} "
+            f"bytes, {span.stop} are needed. Was it freed (resize_)? If it is a placeholder, send a clone."
         )
 
 

@@ -317,6 +317,8 @@ def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"shape \[100\].*storage holds 0 bytes"):
         pack([freed], Outgoing(1))
+    with pytest.raises(RuntimeError, match=r"shape \[3\].*storage holds 0 bytes"):
+        pack([torch._efficientzerotensor((3,))], Outgoing(1))
 
 
 def test_tensors_of_a_gpu_are_refused() -> None:
