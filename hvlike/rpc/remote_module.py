@@ -1,0 +1,213 @@
+"""RemoteModule: a module that lives on another worker and is called as if it were here."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hvlike.errors import UsageError
+from hvlike.rpc.agent import current
+from hvlike.rpc.calls import rpc_async, rpc_sync
+from hvlike.rpc.pickler import Incoming, Outgoing, carry
+from hvlike.rpc.placement import parse_placement
+from hvlike.rpc.rref import RRef
+from hvlike.rpc.rrefs import remote
+
+# What torch refuses too: a remote module's parts are not here, and hooks set here would not run there.
+REFUSED = (
+    "add_module",
+    "apply",
+    "bfloat16",
+    "buffers",
+    "children",
+    "cpu",
+    "cuda",
+    "double",
+    "extra_repr",
+    "float",
+    "half",
+    "ipu",
+    "load_state_dict",
+    "modules",
+    "named_buffers",
+    "named_children",
+    "named_modules",
+    "named_parameters",
+    "parameters",
+    "register_backward_hook",
+    "register_buffer",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_parameter",
+    "requires_grad_",
+    "share_memory",
+    "state_dict",
+    "type",
+    "xpu",
+    "zero_grad",
+)
+ADVICE = {"parameters": " Please use ``remote_parameters`` instead."}
+
+
+class RemoteModule(nn.Module):
+    """A module that one worker owns and any worker can call; it travels through RPC as a reference.
+
+    remote_device: "worker1", "worker1/cpu", "rank:1" or "rank:1/cpu".
+    module_cls: a class of modules, or any function that returns one; called there with args and kwargs.
+    Returns at once: an error of the constructor is raised by the first call that uses the module.
+    Any worker, after init_rpc. Attributes: on (name or rank), device, module_rref.
+    Raises: UsageError (form or device), RuntimeError (no such worker, or RPC is not running).
+    Source: torch.distributed.nn.RemoteModule.
+    """
+
+    on: str | int
+    device: str
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.on, self.device = parse_placement(remote_device)
+        self.module_rref = remote(self.on, _create, args=(module_cls, args or (), kwargs or {}))
+
+    @staticmethod
+    def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> "RemoteModule":
+        """Another RemoteModule around a module that exists already.
+
+        remote_device: as for the constructor; must name the owner of the RRef.
+        Raises: UsageError (form, device, or a worker that is not the owner).
+        """
+        on, device = parse_placement(remote_device)
+        named, owner = current().worker(on), module_rref.owner()
+        if named != owner:
+            raise UsageError(f"the module of this RRef lives on {owner}, not on {named}; name its owner as the device")
+        return _assemble(on, device, module_rref)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module where it lives, with copies of the arguments. Blocks; returns a copy of the result.
+
+        Hooks of the module run there. Raises what rpc_sync raises.
+        """
+        return rpc_sync(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs))
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        """As forward(), but returns at once, with a future of the result."""
+        return rpc_async(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs))
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The RRef of the module; its to_here() copies the module, its local_value() on the owner is the module."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """RRefs of the module's parameters, in the order of Module.parameters(recurse). Blocks."""
+        found: list[RRef[nn.Parameter]] = rpc_sync(
+            self.module_rref.owner(), _parameters, args=(self.module_rref, recurse)
+        )
+        return found
+
+    def train(self, mode: bool = True) -> "RemoteModule":
+        """Set the training mode of the module where it lives. Blocks; returns self."""
+        rpc_sync(self.module_rref.owner(), _train, args=(self.module_rref, mode))
+        self.training = mode
+        return self
+
+    def eval(self) -> "RemoteModule":
+        """Set the module to evaluation where it lives. Blocks; returns self."""
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> "RemoteModule":
+        """Convert the module's floating-point parameters and buffers where it lives. Blocks; returns self.
+
+        Takes a floating-point or complex dtype, as Module.to does, and the device "cpu".
+        Raises: UsageError for everything else that Module.to takes.
+        """
+        for value in (*args, *kwargs.values()):
+            is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
+            is_cpu = isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu"
+            if not is_dtype and not is_cpu:
+                raise UsageError(
+                    f"Method ``to`` not supported for RemoteModule with {value!r}; give a floating-point or complex "
+                    "dtype, or the device 'cpu'"
+                )
+        rpc_sync(self.module_rref.owner(), _convert, args=(self.module_rref, args, kwargs))
+        return self
+
+    def __repr__(self) -> str:
+        return f"RemoteModule(on={self.on!r}, device={self.device!r})"
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+        )
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    """A method that only says that it is not there."""
+
+    def refused(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(f"Method ``{name}`` not supported for RemoteModule.{ADVICE.get(name, '')}")
+
+    refused.__name__ = name
+    return refused
+
+
+for _name in REFUSED:
+    setattr(RemoteModule, _name, _refuse(_name))
+
+
+def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
+    """A RemoteModule without a new module; also the receiving end of one that travels."""
+    module = RemoteModule.__new__(RemoteModule)
+    nn.Module.__init__(module)
+    module.on, module.device, module.module_rref = on, device, module_rref
+    return module
+
+
+def _reduce(module: RemoteModule, outgoing: Outgoing) -> tuple[str | int, str, RRef[nn.Module]]:
+    """What travels of a RemoteModule: attributes set from outside stay behind."""
+    return module.on, module.device, module.module_rref
+
+
+def _restore(args: tuple[str | int, str, RRef[nn.Module]], incoming: Incoming) -> RemoteModule:
+    return _assemble(*args)
+
+
+carry(RemoteModule, _reduce, _restore)
+
+
+def _create(module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Module:
+    """Runs on the owner."""
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    return module
+
+
+def _call(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs on the owner."""
+    return module_rref.local_value()(*args, **kwargs)
+
+
+def _parameters(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    """Runs on the owner."""
+    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
+    """Runs on the owner."""
+    module_rref.local_value().train(mode)
+
+
+def _convert(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Runs on the owner."""
+    module_rref.local_value().to(*args, **kwargs)
