@@ -20,6 +20,8 @@ SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") 
 # scripts/test names a folder here; each rank writes down when a test starts and how it ended, in its own file there.
 RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
+# "2/3": of the tests that were selected, the second third.
+PART = os.environ.get("HVLIKE_TEST_PART", "1/1")
 
 # Each rank has a place of its own for temporary files: in a common one they would tidy up behind each other's back.
 TEMPORARY = tempfile.mkdtemp(prefix="hvlike-tests-", dir=RECORDS)
@@ -53,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
         # Lives as long as the process.
         silence = open(os.devnull, "w")  # noqa: SIM115
         config.pluginmanager.register(pytest.TerminalReporter(config, silence), "terminalreporter")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Hold pure tests to what they say, and leave out what belongs to another part."""
+    for item in items:
+        if item.get_closest_marker("pure") and "hvd" in getattr(item, "fixturenames", ()):
+            record("failed", item.nodeid, "marked pure, and uses hvd")
+            raise pytest.UsageError(f"{item.nodeid} is marked pure, and uses hvd")
+    part, parts = map(int, PART.split("/"))
+    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != part - 1])
+    items[:] = items[part - 1 :: parts]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 import hvlike
 
+pytestmark = pytest.mark.pure
+
 HOROVOD = re.findall(
     r"\w+",
     """

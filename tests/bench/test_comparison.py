@@ -6,6 +6,8 @@ import pytest
 
 from hvlike.bench.comparison import Contestant, Ratio, Summary, compare
 
+pytestmark = pytest.mark.pure
+
 
 class Alone:
     """A job of one rank."""

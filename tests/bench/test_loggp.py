@@ -9,6 +9,8 @@ from bench.loggp_constants import CONSTANTS, WORK
 from hvlike.bench import loggp
 from hvlike.bench.loggp import Job
 
+pytestmark = pytest.mark.pure
+
 FREE = replace(CONSTANTS, latency=0.0, overhead=0.0, gap=0.0, fold=0.0)
 """A network of nothing but bandwidth."""
 RANKS = [1, 2, 3, 8, 9, 64, 1000, 100_000]

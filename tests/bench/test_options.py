@@ -9,6 +9,8 @@ from hvlike.bench import allreduce, command, step
 from hvlike.bench.workloads import DEFAULT
 from hvlike.errors import UsageError
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("line", "expected"),

@@ -5,6 +5,8 @@ import pytest
 from hvlike.bench.overhead import overhead_ratio, overheads, relative
 from hvlike.bench.step_report import Result, as_text, panels
 
+pytestmark = pytest.mark.pure
+
 # The machine became twice as slow in between; the overhead did so, too.
 FLOOR = [1.0, 1.0, 2.0, 2.0, 1.0]
 OURS = [1.1, 1.1, 2.2, 2.2, 1.1]

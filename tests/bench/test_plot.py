@@ -11,6 +11,8 @@ import pytest
 from hvlike.bench.options import positive
 from hvlike.bench.plot import Bars, Curves, draw, png
 
+pytestmark = pytest.mark.pure
+
 
 def size_of(picture: bytes) -> tuple[int, ...]:
     """Width and height, from the header of a PNG."""

@@ -9,6 +9,8 @@ from hvlike.bench.rpc_report import MPI, OURS, TENSORPIPE, Result, as_text, pane
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work, as_message, from_message
 from hvlike.errors import HvlikeError
 
+pytestmark = pytest.mark.pure
+
 WORKS: list[Work] = [Trip(0), Trip(4 << 20), Rate(64), Idle(0.05)]
 RESULTS = [
     Result(Trip(0), {OURS: [[1e-4], [3e-4], [2e-4]], TENSORPIPE: [[4e-4], [6e-4], [4e-4]], MPI: [[2e-5]] * 3}),

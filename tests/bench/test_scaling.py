@@ -9,6 +9,8 @@ from hvlike.bench.scaling_report import Rank, Result, Way, as_text, panels, summ
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.traffic import Sent
 
+pytestmark = pytest.mark.pure
+
 COORDINATOR = Rank(Sent({"verdicts": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
 MEMBER = Rank(Sent({"ready": 4}, 400, 8, 800, 2, 80), [0.5, 0.1, 0.2, 0.3])
 CONDITIONS = {"tensors": 8, "bytes": 4096, "steps": 4, "cores": 2, "ranks_per_node": None, "launcher": "/bin/mpirun"}

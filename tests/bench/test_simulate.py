@@ -13,6 +13,8 @@ from hvlike.bench.simulate import BENCHMARK, above_zero, override, read_constant
 from hvlike.bench.simulate_report import panels, simulate
 from hvlike.errors import UsageError
 
+pytestmark = pytest.mark.pure
+
 
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

@@ -7,6 +7,8 @@ import pytest
 from hvlike.bench.report import table
 from hvlike.bench.sizes import format_seconds, format_size, parse_size, parse_sizes
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("text", "size"),

@@ -6,6 +6,8 @@ from hvlike.bench.waiting import FREE, as_json, as_text, panels
 from hvlike.bench.waiting_measure import AGAIN, NAMED, NOTHING, PLANNED, ratios
 from hvlike.bench.waiting_work import repeated, works
 
+pytestmark = pytest.mark.pure
+
 SECONDS = {NOTHING: [1.0, 2.0], AGAIN: [1.0, 2.0], NAMED: [1.5, 2.0], PLANNED: [2.0, 4.0]}
 FOUND = {FREE: {"slowdown": {"matmul": ratios(SECONDS)}, "latency": {"matmul": [1e-4, 3e-4, 2e-4]}}}
 CONDITIONS = {

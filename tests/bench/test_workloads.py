@@ -8,6 +8,8 @@ import torch
 from hvlike.bench.shapes import bert, resnet_50, small
 from hvlike.bench.workloads import WORKLOADS
 
+pytestmark = pytest.mark.pure
+
 LIGHT = ["transformer", "small", "tensors400"]
 
 

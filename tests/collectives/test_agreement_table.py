@@ -8,6 +8,8 @@ from hvlike.collectives.agreement import Agreement, find_mismatch, name_ranks, s
 from hvlike.collectives.request import Signature
 from hvlike.errors import MismatchError, ShapeMismatchError
 
+pytestmark = pytest.mark.pure
+
 RANKS = (0, 3, 5)
 GRAD = Signature("allreduce", ("float32",), ((2, 3),), op=1, strides=(None,))
 

@@ -1,6 +1,10 @@
 """Names for operations without one: numbered by kind."""
 
+import pytest
+
 from hvlike.collectives.names import AutomaticNames
+
+pytestmark = pytest.mark.pure
 
 
 def test_every_kind_counts_for_itself() -> None:

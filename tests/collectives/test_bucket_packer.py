@@ -12,6 +12,8 @@ from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import SoloPlane
 from hvlike.transport.routine import Routine
 
+pytestmark = pytest.mark.pure
+
 LARGE = 20_000
 """Elements of a float32 tensor that is not packed."""
 

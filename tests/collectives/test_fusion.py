@@ -8,6 +8,8 @@ from hvlike.collectives.execution import fuse
 from hvlike.collectives.jobs.site import Agreed
 from hvlike.collectives.request import Request, signature_of
 
+pytestmark = pytest.mark.pure
+
 
 def ask(name: str, *lengths: int, kind: str = "allreduce", op: int = 1) -> Agreed:
     """An operation on tensors of so many bytes."""

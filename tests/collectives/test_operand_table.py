@@ -10,6 +10,8 @@ from torch import Tensor
 from hvlike.collectives.operand import Operand, is_dense, row_by_row, working_dtype
 from hvlike.planes.ops import ReduceOp
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("shape", "strides"),

@@ -4,6 +4,8 @@ import pytest
 
 from hvlike.collectives.plan import fill_buckets
 
+pytestmark = pytest.mark.pure
+
 FLOATS = ("float32",) * 8
 
 

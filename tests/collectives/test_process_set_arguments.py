@@ -4,6 +4,8 @@ import pytest
 
 from hvlike import ProcessSet
 
+pytestmark = pytest.mark.pure
+
 
 def test_ranks_are_sorted() -> None:
     assert ProcessSet([3, 0, 2]).ranks == [0, 2, 3]

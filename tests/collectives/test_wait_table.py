@@ -5,6 +5,8 @@ import pytest
 from hvlike.collectives.request import Key
 from hvlike.collectives.waits import STEP, Waiting, WaitTable
 
+pytestmark = pytest.mark.pure
+
 X, Y, Z = ("allreduce", "x"), ("allreduce", "y"), ("broadcast", "x")
 MODEL = (STEP, "model")
 

@@ -9,6 +9,8 @@ from hvlike.config import IGNORED, KNOBS, Knobs, differing, read_knobs
 from hvlike.errors import UsageError
 from hvlike.knob import Knob
 
+pytestmark = pytest.mark.pure
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "knobs.md"
 
 SAMPLES = {

@@ -1,4 +1,4 @@
-"""tests/conftest.py under mpirun: a test that fails on one rank never leaves the others waiting."""
+"""tests/conftest.py under mpirun: a failing test leaves no rank waiting, and nothing selected is left out unseen."""
 
 import shutil
 from pathlib import Path
@@ -24,15 +24,17 @@ def test_that_waits():
     MPI.COMM_WORLD.barrier()
 """
 
+TEN = "import pytest\n@pytest.mark.parametrize('number', range(10))\ndef test(number):\n    pass\n"
 
-def run_tests(folder: Path, tests: str, records: str) -> Job:
+
+def run_tests(folder: Path, tests: str, records: str, part: str = "1/1") -> Job:
     """Run these tests on two ranks, under a copy of our conftest.py and configuration."""
     conftest = (CHECKOUT / "tests" / "conftest.py").read_text()
     (folder / "conftest.py").write_text(conftest.replace("PEERS_SECONDS = 20.0", "PEERS_SECONDS = 2.0"))
     shutil.copy(CHECKOUT / "pyproject.toml", folder)
     (folder / "test_inner.py").write_text(tests)
     args = ["--rootdir", str(folder), "-c", str(folder / "pyproject.toml"), "--color=no", str(folder / "test_inner.py")]
-    return run_job(PROGRAM, 2, args=args, env={"HVLIKE_TEST_RECORDS": records})
+    return run_job(PROGRAM, 2, args=args, env={"HVLIKE_TEST_RECORDS": records, "HVLIKE_TEST_PART": part})
 
 
 def test_a_test_that_fails_everywhere_does_not_stop_the_run(tmp_path: Path) -> None:
@@ -75,3 +77,20 @@ def test_a_test_file_that_cannot_be_imported_is_recorded(tmp_path: Path) -> None
         (line,) = (records / f"rank-{rank}").read_text().splitlines()
         assert line.startswith("failed\ttest_inner.py\t")
         assert "No module named 'missing_module'" in line
+
+
+def test_parts_of_a_run_are_the_whole(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    for part in ("1/3", "2/3", "3/3"):
+        run_tests(tmp_path, TEN, str(records), part).check()
+    passed = [line.split("\t")[1] for line in (records / "rank-1").read_text().splitlines() if line[0] == "p"]
+    assert sorted(passed) == [f"test_inner.py::test[{number}]" for number in range(10)]
+
+
+def test_a_test_that_is_marked_pure_and_uses_ranks_is_refused(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    job = run_tests(tmp_path, "import pytest\n@pytest.mark.pure\ndef test(hvd):\n    pass\n", str(records))
+    assert job.returncode != 0
+    assert "failed\ttest_inner.py::test\tmarked pure, and uses hvd\n" in (records / "rank-1").read_text()

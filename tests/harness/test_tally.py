@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "lib" / "tally.py"
 
 

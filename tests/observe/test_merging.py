@@ -10,6 +10,8 @@ from hvlike.errors import UsageError
 from hvlike.observe.merging import merge, read
 from hvlike.observe.recorder import Recorder
 
+pytestmark = pytest.mark.pure
+
 
 def write(folder: Path, rank: int) -> Path:
     recorder = Recorder(rank, 3, "here", 0)

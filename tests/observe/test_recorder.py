@@ -10,6 +10,8 @@ import pytest
 from hvlike.errors import UsageError
 from hvlike.observe.recorder import PENDING_EVENTS, Recorder
 
+pytestmark = pytest.mark.pure
+
 
 def events(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]

@@ -11,6 +11,8 @@ import pytest
 from hvlike.errors import UsageError
 from hvlike.observe.trace_file import TraceFile, check_writable, path_of_rank
 
+pytestmark = pytest.mark.pure
+
 FIRST = {"ph": "M", "name": "first"}
 LAST = {"ph": "i", "name": "last"}
 

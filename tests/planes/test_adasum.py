@@ -17,6 +17,8 @@ from torch import Tensor
 from hvlike.planes.adasum import BLOCK_ELEMENTS, Adasum, coefficients, dot_products
 from hvlike.planes.arithmetic import Arithmetic
 
+pytestmark = pytest.mark.pure
+
 SIZES = range(1, 10)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

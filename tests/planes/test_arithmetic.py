@@ -14,6 +14,8 @@ from hvlike.planes.ops import ReduceOp
 from hvlike.planes.scratch import BLOCK_BYTES
 from hvlike.transport.dtypes import dtype_name
 
+pytestmark = pytest.mark.pure
+
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]

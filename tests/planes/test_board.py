@@ -11,6 +11,8 @@ import pytest
 
 from hvlike.planes.board import RING, WORDS, Board
 
+pytestmark = pytest.mark.pure
+
 THINGS = 8
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Chunk, Turns, chunk_bytes, cut
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("lengths", "elements", "runs"),

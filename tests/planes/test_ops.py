@@ -7,6 +7,8 @@ from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp, check_supported, identity, reduce_op
 from hvlike.transport.dtypes import TABLE
 
+pytestmark = pytest.mark.pure
+
 ORDERED = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 
 

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterable
 
+import pytest
+
 from hvlike.planes.pace import SLOW_BYTES_PER_SECOND, SMALLEST_SAMPLE, Pace
+
+pytestmark = pytest.mark.pure
 
 MESSAGE = SMALLEST_SAMPLE // 4
 

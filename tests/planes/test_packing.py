@@ -9,6 +9,8 @@ from hvlike.planes.packing import SMALL_BYTES, Packer, small_ones
 from hvlike.planes.plane import SoloPlane
 from hvlike.transport.routine import Routine
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from hvlike.planes.pairing import pair_up
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("count", "levels"),

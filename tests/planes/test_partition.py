@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from hvlike.planes.partition import message_elements, message_length, messages, shards
 
+pytestmark = pytest.mark.pure
+
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
 

@@ -5,6 +5,8 @@ import pytest
 from hvlike.planes.side_by_side import side_by_side
 from hvlike.transport.routine import Routine, Wait
 
+pytestmark = pytest.mark.pure
+
 
 def waiting(waits: list[Wait], log: list[str], name: str) -> Routine[None]:
     try:

@@ -7,6 +7,8 @@ from torch import nn
 from hvlike import ProcessSet, SyncBatchNorm, convert_sync_batchnorm
 from hvlike.errors import UsageError
 
+pytestmark = pytest.mark.pure
+
 REPLACED = {
     "1d": lambda: nn.BatchNorm1d(3),
     "2d": lambda: nn.BatchNorm2d(3, eps=0.1, momentum=None),

@@ -8,6 +8,8 @@ from hvlike.training.agreement import find_differences
 from hvlike.training.grouping import check_groups, group_indices
 from hvlike.training.names import check_named_parameters, find_duplicates, name_parameters
 
+pytestmark = pytest.mark.pure
+
 A, B, C = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 3))
 
 

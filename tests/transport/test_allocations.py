@@ -11,6 +11,8 @@ import torch
 from hvlike.transport.allocations import Allocation, Allocations, available_bytes, spread
 from hvlike.transport.segment import Segment
 
+pytestmark = pytest.mark.pure
+
 BYTES = 1000
 FLOAT = np.dtype(np.float32)
 

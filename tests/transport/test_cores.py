@@ -4,6 +4,8 @@ import pytest
 
 from hvlike.transport.cores import cores_per_rank, has_spare_core, is_crowded
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("affinities", "cores"),

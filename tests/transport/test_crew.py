@@ -12,6 +12,8 @@ from hvlike.transport.loop import Loop
 from hvlike.transport.segment import Segment
 from hvlike.transport.semaphore import Fence
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def loop() -> Iterator[Loop]:

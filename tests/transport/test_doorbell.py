@@ -3,9 +3,13 @@
 import os
 import threading
 
+import pytest
+
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.segment import Segment
 from hvlike.transport.semaphore import Fence
+
+pytestmark = pytest.mark.pure
 
 
 def make() -> Doorbell:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hvlike.errors import UsageError
 from hvlike.transport.dtypes import TABLE, check_movable, dtype_name, element_of, raw_view, storage_view
 
+pytestmark = pytest.mark.pure
+
 DTYPES = pytest.mark.parametrize("dtype", TABLE, ids=dtype_name)
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from hvlike.transport.guard import Guard, watch_start
 
+pytestmark = pytest.mark.pure
+
 
 class Recorder:
     """An mpi4py.MPI of several ranks which only notes that it is told to abort."""

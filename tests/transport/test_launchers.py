@@ -5,6 +5,8 @@ import pytest
 from hvlike.errors import LaunchError
 from hvlike.transport import launchers
 
+pytestmark = pytest.mark.pure
+
 ENVIRONMENTS = [
     ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}, "Open MPI", 4),
     ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "MPICH", 3),

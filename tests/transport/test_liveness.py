@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from hvlike.transport.liveness import Liveness
+
+pytestmark = pytest.mark.pure
 
 
 def test_a_vanished_process_is_reported_once() -> None:

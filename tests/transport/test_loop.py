@@ -14,6 +14,8 @@ from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.segment import Segment
 from hvlike.transport.semaphore import Fence
 
+pytestmark = pytest.mark.pure
+
 
 class Bench:
     """A loop of its own with its doorbell."""

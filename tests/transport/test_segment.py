@@ -9,6 +9,8 @@ from hvlike.errors import LaunchError
 from hvlike.transport import segment
 from hvlike.transport.segment import SegmentOffer, accept, make_offer
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("memfd", [True, False])
 def test_an_offer_is_mapped_by_who_accepts_it_and_leaves_no_name(memfd: bool) -> None:

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from hvlike.transport import topology
 
+pytestmark = pytest.mark.pure
+
 # node id of each rank -> nodes, then (local_rank, local_size, cross_rank, cross_size) of each rank, homogeneous
 TABLE = [
     ([0], ((0,),), [(0, 1, 0, 1)], True),

@@ -6,6 +6,8 @@ from hvlike.training.autotune.candidates import Choice, coordinates, make_candid
 from hvlike.training.autotune.decider import Decider
 from hvlike.training.autotune.sample import Sampler
 
+pytestmark = pytest.mark.pure
+
 MIB = 1 << 20
 
 

@@ -17,6 +17,8 @@ from hvlike.training.autotune.search import (
     unit_cube,
 )
 
+pytestmark = pytest.mark.pure
+
 GRID = [(float(x), float(y)) for x in range(8) for y in range(4)]
 POINTS = unit_cube(GRID)
 
