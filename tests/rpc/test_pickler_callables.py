@@ -18,6 +18,8 @@ from rpc.parcels import received, travel
 from hvlike.errors import UsageError
 from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
 
+pytestmark = pytest.mark.pure
+
 BY_NAME = [
     min,
     len,

@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hvlike.rpc.pickler import Incoming, Outgoing, carry, pack, unpack
 
+pytestmark = pytest.mark.pure
+
 
 class Pair(NamedTuple):
     number: int

@@ -12,6 +12,8 @@ from rpc.parcels import received, same_memory, storage_bytes, travel
 from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, reduce_tensor, unpack
 from hvlike.rpc.tensors import NAMES
 
+pytestmark = pytest.mark.pure
+
 DTYPES = [
     torch.bool,
     torch.uint8,
