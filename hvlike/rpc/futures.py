@@ -9,6 +9,7 @@ are of the first kind and other classes of the second.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,14 @@ class Promise:
 
     __slots__ = ("_base", "_error", "_value", "future")
 
-    def __init__(self) -> None:
+    def __init__(self, through: Callable[[Any], Any] | None = None) -> None:
+        """through: given a future that completes first, makes the one which `future` follows."""
         self._value: Any = None
         self._error: Exception | None = None
         self._base: Any = torch._C.Future([])
+        before = self._base if through is None else through(self._base)
         # What a callback of `then` raises, and only that, fails a future in C++.
-        self.future = cast("torch.futures.Future[Any]", self._base.then(self._outcome))
+        self.future = cast("torch.futures.Future[Any]", before.then(self._outcome))
 
     def set_result(self, value: Any) -> None:
         """Complete the future, once, from any thread; runs its callbacks."""
@@ -49,7 +52,7 @@ class Promise:
         value, error = self._value, self._error
         self._value = self._error = None
         if error is not None:
-            raise error
+            raise error.with_traceback(None) from None
         return value
 
     def _complete(self) -> None:

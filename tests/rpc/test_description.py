@@ -15,6 +15,8 @@ from hvlike.errors import NotInitializedError, UsageError
 from hvlike.rpc.remote_error import Description, describe, rebuild, unescaped
 from hvlike.rpc.worker_info import WorkerInfo
 
+pytestmark = pytest.mark.pure
+
 WORKER = WorkerInfo("worker1", 1)
 
 

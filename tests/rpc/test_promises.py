@@ -11,6 +11,9 @@ from hvlike.errors import UsageError
 from hvlike.rpc.futures import Promise
 
 
+pytestmark = pytest.mark.pure
+
+
 class Value:
     """Something that can be watched."""
 

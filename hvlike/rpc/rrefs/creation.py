@@ -15,12 +15,14 @@ import torch
 
 from hvlike.rpc import calls
 from hvlike.rpc import rref as rref_module
+from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
 from hvlike.rpc.functions import answer_later, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import REMOTE, Call, Packed, Request
 from hvlike.rpc.pickler import Incoming, unpack
+from hvlike.rpc.profiling import is_recorded, observed_remote, observed_request
 from hvlike.rpc.remote_error import describe
 from hvlike.rpc.rrefs.confirmation import when_confirmed
 from hvlike.rpc.rrefs.entry import Entry
@@ -98,6 +100,24 @@ def remote(
     Source: torch.distributed.rpc.remote.
     """
     agent = current_agent()
+    if is_recorded(agent.fabric.recorder):
+        return observed_remote(agent, _remote, to, func, args, kwargs, timeout)
+    return _remote(agent, to, func, args, kwargs, timeout)
+
+
+def serve(session: Session) -> None:
+    """Have this worker make values for others."""
+    session.agent.serve(REMOTE, partial(_create, session))
+
+
+def _remote(
+    agent: Agent,
+    to: calls.Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> rref_module.RRef[Any]:
     session = current_session()
     rank = agent.worker(to).id
     limit = calls.seconds(agent, timeout)
@@ -116,11 +136,6 @@ def remote(
     then = partial(_acknowledge, session, held, creation)
     agent.request(rank, REMOTE, Packed(names + packed.body, packed.storages), timeout=limit, then=then)
     return rref_module.RRef.of(session, held, creation)
-
-
-def serve(session: Session) -> None:
-    """Have this worker make values for others."""
-    session.agent.serve(REMOTE, partial(_create, session))
 
 
 def _acknowledge(session: Session, held: Entry | Fork, creation: Creation, call: Call) -> None:
@@ -143,6 +158,9 @@ def _create(session: Session, request: Request) -> None:
         fail(error)
         return
     entry.what = request.about = getattr(func, "__qualname__", None) or repr(func)
+    if is_recorded(session.agent.fabric.recorder):
+        request, func = observed_request(session.agent, request, func, args)
+        fail = partial(_fail, session, request, entry)
     when_confirmed(incoming.rrefs, partial(_run, partial(_settle, session, request, entry), fail, func, args, kwargs))
 
 
