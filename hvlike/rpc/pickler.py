@@ -5,7 +5,10 @@ buffers, in order of appearance: a tensor, the memory of an array, or the messag
 to build that sequence stands in a table behind the stream:
 
     stream                      the value; tensors are references to "the next buffer"
-    table, length, b"T"         only where there is any: one row each (tensors.Row, None: the Incoming)
+    table, length, b"T"         only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead)
+
+RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
+over what the sender keeps alive for it, and lets it go.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from types import BuiltinFunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ from hvlike.rpc.message import Packed
 from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, build, lay_out
 
 T = TypeVar("T")
+_Ahead: TypeAlias = tuple[str, tuple[int, ...]]
+"""The name of a class of carry_ahead and the numbers of an object."""
 
 _PROTOCOL = 5
 _END = struct.Struct("<Ic")
@@ -110,6 +115,30 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
         raise missing_name(error) from error
 
 
+def discard(packed: Packed, incoming: Incoming) -> None:
+    """Let a message go unopened: its RRefs are taken over and dropped; no code of the user runs."""
+    body = packed.body
+    if body and body[-1] != _STOP:
+        _restore_ahead(_rows(body), incoming)
+
+
+def carry_ahead(
+    cls: type[T], reduce: Callable[[T, Outgoing], tuple[int, ...]], restore: Callable[[tuple[int, ...], Incoming], T]
+) -> None:
+    """Have instances of exactly `cls` travel as numbers that are read before the stream is, and even without it.
+
+    reduce: (object, message being built) -> numbers. restore: (those numbers, message being opened) -> object.
+    """
+
+    def travel(walk: Walk, obj: T) -> tuple[Any, ...]:
+        numbers = reduce(obj, walk.outgoing)
+        walk.ahead[len(walk.items)] = cls.__qualname__, numbers
+        return _arrived, (_THE_INCOMING,)
+
+    _REDUCERS[cls] = travel
+    _AHEAD[cls.__qualname__] = restore
+
+
 def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[[Any, Incoming], T]) -> None:
     """Have instances of exactly `cls` travel as what `reduce` returns, and be restored from it by `restore`.
 
@@ -143,6 +172,7 @@ class Walk:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.items: list[tuple[Tensor, int] | None] = []
+        self.ahead: dict[int, _Ahead] = {}
         self._chunks: list[bytes] = []
         self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
         theirs = getattr(self._pickler, "reducer_override", None)
@@ -157,9 +187,10 @@ class Walk:
         if items:
             rows, storages = lay_out(items)
             outgoing.graded += [item[0] for item in items if item is not None and item[0].requires_grad]
-            table = pickle.dumps(rows, _PROTOCOL)
+            table = pickle.dumps([self.ahead.get(place, row) for place, row in enumerate(rows)], _PROTOCOL)
             chunks += (table, _END.pack(len(table), b"T"))
             items.clear()
+            self.ahead.clear()
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self._pickler.clear_memo()
@@ -192,20 +223,34 @@ _idle: list[Walk] = []
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Build what the stream takes as buffers, in order of appearance."""
-    body = packed.body
-    length, _ = _END.unpack_from(body, len(body) - _END.size)
-    rows = pickle.loads(memoryview(body)[-_END.size - length : -_END.size])
+    rows = _rows(packed.body)
+    ahead = _restore_ahead(rows, incoming)
     memories = [storage.untyped_storage() for storage in packed.storages]
     arrivals: list[Any] = []
-    for row in rows:
-        if row is None:
-            arrivals.append(incoming)
+    for place, row in enumerate(rows):
+        if row is None or place in ahead:
+            arrivals.append(ahead.get(place, incoming))
             continue
         arrival = build(row, memories)
         arrivals.append(arrival)
         if row[-1] & GRADED:
             incoming.graded.append(arrival)
     return arrivals
+
+
+def _rows(body: bytes) -> list[Any]:
+    length, _ = _END.unpack_from(body, len(body) - _END.size)
+    rows: list[Any] = pickle.loads(memoryview(body)[-_END.size - length : -_END.size])
+    return rows
+
+
+def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
+    """The objects that stand in the table, by their place in it."""
+    return {
+        place: _AHEAD[row[0]](row[1], incoming)
+        for place, row in enumerate(rows)
+        if row is not None and isinstance(row[0], str)
+    }
 
 
 def _arrived(obj: Any) -> Any:
@@ -262,6 +307,9 @@ def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     make: Callable[..., torch.TypedStorage] = torch.TypedStorage
     return make(wrap_storage=untyped, dtype=dtype, _internal=True)
 
+
+_AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}
+"""How objects are restored that stand in the table, by the name of their class."""
 
 _REDUCERS: dict[type, Callable[[Walk, Any], Any]] = {
     Tensor: reduce_tensor,

@@ -130,7 +130,7 @@ class RemoteModule(nn.Module):
         """
         for value in (*args, *kwargs.values()):
             is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
-            is_cpu = isinstance(value, (str, torch.device)) and torch.device(value).type == "cpu"
+            is_cpu = isinstance(value, (str, torch.device)) and str(value) == "cpu"
             if not is_dtype and not is_cpu:
                 raise UsageError(
                     f"Method ``to`` not supported for RemoteModule with {value!r}; give a floating-point or complex "

@@ -90,7 +90,7 @@ class Channel:
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
         self._next_tag = 0
-        loop.add_source(self._progress)
+        loop.add_source(self._progress, self._is_half_done)
 
     def listen(self, topic: int, handler: Handler) -> None:
         """Have messages of `topic` handled by `handler`, those that have come already too; one handler a topic."""
@@ -138,6 +138,12 @@ class Channel:
     def quiet(self) -> bool:
         """True when nothing is on its way from here."""
         return not self._sending
+
+    def _is_half_done(self) -> bool:
+        """True while something is on its way of which nobody tells when it has arrived."""
+        if self._sending:
+            self._advance_sends()
+        return bool(self._sending) or self._expecting or self._incoming is not None
 
     def _isend(self, array: NDArray[np.uint8], rank: int, tag: int) -> Any:
         return self._comm.Isend([array, self._mpi.BYTE], dest=rank, tag=tag)

@@ -17,8 +17,11 @@ Errand = Callable[[], None]
 Listen = Callable[[Callable[[], bool], bool], None]
 """Blocks until the first argument says so; the second: whether an errand is likely to come at once."""
 
-_HOT_SECONDS = 500e-6
-"""An errand that came this soon after the last one makes it likely that the next one will, too."""
+_HOT_SECONDS = 2e-3
+"""An errand that came this soon after the last one makes it likely that the next one will, too.
+
+Waking a thread may take half a millisecond; a shorter limit would keep sleepers asleep.
+"""
 
 
 class Crew:
@@ -35,6 +38,8 @@ class Crew:
         self._listening = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
+        self._hot = False
+        self._ended = 0.0
         self.running = 0
         """Limited errands that run now."""
         with self._lock:
@@ -89,7 +94,6 @@ class Crew:
 
     def _serve(self) -> None:
         """One thread's life."""
-        hot = False
         while True:
             errand = self._take()
             if errand is not None:
@@ -99,12 +103,12 @@ class Crew:
                     del errand
                     with self._lock:
                         self._listening += 1
+                        self._ended = time.monotonic()
             elif self._leave():
                 return
             else:
-                start = time.monotonic()
-                self._listen(self._called, hot)
-                hot = time.monotonic() - start < _HOT_SECONDS
+                # Beside a running errand a look would only take the interpreter away from it.
+                self._listen(self._called, self._hot and not self.running)
 
     def _take(self) -> Errand | None:
         """The next errand, if there is one to run; another thread listens before this one runs it."""
@@ -116,6 +120,7 @@ class Crew:
                 self.running += 1
             else:
                 return None
+            self._hot = time.monotonic() - self._ended < _HOT_SECONDS
             self._listening -= 1
             if self._listening == 0 and not self._closing:
                 self._grow()

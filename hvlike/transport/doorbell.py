@@ -78,6 +78,10 @@ class Doorbell:
             pass
         return rung
 
+    def rung_politely(self) -> bool:
+        """`rung`, which lets other threads of this process in while it looks."""
+        return self._driver.try_wait_politely() and (self.rung() or True)
+
     def prepare_sleep(self) -> None:
         """Say that the driver is about to sleep; it must look at all counters once more after this."""
         self._words[_ASLEEP] = 1

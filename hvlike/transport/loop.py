@@ -80,12 +80,14 @@ class Loop:
         self._tick = tick
         self._inbox: deque[Callable[[], None]] = deque()
         self._sources: list[Callable[[bool], Wait]] = []
+        self._half_done: list[Callable[[], bool]] = []
         self._tasks: list[Task[Any]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._waiters = 0
         self._driver = 0
         self._in_background = False
+        self._unheard = False
         self._closing = False
         self._wait = Wait.BELL
         self._next_tick = 0.0
@@ -96,9 +98,13 @@ class Loop:
 
     # -- from any thread ----------------------------------------------------------------------
 
-    def add_source(self, source: Callable[[bool], Wait]) -> None:
-        """Have `source(rung)` called at every turn; it says how it waits, AGAIN if it did something."""
+    def add_source(self, source: Callable[[bool], Wait], is_half_done: Callable[[], bool]) -> None:
+        """Have `source(rung)` called at every turn; it says how it waits, AGAIN if it did something.
+
+        is_half_done: tells a driver that leaves whether something has begun there for whose end nobody will ring.
+        """
         self._sources.append(source)
+        self._half_done.append(is_half_done)
 
     def post(self, action: Callable[[], None], *, wake: bool = True) -> None:
         """Run `action` in the loop soon. `wake=False`: the caller is about to wait and so to drive."""
@@ -161,6 +167,10 @@ class Loop:
                 self._drive_as_waiter(done, deadline)
             else:
                 self._follow(done, remaining)
+        if self._unheard:
+            # Who left the loop to this thread had been rung for something else.
+            self._unheard = False
+            self._bell.ring()
         return True
 
     def turn(self) -> None:
@@ -227,13 +237,17 @@ class Loop:
             if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
                 time.sleep(_PICK_UP_SECONDS)
-            if not called():
-                self._drive_in_background(called, None)
+            if not called() and not self._drive_in_background(called, None) and rung:
+                # Who drives, and perhaps only sends something, has not heard this ring.
+                self._bell.ring()
 
-    def _drive_in_background(self, called: Callable[[], bool], look_until: float | None) -> None:
-        """Drive until `called`, until somebody waits, and until nothing runs or it is `look_until`."""
+    def _drive_in_background(self, called: Callable[[], bool], look_until: float | None) -> bool:
+        """Drive until `called`, until somebody waits, and until nothing runs or it is `look_until`.
+
+        False when somebody else drives.
+        """
         if self._closing or not self._lock.acquire(blocking=False):
-            return
+            return self._closing
 
         def done() -> bool:
             return self._closing or self._waiters > 0 or called() or (look_until is None and self._idle())
@@ -248,6 +262,7 @@ class Loop:
         finally:
             self._in_background = False
             self._leave()
+        return True
 
     def _summon(self) -> None:
         """Wake a background thread to run an errand; one that drives sees it without."""
@@ -272,10 +287,12 @@ class Loop:
                 self._bell.enter()
                 self._advance(True)
                 again = self._bell.leave()
+            again = again or any(is_half_done() for is_half_done in self._half_done)
         finally:
             self._driver = 0
             self._lock.release()
         if self._waiters:
+            self._unheard = again
             with self._changed:
                 self._changed.notify_all()
         elif again or self._inbox or self._tasks:
@@ -286,7 +303,9 @@ class Loop:
         poll = _SHORTEST_POLL
         look_until = 0.0
         rung = True
-        while not done():
+        self._unheard = False
+        # A background thread that is called away looks first at what it was rung for: nobody else has heard it.
+        while not done() or (rung and self._in_background):
             self._wait = self._advance(rung)
             rung = False
             if self._wait is Wait.AGAIN:
@@ -297,9 +316,9 @@ class Loop:
             looks += 1
             if (looks <= spins or self._polls_busily) and time.monotonic() < look_until:
                 if self._in_background:
-                    # Lets other threads of this process in.
-                    time.sleep(0)
-                elif self._crowded or looks > spins:
+                    rung = self._bell.rung_politely()
+                    continue
+                if self._crowded or looks > spins:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
                 rung = self._bell.rung()
@@ -326,8 +345,10 @@ class Loop:
         self._bell.prepare_sleep()
         try:
             self._wait = self._advance(self._bell.rung())
-            if self._wait is Wait.AGAIN or done():
+            if self._wait is Wait.AGAIN:
                 return True
+            if done():
+                return False
             seconds = poll if self._wait is Wait.POLL or self._remote else TICK_SECONDS
             until = self._due if deadline is None else min(deadline, self._due)
             seconds = min(seconds, max(0.0, until - time.monotonic()))

@@ -50,6 +50,10 @@ class Semaphore:
         """Take one from the count if there is one; never sleeps."""
         return bool(_trywait(self._address) == 0)
 
+    def try_wait_politely(self) -> bool:
+        """`try_wait`, which lets other threads of this process in."""
+        return bool(_sleeping.sem_trywait(self._address) == 0)
+
     def wait(self, seconds: float) -> bool:
         """Sleep until the count can be taken from, at most `seconds`; a signal ends the sleep early."""
         if _HAS_CLOCKWAIT:

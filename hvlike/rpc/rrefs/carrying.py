@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from hvlike.rpc import rref as rref_module
-from hvlike.rpc.pickler import Incoming, Outgoing, carry
+from hvlike.rpc.message import CALL, FETCH, Packed
+from hvlike.rpc.pickler import Incoming, Outgoing, carry_ahead, discard
 from hvlike.rpc.rrefs.fork import Fork
 from hvlike.rpc.rrefs.identity import Ticket
 from hvlike.rpc.rrefs.session import current
@@ -33,6 +34,12 @@ def restore(numbers: tuple[int, ...], incoming: Incoming) -> rref_module.RRef[An
     return rref
 
 
+def discard_answer(kind: int, source: int, packed: Packed) -> None:
+    """The answer to a call that has ended without it: its RRefs are dropped."""
+    if kind in (CALL, FETCH):
+        discard(packed, Incoming(source))
+
+
 def register() -> None:
     """Let the pickler know."""
-    carry(rref_module.RRef, reduce, restore)
+    carry_ahead(rref_module.RRef, reduce, restore)

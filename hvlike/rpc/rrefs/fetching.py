@@ -34,7 +34,8 @@ def fetch(session: Session, fork: Fork, timeout: float) -> Any:
 
 def serve(session: Session) -> None:
     """Have this worker send its values to those who hold RRefs of them."""
-    session.agent.serve(FETCH, partial(_look_up, session))
+    # No function of a caller runs here: workers whose threads all wait for values of each other still get them.
+    session.agent.serve(FETCH, partial(_look_up, session), limited=False)
 
 
 def _look_up(session: Session, request: Request) -> None:

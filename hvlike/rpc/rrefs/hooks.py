@@ -16,6 +16,7 @@ def install(agent: Agent) -> None:
     """Begin a session, before the agent takes messages."""
     session = sessions.install(agent)
     carrying.register()
+    agent.unwanted = carrying.discard_answer
     creation.serve(session)
     fetching.serve(session)
 

@@ -40,7 +40,7 @@ def live(session: Session) -> list[LiveRRef]:
 
 
 def debug_info(session: Session) -> dict[str, str]:
-    """Counts under torch's names."""
+    """Counts under torch's names; num_user_rrefs is of our own."""
     with session.lock:
         entries = list(session.lifetime.owned.entries.values())
         forks = list(session.lifetime.used.forks.values())
@@ -48,6 +48,7 @@ def debug_info(session: Session) -> dict[str, str]:
             "num_owner_rrefs": str(len(entries)),
             "num_forks": str(sum(len(entry.holders) for entry in entries)),
             "num_pending_users": str(sum(not fork.confirmed for fork in forks)),
+            "num_user_rrefs": str(len(forks)),
             "num_pending_futures": str(sum(len(entry.waiting) for entry in entries)),
         }
 

@@ -1,0 +1,392 @@
+"""One session of RPC on one worker: sends requests, has those of others served, and counts every message."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+
+from hvlike.rpc.message import Call, Packed, Request
+from hvlike.rpc.options import RpcBackendOptions
+from hvlike.rpc.pending import PendingCalls
+from hvlike.rpc.remote_error import Description, describe
+from hvlike.rpc.state import State, describe_state
+from hvlike.rpc.switchboard import (
+    ANSWER,
+    DEPARTURE,
+    FAILURE,
+    NOTICE,
+    QUESTION,
+    REPORT,
+    REQUEST,
+    STATE,
+    VERDICT,
+    Switchboard,
+)
+from hvlike.rpc.termination import Report, Termination, Wave
+from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.routine import Routine, Wait
+
+_SHORTEST_PAUSE = 1e-3
+_LONGEST_PAUSE = 0.1
+
+Handler = Callable[[Request], None]
+Hearer = Callable[[int, tuple[Any, ...]], None]
+
+
+class Agent:
+    """This worker among the workers of a session, from init_rpc to shutdown."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        switchboard: Switchboard,
+        session: int,
+        workers: tuple[WorkerInfo, ...],
+        options: RpcBackendOptions,
+    ) -> None:
+        """workers: by rank. Local; `begin` opens it for the messages of the others."""
+        self.rank = fabric.world.rank
+        self.size = len(workers)
+        self.workers = workers
+        self.me = workers[self.rank]
+        self.options = options
+        self.session = session
+        self.timeout = options.rpc_timeout
+        """Seconds that a call may take which does not say itself."""
+        self.fabric = fabric
+        self._loop = fabric.loop
+        self._switchboard = switchboard
+        self._by_name = {worker.name: worker for worker in workers}
+        self._handlers: dict[int, tuple[Handler, bool]] = {}
+        self._hearers: dict[int, Hearer] = {}
+        self._outbox: deque[tuple[int, int, tuple[Any, ...]]] = deque()
+        self._lost: dict[int, str] = {}
+        self._ended: str | None = None
+        self._lock = threading.Lock()
+        self._works = 0
+        self.pending = PendingCalls()
+        self.open: dict[tuple[int, int], Request] = {}
+        """Requests that have come and are not answered, by caller and number."""
+        self.sent = [0] * self.size
+        """Messages that have left for each worker."""
+        self.received = [0] * self.size
+        """Messages that have come from each worker."""
+        self.parting = False
+        """True from the call of a graceful shutdown on."""
+        self.termination = Termination(self)
+        self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
+        """Given the answer to a call that has ended without it: its kind, who sent it, what. In a thread of its own."""
+        self.states: dict[int, State] = {}
+        """What the others have answered to `ask`."""
+
+    # -- the session --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take messages from now on, those that came early at once."""
+        self._loop.crew.allow(self.options.num_worker_threads)
+        self._loop.watch_clock(self._expire)
+        self._switchboard.begin(self.session, self._receive)
+
+    def end(self, why: str, *, tell: bool) -> None:
+        """Take no more; calls in flight and to come fail with RuntimeError `why`.
+
+        tell: the others may still need this worker and are told that it is gone.
+        """
+
+        def leave() -> None:
+            self._ended = why
+            if tell:
+                for rank in self.present - {self.rank}:
+                    self._switchboard.send(rank, (self.session, DEPARTURE), [])
+
+        self._loop.perform(leave)
+        self._switchboard.end()
+        self._loop.crew.allow(0)
+        for call in self.pending.take_all():
+            self._finish(call, RuntimeError(why))
+
+    @property
+    def present(self) -> set[int]:
+        """The workers that are not known to be gone."""
+        return set(range(self.size)).difference(self._lost)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nothing is in flight from here and nothing is being served here."""
+        return not (self.open or self._works or self._outbox or len(self.pending))
+
+    def worker(self, to: object) -> WorkerInfo:
+        """The worker of that name or rank.
+
+        Raises: RuntimeError for one that is not there, ValueError for something that cannot name one.
+        """
+        if isinstance(to, WorkerInfo):
+            to = to.id
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            found = self.workers[to] if 0 <= to < self.size else None
+        else:
+            raise ValueError(f"Cannot get WorkerInfo from name {to!r}: pass a worker's name, its rank or a WorkerInfo.")
+        if found is None:
+            names = ", ".join(worker.name for worker in self.workers[:16]) + (", ..." if self.size > 16 else "")
+            raise RuntimeError(
+                f"could not find destination {to!r}: {self.me.name} (rank {self.rank}) knows the workers {names}, with "
+                f"the ranks 0 to {self.size - 1}."
+            )
+        return found
+
+    # -- as a caller --------------------------------------------------------------------------
+
+    def request(
+        self,
+        rank: int,
+        kind: int,
+        packed: Packed,
+        *,
+        timeout: float,
+        then: Callable[[Call], None] | None = None,
+        now: bool = True,
+    ) -> Call:
+        """Ask a worker to serve a request. From any thread; does not block.
+
+        timeout: seconds, 0 for none. then: run in a thread of its own time when the call has ended, well or badly.
+        now: False when the caller is about to wait for the call, which sends it.
+        """
+        call = Call(rank, kind, timeout, then)
+        number = self.pending.add(call)
+        send = partial(self._send_request, call, number, packed)
+        if now:
+            self._loop.perform(send)
+        else:
+            self._loop.post(send, wake=False)
+        return call
+
+    def wait(self, call: Call) -> None:
+        """Block until the call has ended."""
+        self._loop.wait(lambda: call.done)
+
+    def notify(self, rank: int, kind: int, value: tuple[Any, ...]) -> None:
+        """Tell a worker something that has no answer. From any thread and finaliser: only puts it down here."""
+        self._outbox.append((rank, kind, value))
+        self._loop.post(self._empty_outbox)
+
+    def ask(self) -> None:
+        """Ask all other workers what they are doing; `states` fills with their answers. Does not block."""
+
+        def send() -> None:
+            self.states.clear()
+            for rank in self.present - {self.rank}:
+                self._switchboard.send(rank, (self.session, QUESTION), [])
+
+        self._loop.perform(send)
+
+    # -- as one who serves --------------------------------------------------------------------
+
+    def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
+        """Have requests of `kind` run by `handler`, in a thread of its own time; it answers then or later.
+
+        limited: it runs a caller's function, so it is one of the num_worker_threads that may run at a time.
+        """
+        self._handlers[kind] = handler, limited
+
+    def hear(self, kind: int, hearer: Hearer) -> None:
+        """Have notices of `kind` taken by `hearer`, in the loop: it is quick and never blocks."""
+        self._hearers[kind] = hearer
+
+    def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
+        """Run `work` in a thread of its own time; shutdown waits for it. From any thread.
+
+        limited: it runs a caller's function, so it is one of the num_worker_threads that may run at a time.
+        """
+        with self._lock:
+            self._works += 1
+        self._loop.crew.submit(partial(self._work, work), limited=limited)
+
+    # -- in the loop --------------------------------------------------------------------------
+
+    def _receive(self, source: int, what: int, rest: list[Any], storages: list[torch.Tensor]) -> None:
+        if what >= QUESTION:
+            self._receive_uncounted(source, what, rest)
+            return
+        self.received[source] += 1
+        if what == REQUEST:
+            number, kind, body = rest
+            request = Request(source, number, kind, Packed(body, storages), time.monotonic(), self._respond)
+            self.open[source, number] = request
+            self._loop.crew.submit(partial(self._serve, request), limited=self._handlers[kind][1])
+            return
+        if what == NOTICE:
+            kind, value = rest
+            self._hearers[kind](source, value)
+            return
+        call = self.pending.take(rest[0])
+        if call is None:
+            # It ended without this answer, by its time limit.
+            if what == ANSWER:
+                self.submit(partial(self.unwanted, rest[2], source, Packed(rest[1], storages)))
+            return
+        error = None
+        if what == ANSWER:
+            call.reply = Packed(rest[1], storages)
+        elif what == FAILURE:
+            call.failure = rest[1]
+        else:
+            error = RuntimeError(f"RPC has been shut down on {self.workers[source].name} (rank {source}).")
+        self._finish(call, error)
+
+    def _receive_uncounted(self, source: int, what: int, rest: list[Any]) -> None:
+        if what == QUESTION:
+            self._switchboard.send(source, (self.session, STATE, describe_state(self)), [])
+        elif what == STATE:
+            self.states[source] = rest[0]
+        elif what == REPORT:
+            self.termination.hear_report(source, *rest)
+        elif what == VERDICT:
+            self.termination.hear_verdict(*rest)
+        else:
+            self.lose({source: f"RPC has been shut down on {self.workers[source].name} (rank {source})."})
+
+    def _send_request(self, call: Call, number: int, packed: Packed) -> None:
+        if self._ended is not None or call.rank in self._lost:
+            if self.pending.take(number) is not None:
+                self._finish(call, RuntimeError(self._ended or self._lost[call.rank]))
+            return
+        if call.timeout:
+            deadline = time.monotonic() + call.timeout
+            self.pending.limit(number, deadline)
+            self._loop.due_at(deadline)
+        self._send(call.rank, (REQUEST, number, call.kind, packed.body), packed.storages)
+
+    def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+        self.sent[rank] += 1
+        self._switchboard.send(rank, (self.session, *message), storages)
+
+    def _empty_outbox(self) -> None:
+        while self._outbox:
+            rank, kind, value = self._outbox[0]
+            if self._ended is None and rank not in self._lost:
+                self._send(rank, (NOTICE, kind, value), [])
+            # Only now: what stands here keeps the session from being idle.
+            self._outbox.popleft()
+        self._settled()
+
+    def _finish(self, call: Call, error: Exception | None) -> None:
+        call.error = error
+        call.done = True
+        if call.then is None:
+            self._settled()
+        else:
+            self.submit(partial(call.then, call))
+
+    def _expire(self, now: float) -> float:
+        for call in self.pending.take_expired(now):
+            self._finish(call, self._timed_out(call))
+        return self.pending.next_deadline()
+
+    def _timed_out(self, call: Call) -> RuntimeError:
+        return RuntimeError(
+            f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an error: "
+            f"no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} (rank {call.rank})."
+        )
+
+    def lose(self, errors: dict[int, str]) -> None:
+        """Some workers are gone: calls to them fail, those in flight too. In the loop."""
+        self._lost.update(errors)
+        for call in self.pending.take_all(set(errors)):
+            self._finish(call, RuntimeError(errors[call.rank]))
+        self._settled()
+
+    def _settled(self) -> None:
+        """Something has ended: this worker may be idle now."""
+        if self.parting:
+            self.termination.look()
+
+    # -- for the detection of the end, in the loop -------------------------------------------------
+
+    def counts(self, ranks: Collection[int]) -> tuple[int, int]:
+        """Messages sent to `ranks` and received from them."""
+        return sum(self.sent[rank] for rank in ranks), sum(self.received[rank] for rank in ranks)
+
+    def send_report(self, rank: int, wave: Wave, report: Report) -> None:
+        """Tell the coordinator that this worker is idle."""
+        self._switchboard.send(rank, (self.session, REPORT, wave, report), [])
+
+    def send_verdict(self, rank: int, wave: Wave, over: bool) -> None:
+        """Tell a worker whether the session is quiet."""
+        self._switchboard.send(rank, (self.session, VERDICT, wave, over), [])
+
+    def later(self, look: Callable[[], None], waves: int) -> None:
+        """Call `look` in a moment, which is longer the more waves have failed."""
+        pause = min(_SHORTEST_PAUSE * 2.0 ** min(waves, 10), _LONGEST_PAUSE)
+        self._loop.start(_pause(pause), lambda _: look(), wake=False)
+
+    # -- in a thread of its own time ------------------------------------------------------------
+
+    def _serve(self, request: Request) -> None:
+        try:
+            self._handlers[request.kind][0](request)
+        except BaseException as error:
+            request.fail(error)
+
+    def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
+        if isinstance(result, Packed):
+            message: tuple[Any, ...] = (ANSWER, request.number, result.body, request.kind)
+            storages = result.storages
+        else:
+            description = result if isinstance(result, Description) else describe(result, self.me)
+            message, storages = (FAILURE, request.number, description), []
+
+        def send() -> None:
+            if self._ended is None and request.source not in self._lost:
+                self._send(request.source, message, storages)
+            del self.open[request.source, request.number]
+            self._settled()
+
+        self._loop.perform(send)
+
+    def _work(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._works -= 1
+            if self.parting:
+                self._loop.perform(self._settled)
+
+
+def _pause(seconds: float) -> Routine[None]:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        yield Wait.POLL
+
+
+class _Process:
+    """Holds the agent of this process."""
+
+    agent: Agent | None = None
+
+
+def current() -> Agent:
+    """The agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
+    agent = _Process.agent
+    if agent is None:
+        raise RuntimeError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
+    return agent
+
+
+def is_running() -> bool:
+    """True between init_rpc and shutdown."""
+    return _Process.agent is not None
+
+
+def install(agent: Agent | None) -> None:
+    """Make `agent` the one of this process; None: there is none any more."""
+    _Process.agent = agent

@@ -1,0 +1,215 @@
+"""rpc_sync and rpc_async: run a function on another worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from hvlike.rpc import profiling, rrefs
+from hvlike.rpc.agent import Agent, current
+from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
+from hvlike.rpc.functions import answer_later, is_async
+from hvlike.rpc.futures import Promise
+from hvlike.rpc.message import CALL, Call, Packed, Request
+from hvlike.rpc.options import checked_timeout
+from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.rpc.profiling import is_recorded, observed_async, observed_request, observed_sync
+from hvlike.rpc.remote_error import rebuild
+from hvlike.rpc.worker_info import WorkerInfo
+
+Destination = str | int | WorkerInfo
+
+
+class _Gathering(threading.local):
+    futures: list[torch.futures.Future[Any]] | None = None
+
+
+_gathering = _Gathering()
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run func(*args, **kwargs) on a worker and return the result.
+
+    to: name, rank or WorkerInfo, also this worker. func: travels by its name; args, kwargs: as pickle copies them,
+    tensors out of band. timeout: seconds, 0 for none; the default of init_rpc otherwise.
+    Blocks until the result is here; serves others meanwhile.
+    Raises: RuntimeError outside of a session, for an unknown worker, when the time is over or the worker is gone; what
+        pickle raises; TypeError for a func that cannot be called; ValueError and TypeError of the function as they are,
+        other exceptions of it as a RuntimeError that begins with the name of their class.
+    Source: torch.distributed.rpc.rpc_sync.
+    """
+    agent = current()
+    if is_recorded(agent.fabric.recorder):
+        return observed_sync(agent, _call, to, func, args, kwargs, timeout)
+    return _call(agent, to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> torch.futures.Future[Any]:
+    """Start func(*args, **kwargs) on a worker and return a future of its result.
+
+    Arguments as for rpc_sync. Does not block; tensors among the arguments must not change before the future is done.
+    Raises: at once what rpc_sync raises for arguments; the rest in `wait` of the future.
+    Source: torch.distributed.rpc.rpc_async.
+    """
+    agent = current()
+    if is_recorded(agent.fabric.recorder):
+        return observed_async(agent, _promise, to, func, args, kwargs, timeout)
+    promise = Promise()
+    _promise(agent, promise, to, func, args, kwargs, timeout)
+    return promise.future
+
+
+@contextmanager
+def gather_futures() -> Iterator[list[torch.futures.Future[Any]]]:
+    """The futures that rpc_async gives this thread inside the block."""
+    futures: list[torch.futures.Future[Any]] = []
+    before, _gathering.futures = _gathering.futures, futures
+    try:
+        yield futures
+    finally:
+        _gathering.futures = before
+
+
+def install(agent: Agent) -> None:
+    """Have this worker run the functions that others call."""
+    agent.serve(CALL, partial(_open, agent))
+    profiling.install(agent)
+
+
+def result_of(agent: Agent, call: Call, *, original: bool = False) -> Any:
+    """The result of a call that has ended. Raises: its error; original: of the class that was raised, if it can be."""
+    if call.reply is not None:
+        return unpack(call.reply, Incoming(call.rank))
+    if call.failure is not None:
+        raise rebuild(call.failure, original=original)
+    if call.error is None:
+        raise RuntimeError("This call has not ended.")
+    raise call.error
+
+
+def seconds(agent: Agent, timeout: float) -> float:
+    """The time limit of a call as it is made; 0: none. Raises: ValueError for anything but a number."""
+    if timeout == UNSET_RPC_TIMEOUT:
+        return agent.timeout
+    return checked_timeout("timeout", timeout)
+
+
+def packed_call(
+    agent: Agent,
+    rank: int,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Packed:
+    """A function and its arguments, on their way to a worker. Raises: TypeError, and what pickle raises."""
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    outgoing = Outgoing(rank, cloudpickle=agent.options.cloudpickle)
+    return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
+
+
+def _call(
+    agent: Agent,
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> Any:
+    call = _start(agent, to, func, args, kwargs, timeout, None)
+    agent.wait(call)
+    return result_of(agent, call)
+
+
+def _promise(
+    agent: Agent,
+    promise: Promise,
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> None:
+    _start(agent, to, func, args, kwargs, timeout, partial(_fulfil, agent, promise))
+    if _gathering.futures is not None:
+        _gathering.futures.append(promise.future)
+
+
+def _start(
+    agent: Agent,
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+    then: Callable[[Call], None] | None,
+) -> Call:
+    rank = agent.worker(to).id
+    limit = seconds(agent, timeout)
+    packed = packed_call(agent, rank, func, args, kwargs)
+    return agent.request(rank, CALL, packed, timeout=limit, then=then, now=then is not None)
+
+
+def _fulfil(agent: Agent, promise: Promise, call: Call) -> None:
+    try:
+        value = result_of(agent, call)
+    except Exception as caught:
+        error = caught
+    else:
+        promise.set_result(value)
+        return
+    # Callbacks run in there: what they raise has not come up while this was handled.
+    promise.set_error(error)
+
+
+def _open(agent: Agent, request: Request) -> None:
+    """Serve a call: in a thread of its own time."""
+    incoming = Incoming(request.source)
+    func, args, kwargs = unpack(request.packed, incoming)
+    request.about = getattr(func, "__qualname__", repr(func))
+    if is_recorded(agent.fabric.recorder):
+        request, func = observed_request(agent, request, func, args)
+    if incoming.rrefs:
+        rrefs.when_confirmed(incoming.rrefs, partial(_run, agent, request, func, args, kwargs))
+    else:
+        _run(agent, request, func, args, kwargs)
+
+
+def _run(
+    agent: Agent, request: Request, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        returned = func(*args, **kwargs)
+        if is_async(func):
+            answer_later(returned, partial(_answer, agent, request), request.fail)
+            return
+    except BaseException as error:
+        request.fail(error)
+    else:
+        _answer(agent, request, returned)
+
+
+def _answer(agent: Agent, request: Request, value: Any) -> None:
+    try:
+        packed = pack(value, Outgoing(request.source, cloudpickle=agent.options.cloudpickle))
+    except Exception as error:
+        request.fail(error)
+    else:
+        request.answer(packed)
