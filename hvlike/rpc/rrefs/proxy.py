@@ -72,17 +72,18 @@ def call_later(found: torch.futures.Future[Any], call: Callable[[Any], torch.fut
     """A future of what the future that `call` returns for the value of `found` completes with."""
     promise = Promise()
 
+    # No tracebacks: their frames hold the promise, and the collector of garbage does not see into torch's futures.
     def copy(result: torch.futures.Future[Any]) -> None:
         try:
             promise.set_result(result.value())
         except Exception as error:
-            promise.set_error(error)
+            promise.set_error(error.with_traceback(None))
 
     def begin(done: torch.futures.Future[Any]) -> None:
         try:
             call(done.value()).add_done_callback(copy)
         except Exception as error:
-            promise.set_error(error)
+            promise.set_error(error.with_traceback(None))
 
     found.add_done_callback(begin)
     return promise.future

@@ -51,7 +51,7 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
         try:
             promise.set_result(type(rref.local_value()))
         except Exception as error:
-            promise.set_error(error)
+            promise.set_error(error.with_traceback(None))
 
     if not isinstance(rref.held, Entry):
         raise RuntimeError(f"{rref.name} has come to a worker that does not own it.")
