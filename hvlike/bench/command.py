@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import allreduce, scaling, simulate, step, waiting
+from hvlike.bench import allreduce, rpc, scaling, simulate, step, waiting
 from hvlike.bench.benchmark import Benchmark
 
-_ALL = (allreduce.BENCHMARK, step.BENCHMARK, scaling.BENCHMARK, simulate.BENCHMARK, waiting.BENCHMARK)
+_ALL = (allreduce.BENCHMARK, step.BENCHMARK, scaling.BENCHMARK, simulate.BENCHMARK, waiting.BENCHMARK, rpc.BENCHMARK)
 BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in _ALL}
 
 

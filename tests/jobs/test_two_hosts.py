@@ -86,6 +86,31 @@ print("all well", flush=True)
 hvd.shutdown()
 """
 
+CALLS = """
+import torch
+import hvlike as hvd
+from hvlike import rpc
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+rpc.init_rpc(f"worker{rank}")
+
+def onward(path, tensor):
+    return rpc.rpc_sync(path[0], onward, (path[1:], tensor + 1)) if path else tensor + 1
+
+around = [(rank + step) % size for step in range(1, size + 1)]
+for length in (0, 10, 2_000_000):
+    assert (rpc.rpc_sync(around[0], onward, (around[1:], torch.zeros(length))) == size).all()
+futures = [rpc.rpc_async(each % size, torch.add, (torch.ones(100), each)) for each in range(100)]
+assert all((answer == 1 + each).all() for each, answer in enumerate(torch.futures.wait_all(futures)))
+reference = rpc.remote(around[0], torch.ones, ((1000,),))
+assert rpc.rpc_sync(around[-2], torch.sum, (torch.ones(7),)) == 7
+assert rpc.rpc_sync(around[-2], rpc.RRef.to_here, (reference,)).sum() == 1000
+assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [size] * 3
+rpc.shutdown()
+print("all well", flush=True)
+hvd.shutdown()
+"""
+
 
 @pytest.mark.parametrize(("count", "laws"), [(2, ""), (3, "float32 or float16 or gather")], ids=["2 hosts", "3 hosts"])
 def test_network_laws_between_hosts(count: int, laws: str) -> None:
@@ -120,6 +145,13 @@ def test_ranks_know_their_places() -> None:
 def test_collectives(ranks_per_host: list[int]) -> None:
     with hosts(len(ranks_per_host)) as machines:
         job = machines.run(COLLECTIVES, ranks_per_host).check()
+    assert job.stdout.count("all well") == sum(ranks_per_host)
+
+
+@pytest.mark.parametrize("ranks_per_host", [[1, 1], [2, 1]], ids=str)
+def test_calls(ranks_per_host: list[int]) -> None:
+    with hosts() as machines:
+        job = machines.run(CALLS, ranks_per_host).check()
     assert job.stdout.count("all well") == sum(ranks_per_host)
 
 
