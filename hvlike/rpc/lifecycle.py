@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from hvlike.collectives import context
+from hvlike.collectives.context import Context
 from hvlike.collectives.objects import allgather_object
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.rpc import agent as agents
@@ -34,6 +35,8 @@ class _Sessions:
     switchboard: Switchboard
     number = 0
     """Of the last session; the same on all workers."""
+    running: Context
+    """hvlike's, in which the last session has begun; it is not the current one any more when hvlike ends."""
 
 
 def init_rpc(
@@ -72,6 +75,7 @@ def init_rpc(
     calls.install(agent)
     rrefs.install(agent)
     agents.install(agent)
+    _Sessions.running = running
     running.before_close.append(_end_with_hvlike)
     running.when_lost.append(partial(_lose, agent))
     agent.begin()
@@ -176,7 +180,7 @@ def _who_is_missing(agent: Agent) -> str:
 
 def _end(agent: Agent, *, tell: bool) -> None:
     """Nothing of the session is left on this worker after this."""
-    running = context.current()
+    running = _Sessions.running
     running.before_close.remove(_end_with_hvlike)
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
