@@ -164,6 +164,25 @@ def test_torch_profiler_has_the_call(rpc: ModuleType, peer: int, way: str, name:
     assert f"rpc_{name}#multiply{way}" in [event.name for event in profile.events()]
 
 
+@pytest.mark.skipif(
+    "profile_all_threads" not in (torch._C._profiler._ExperimentalConfig.__init__.__doc__ or ""),
+    reason="this torch records one thread only",
+)
+def test_torch_profiler_of_all_threads_has_the_run_on_the_worker_that_serves(
+    hvd: ModuleType, rpc: ModuleType, peer: int
+) -> None:
+    caller = rpc.rpc_sync((hvd.rank() - 1) % hvd.size(), rpc.get_worker_info)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config
+    ) as profile:
+        hvd.barrier()
+        rpc.rpc_sync(peer, multiply, (torch.ones(2),))
+        hvd.barrier()
+    names = [event.name for event in profile.events()]
+    assert f"rpc_run#multiply({caller.name} -> {rpc.get_worker_info().name})" in names
+
+
 def test_a_call_may_outlast_the_profile(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
     for number, profiler in enumerate((legacy_profile, kineto)):
         name = f"outlasting {hvd.rank()} {number}"
@@ -226,12 +245,12 @@ def test_the_timeline_shows_calls_on_both_workers(
         form(peer, multiply, (torch.ones(1000),))
     with pytest.raises(ValueError):
         synchronous(peer, fail)
-    answered_later = asynchronous(peer, multiply_later, (me.id, torch.ones(2)))
-    assert torch.equal(answered_later, torch.full((2,), 3.0))
+    result = asynchronous(peer, multiply_later, (me.id, torch.ones(2)))
+    assert torch.equal(result, torch.full((2,), 3.0))
     events = timeline()
     calls = [(name, said["callee"]) for name, said, _, _ in phases(events, "rpc calls")]
-    for form in ("rpc_sync", "rpc_async", "rpc_remote"):
-        assert (f"{form} multiply", callee.name) in calls
+    for name in ("rpc_sync", "rpc_async", "rpc_remote"):
+        assert (f"{name} multiply", callee.name) in calls
     served = phases(events, "rpc serves")
     for name in ("QUEUE", "RUN"):
         mine = [each for each in served if each[0] == name and each[1]["function"] == "multiply"]

@@ -10,7 +10,6 @@ import torch
 from hvlike.errors import UsageError
 from hvlike.rpc.futures import Promise
 
-
 pytestmark = pytest.mark.pure
 
 
