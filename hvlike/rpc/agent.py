@@ -350,7 +350,10 @@ class Agent:
             del self.open[request.source, request.number]
             self._settled()
 
-        self._loop.perform(send)
+        if request.answers_last:
+            self._loop.post(send, wake=False)
+        else:
+            self._loop.perform(send)
 
     def _work(self, work: Callable[[], None]) -> None:
         try:

@@ -203,6 +203,7 @@ def _run(
     except BaseException as error:
         request.fail(error)
     else:
+        request.answers_last = True
         _answer(agent, request, returned)
 
 
@@ -210,6 +211,8 @@ def _answer(agent: Agent, request: Request, value: Any) -> None:
     try:
         packed = pack(value, Outgoing(request.source, cloudpickle=agent.options.cloudpickle))
     except Exception as error:
-        request.fail(error)
+        unsendable = RuntimeError(f"The result cannot be sent: {type(error).__name__}: {error}")
+        unsendable.__cause__ = error
+        request.fail(unsendable)
     else:
         request.answer(packed)

@@ -46,7 +46,7 @@ class Call:
 class Request:
     """A request as the worker that serves it sees it; exactly one of `answer` and `fail` is called, once."""
 
-    __slots__ = ("_respond", "about", "came", "kind", "number", "packed", "source")
+    __slots__ = ("_respond", "about", "answers_last", "came", "kind", "number", "packed", "source")
 
     def __init__(
         self,
@@ -67,6 +67,11 @@ class Request:
         """When it arrived, in seconds of time.monotonic()."""
         self.about = ""
         """The function it asks for, once that is known; for reports."""
+        self.answers_last = False
+        """The answer is the last thing that the handler does, in its own thread, which sends it when it listens again.
+
+        So what the caller sends next finds this thread listening, and none has to be woken for it.
+        """
         self._respond = respond
 
     def answer(self, packed: Packed) -> None:

@@ -33,8 +33,9 @@ class Crew:
         self._summon = summon
         self._lock = threading.Lock()
         self._errands: deque[Errand] = deque()
-        self._limited: deque[Errand] = deque()
-        self._limit = 0
+        self.limited: deque[Errand] = deque()
+        self.limit = 0
+        """How many limited errands may run at a time; 0 while nobody serves requests."""
         self._listening = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -53,7 +54,7 @@ class Crew:
     @property
     def queued(self) -> int:
         """Limited errands that wait for their turn."""
-        return len(self._limited)
+        return len(self.limited)
 
     @property
     def size(self) -> int:
@@ -62,12 +63,12 @@ class Crew:
 
     def allow(self, limit: int) -> None:
         """Run so many limited errands at a time from now on."""
-        self._limit = limit
+        self.limit = limit
 
     def submit(self, errand: Errand, *, limited: bool = False) -> None:
         """Have `errand` run in a thread of its own time; from any thread, the loop included."""
         if limited:
-            self._limited.append(partial(self._run_limited, errand))
+            self.limited.append(partial(self._run_limited, errand))
         else:
             self._errands.append(errand)
         self._summon()
@@ -81,7 +82,7 @@ class Crew:
                 thread.join(0.01)
 
     def _called(self) -> bool:
-        return bool(self._errands) or self._closing or (bool(self._limited) and self.running < self._limit)
+        return bool(self._errands) or self._closing or (bool(self.limited) and self.running < self.limit)
 
     def _grow(self) -> None:
         """One more thread, which counts as one that listens; with the lock held."""
@@ -106,17 +107,16 @@ class Crew:
                         self._ended = time.monotonic()
             elif self._leave():
                 return
-            else:
-                # Beside a running errand a look would only take the interpreter away from it.
-                self._listen(self._called, self._hot and not self.running)
+            # Beside a running errand a look would only take the interpreter away from it.
+            self._listen(self._called, self._hot and not self.running)
 
     def _take(self) -> Errand | None:
         """The next errand, if there is one to run; another thread listens before this one runs it."""
         with self._lock:
             if self._errands:
                 errand = self._errands.popleft()
-            elif self._limited and self.running < self._limit:
-                errand = self._limited.popleft()
+            elif self.limited and self.running < self.limit:
+                errand = self.limited.popleft()
                 self.running += 1
             else:
                 return None
@@ -131,7 +131,7 @@ class Crew:
     def _leave(self) -> bool:
         """Whether the calling thread, which has nothing to do, is to end."""
         with self._lock:
-            if not self._closing and self._listening <= self._limit + 1:
+            if not self._closing and self._listening <= self.limit + 1:
                 return False
             self._listening -= 1
             self._threads.remove(threading.current_thread())

@@ -227,8 +227,10 @@ class Loop:
 
     def _listen(self, called: Callable[[], bool], hot: bool) -> None:
         """What a background thread does until it is `called`; hot: look for a while before the first sleep."""
-        if hot and not self._crowded:
-            self._drive_in_background(called, time.monotonic() + _HOT_LOOK_SECONDS)
+        look_until = time.monotonic() + _HOT_LOOK_SECONDS if hot and not self._crowded else None
+        if (self._inbox or look_until) and not self._drive_in_background(called, look_until):
+            # What this thread has left to be sent when it listens again.
+            self._bell.ring()
         poll = _SHORTEST_POLL
         while not (self._closing or called()):
             rest = min(TICK_SECONDS, max(0.0, self._due - time.monotonic()))
@@ -315,13 +317,10 @@ class Loop:
                 look_until = self._look_until(deadline)
             looks += 1
             if (looks <= spins or self._polls_busily) and time.monotonic() < look_until:
-                if self._in_background:
-                    rung = self._bell.rung_politely()
-                    continue
-                if self._crowded or looks > spins:
-                    # The rank that is waited for may need this core.
+                if self._crowded or looks > spins or self.crew.limit:
+                    # The rank that is waited for may need this core: the system wakes it where the ring came from.
                     os.sched_yield()
-                rung = self._bell.rung()
+                rung = self._bell.rung_politely() if self._in_background else self._bell.rung()
                 continue
             if deadline is not None and time.monotonic() >= deadline:
                 return
