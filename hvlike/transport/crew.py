@@ -24,6 +24,10 @@ Waking a thread may take half a millisecond; a shorter limit would keep sleepers
 """
 
 
+_SPARE = 4
+"""Threads beyond those for limited errands that are kept for the next other ones."""
+
+
 class Crew:
     """Threads that run errands; those that are limited wait their turn, the others never do."""
 
@@ -33,7 +37,7 @@ class Crew:
         self._summon = summon
         self._lock = threading.Lock()
         self._errands: deque[Errand] = deque()
-        self.limited: deque[Errand] = deque()
+        self._limited: deque[Errand] = deque()
         self.limit = 0
         """How many limited errands may run at a time; 0 while nobody serves requests."""
         self._listening = 0
@@ -54,7 +58,7 @@ class Crew:
     @property
     def queued(self) -> int:
         """Limited errands that wait for their turn."""
-        return len(self.limited)
+        return len(self._limited)
 
     @property
     def size(self) -> int:
@@ -68,7 +72,7 @@ class Crew:
     def submit(self, errand: Errand, *, limited: bool = False) -> None:
         """Have `errand` run in a thread of its own time; from any thread, the loop included."""
         if limited:
-            self.limited.append(partial(self._run_limited, errand))
+            self._limited.append(partial(self._run_limited, errand))
         else:
             self._errands.append(errand)
         self._summon()
@@ -82,7 +86,15 @@ class Crew:
                 thread.join(0.01)
 
     def _called(self) -> bool:
-        return bool(self._errands) or self._closing or (bool(self.limited) and self.running < self.limit)
+        return (
+            bool(self._errands)
+            or (bool(self._limited) and self.running < self.limit)
+            or self._closing
+            or self._are_too_many()
+        )
+
+    def _are_too_many(self) -> bool:
+        return self._listening > (self.limit + _SPARE if self.limit else 1)
 
     def _grow(self) -> None:
         """One more thread, which counts as one that listens; with the lock held."""
@@ -115,8 +127,8 @@ class Crew:
         with self._lock:
             if self._errands:
                 errand = self._errands.popleft()
-            elif self.limited and self.running < self.limit:
-                errand = self.limited.popleft()
+            elif self._limited and self.running < self.limit:
+                errand = self._limited.popleft()
                 self.running += 1
             else:
                 return None
@@ -131,7 +143,7 @@ class Crew:
     def _leave(self) -> bool:
         """Whether the calling thread, which has nothing to do, is to end."""
         with self._lock:
-            if not self._closing and self._listening <= self.limit + 1:
+            if not self._closing and not self._are_too_many():
                 return False
             self._listening -= 1
             self._threads.remove(threading.current_thread())
