@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def missing_name(error: AttributeError | ImportError) -> RuntimeError:
 
 
 def cloud_pickler(*args: Any, **options: Any) -> Any:
-    """Return a pickler of the package cloudpickle, which sends lambdas and local functions by value.
+    """Return a pickler of the package cloudpickle, which sends by value what has no name: lambdas, local functions.
 
     Raises: UsageError if it is not installed.
     """
@@ -53,4 +54,21 @@ def cloud_pickler(*args: Any, **options: Any) -> Any:
         raise UsageError(
             "RpcBackendOptions(cloudpickle=True) needs the package cloudpickle on every rank: pip install cloudpickle."
         ) from None
-    return cloudpickle.Pickler(*args, **options)
+    pickler = cloudpickle.Pickler(*args, **options)
+    theirs = pickler.reducer_override
+    pickler.reducer_override = lambda obj: obj.__qualname__ if _is_of_program(obj) else theirs(obj)
+    return pickler
+
+
+def _is_of_program(obj: Any) -> bool:
+    """Whether it is a function or class that the program itself gives a name.
+
+    cloudpickle would send a copy of it. Every rank runs the same program: its own function has its global variables,
+    and an instance of a copied class would not be an instance of its own.
+    """
+    if not isinstance(obj, FunctionType | type) or obj.__module__ != "__main__":
+        return False
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj

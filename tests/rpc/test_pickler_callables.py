@@ -180,6 +180,22 @@ def test_lambdas_travel_by_value_with_cloudpickle() -> None:
     assert travel(Counter.double, Outgoing(1, cloudpickle=True)) is Counter.double
 
 
+def test_functions_and_classes_of_the_program_travel_by_name_with_cloudpickle_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cloudpickle")
+    program = types.ModuleType("__main__")
+    exec("class Class:\n pass\ndef function(): pass\nnameless = lambda: Class", program.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    made, function, nameless = travel(
+        (program.Class(), program.function, program.nameless), Outgoing(1, cloudpickle=True)
+    )
+    assert type(made) is program.Class
+    assert function is program.function
+    assert nameless is not program.nameless
+    assert nameless() is program.Class
+
+
 def test_without_cloudpickle_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(UsageError, match="pip install cloudpickle"):
