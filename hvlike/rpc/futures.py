@@ -44,7 +44,8 @@ class Promise:
         if isinstance(error, RuntimeError):
             self._error = error
         else:
-            self._value = error
+            # Without its traceback: that may hold this very promise, and no collector sees into torch's futures.
+            self._value = _twin(error)
             self.future._set_unwrap_func(_raise_anew)
         self._complete()
 

@@ -127,6 +127,22 @@ def test_nothing_outlives_its_future() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_an_error_that_was_raised_beside_its_promise_does_not_keep_it(error: type[Exception]) -> None:
+    def fail(watched: Value) -> "weakref.ref[Value]":
+        promise = Promise()
+        try:
+            raise error("x")
+        except (ValueError, RuntimeError) as caught:
+            raised = caught
+        promise.set_error(raised)
+        return weakref.ref(watched)
+
+    reference = fail(Value())
+    gc.collect()
+    assert reference() is None
+
+
 def test_waiting_for_an_error_keeps_no_frame_alive() -> None:
     promise = Promise()
     promise.set_error(ValueError("x"))
