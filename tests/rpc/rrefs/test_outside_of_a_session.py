@@ -49,6 +49,7 @@ def test_users_and_owners_after_shutdown(rpc: ModuleType, hvd: ModuleType, peer:
     assert rpc.remote(peer, max, (1, 2)).to_here() == 2
 
 
+@pytest.mark.mpi(min_size=2)
 def test_shutdown_frees_what_is_still_held(
     rpc: ModuleType, hvd: ModuleType, peer: int, name: str, session: Any
 ) -> None:
