@@ -240,6 +240,7 @@ def test_an_error_of_forward_keeps_its_type(rpc: ModuleType, other: str) -> None
         assert module(torch.tensor([1.0])).item() == 2
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("place", "text"),
     [
@@ -268,6 +269,7 @@ def test_an_unknown_worker_is_refused_at_once(rpc: ModuleType) -> None:
             RemoteModule(place, Scale)
 
 
+@pytest.mark.pure
 def test_outside_of_a_session_nothing_is_created() -> None:
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
         RemoteModule("worker0", Scale)
