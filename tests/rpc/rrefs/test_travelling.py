@@ -14,6 +14,7 @@ from rpc.rrefs.values import (
     fetch,
     fetch_all,
     forward,
+    forward_later,
     give_back,
     is_same,
     keep,
@@ -101,8 +102,8 @@ def test_along_rings(rpc: ModuleType, hvd: ModuleType) -> None:
     ring = others(hvd) * 3
     assert torch.equal(forward(ring, rpc.RRef(torch.ones(2))), torch.ones(2))
     assert forward(ring, rpc.remote(ring[0], max, (3, 4))) == 4
-    futures = [rpc.rpc_async(ring[0], forward, (ring[step:], rpc.RRef(step))) for step in range(1, 5)]
-    assert [future.wait() for future in futures] == [1, 2, 3, 4]
+    futures = [rpc.rpc_async(ring[0], forward_later, (ring, rpc.RRef(number))) for number in range(20)]
+    assert [future.wait() for future in futures] == list(range(20))
 
 
 def test_they_are_confirmed_before_the_function_starts(rpc: ModuleType, hvd: ModuleType) -> None:

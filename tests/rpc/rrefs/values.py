@@ -134,6 +134,16 @@ def forward(ranks: list[int], rref: RRef[Any]) -> Any:
     return hvlike.rpc.rpc_sync(ranks[0], forward, (ranks[1:], rref))
 
 
+@async_execution
+def forward_later(ranks: list[int], rref: RRef[Any]) -> Any:
+    """The same without a thread that waits: any number of rings at a time."""
+    if ranks:
+        return hvlike.rpc.rpc_async(ranks[0], forward_later, (ranks[1:], rref))
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(rref.to_here())
+    return future
+
+
 KEPT: dict[str, Any] = {}
 
 
