@@ -137,9 +137,7 @@ class Loop:
         """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
         if when < self._due:
             self._due = when
-            if when < time.monotonic() + TICK_SECONDS:
-                # Who sleeps may have meant to sleep longer.
-                self._bell.ring()
+            self._watch_clock_elsewhere()
 
     def start(
         self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
@@ -242,6 +240,12 @@ class Loop:
             if not called() and not self._drive_in_background(called, None) and rung:
                 # Who drives, and perhaps only sends something, has not heard this ring.
                 self._bell.ring()
+        self._watch_clock_elsewhere()
+
+    def _watch_clock_elsewhere(self) -> None:
+        """Something is due so soon that a background thread which sleeps may have meant to sleep longer: wake one."""
+        if self._due < time.monotonic() + TICK_SECONDS and not self._closing:
+            self._bell.ring_idle()
 
     def _drive_in_background(self, called: Callable[[], bool], look_until: float | None) -> bool:
         """Drive until `called`, until somebody waits, and until nothing runs or it is `look_until`.
@@ -370,7 +374,8 @@ class Loop:
             self._next_tick = now + TICK_SECONDS
             self._tick()
         if self._due <= now:
-            self._due = self._on_due(now)
+            self._due = math.inf
+            self.due_at(self._on_due(now))
             wait = Wait.AGAIN
         if self._waiters and wait is Wait.AGAIN:
             # A message alone can end a wait (a barrier, an error, a time limit), without any task.

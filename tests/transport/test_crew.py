@@ -1,5 +1,6 @@
 """The background threads: errands run beside the loop, a limited number at a time, and somebody always listens."""
 
+import math
 import os
 import threading
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hvlike.transport import loop as loops
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.loop import Loop
 from hvlike.transport.segment import Segment
@@ -147,3 +149,32 @@ def test_performed_actions_come_after_those_posted_before(loop: Loop) -> None:
     loop.perform(lambda: seen.append(2))
     assert until(lambda: len(seen) == 2)
     assert seen == [1, 2]
+
+
+def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody wakes by himself: only who knows of the limit.
+    monkeypatch.setattr(loops, "TICK_SECONDS", 60.0)
+    loop.crew.allow(3)
+    gauge = Gauge()
+    for _ in range(3):
+        loop.crew.submit(gauge.visit, limited=True)
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 3)
+    over = threading.Event()
+
+    def on_due(now: float) -> float:
+        over.set()
+        return math.inf
+
+    loop.watch_clock(on_due)
+    waited: list[bool] = []
+
+    def begin() -> None:
+        loop.due_at(time.monotonic() + 0.1)
+        loop.crew.submit(lambda: waited.append(over.wait(5.0)))
+
+    loop.post(begin)
+    assert until(lambda: bool(waited))
+    assert waited == [True]
