@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from hvlike.rpc import sparse
 from hvlike.rpc.callables import cloud_pickler, missing_name, reduce_builtin
 from hvlike.rpc.message import Packed
-from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, build, lay_out
+from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, Hold, build, lay_out
 
 T = TypeVar("T")
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
@@ -76,7 +76,7 @@ class Incoming:
 
 
 def pack(value: Any, outgoing: Outgoing) -> Packed:
-    """Return the value as it travels; its storages are the tensors' own memory, not copies.
+    """Return the value as it travels; its storages are the tensors' own memory, not copies; short ones are copied.
 
     Functions and classes travel by name. Safe from any number of threads.
     Raises: what pickle raises (AttributeError, PicklingError, TypeError), RuntimeError for a tensor that is not on the
@@ -119,7 +119,7 @@ def discard(packed: Packed, incoming: Incoming) -> None:
     """Let a message go unopened: its RRefs are taken over and dropped; no code of the user runs."""
     body = packed.body
     if body and body[-1] != _STOP:
-        _restore_ahead(_rows(body), incoming)
+        _restore_ahead(table_of(body)[0], incoming)
 
 
 def carry_ahead(
@@ -185,10 +185,12 @@ class Walk:
         chunks, items = self._chunks, self.items
         storages: list[Tensor] = []
         if items:
-            rows, storages = lay_out(items)
+            rows, cargo = lay_out(items)
+            storages = cargo.storages
             outgoing.graded += [item[0] for item in items if item is not None and item[0].requires_grad]
-            table = pickle.dumps([self.ahead.get(place, row) for place, row in enumerate(rows)], _PROTOCOL)
-            chunks += (table, _END.pack(len(table), b"T"))
+            mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
+            table = pickle.dumps((mixed, [len(piece) for piece in cargo.short]), _PROTOCOL)
+            chunks += (*cargo.short, table, _END.pack(len(table), b"T"))
             items.clear()
             self.ahead.clear()
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -223,25 +225,32 @@ _idle: list[Walk] = []
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Build what the stream takes as buffers, in order of appearance."""
-    rows = _rows(packed.body)
+    rows, pieces = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
-    memories = [storage.untyped_storage() for storage in packed.storages]
+    hold = Hold(pieces, packed.storages)
     arrivals: list[Any] = []
     for place, row in enumerate(rows):
         if row is None or place in ahead:
             arrivals.append(ahead.get(place, incoming))
             continue
-        arrival = build(row, memories)
+        arrival = build(row, hold)
         arrivals.append(arrival)
         if row[-1] & GRADED:
             incoming.graded.append(arrival)
     return arrivals
 
 
-def _rows(body: bytes) -> list[Any]:
+def table_of(body: bytes) -> tuple[list[Any], list[bytes]]:
+    """The rows of a message, and its short pieces of memory."""
     length, _ = _END.unpack_from(body, len(body) - _END.size)
-    rows: list[Any] = pickle.loads(memoryview(body)[-_END.size - length : -_END.size])
-    return rows
+    stop = len(body) - _END.size - length
+    rows, lengths = pickle.loads(memoryview(body)[stop:])
+    start = stop - sum(lengths)
+    pieces = []
+    for length in lengths:
+        pieces.append(body[start : start + length])
+        start += length
+    return rows, pieces
 
 
 def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:

@@ -1,13 +1,17 @@
 """How dense tensors travel: a row of numbers each, and of every storage the bytes that are used, once.
 
-Of a storage the one span of bytes goes out that holds all its tensors of this message; nothing is copied for it.
-Strides, and which tensors share memory, survive. The exception: where the span is more than twice as long as what the
-tensors need, and more than 4 KiB longer (a column of a large matrix, its first and its last row), each of them
-arrives contiguous and with memory of its own, and is copied for that where it is not contiguous.
+Of a storage the one span of bytes goes out that holds all its tensors of this message. Strides, and which tensors
+share memory, survive. The exception: where the span is more than twice as long as what the tensors need, and more than
+4 KiB longer (a column of a large matrix, its first and its last row), each of them arrives contiguous and with memory
+of its own, and is copied for that where it is not contiguous.
+
+Short spans are copied into the body of the message: what a storage costs by itself, on its way through torch, numpy
+and MPI, is much more. Long ones are sent from where they lie.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,15 +19,24 @@ import torch
 from torch import Tensor
 
 Row: TypeAlias = tuple[int, str, int, tuple[int, ...], tuple[int, ...], int]
-"""Number of the storage (-1: no elements), dtype, offset in elements, shape, strides in elements, flags."""
+"""Where the elements are, dtype, offset in elements, shape, strides in elements, flags.
 
-GRADED, PARAMETER, CONJUGATE, NEGATIVE, MEMORY = 1, 2, 4, 8, 16
-"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user."""
+Where: a number from 0 on counts the storages; NOWHERE: there are no elements; NOWHERE - 1 and so on count the short
+spans in the body.
+"""
+
+NOWHERE = -1
+GRADED, PARAMETER, CONJUGATE, NEGATIVE, MEMORY, ALONE = 1, 2, 4, 8, 16, 32
+"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; no
+other tensor of the message is in the same memory, which begins with this one."""
+
+SHORT_BYTES = 32768
+"""Up to here a span goes in the body (two ranks of one node, echo of a tensor of 32 KiB: 320 us, by itself 690 us)."""
 
 _COPY_ABOVE = 2
 _COPY_SAVES = 4096
 _ALIGNMENT = 16
-"""A span begins at a multiple of the longest element (complex128): its tensors may be of different dtypes."""
+"""A span begins at a multiple of the longest element (complex128) where its tensors may be of different dtypes."""
 
 NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -41,7 +54,7 @@ _empty: dict[str, Tensor] = {}
 class _Span:
     """The bytes of one storage that a message needs."""
 
-    __slots__ = ("memory", "number", "start", "stop", "used")
+    __slots__ = ("memory", "place", "start", "stop", "tenants", "used")
 
     def __init__(self, memory: torch.UntypedStorage, start: int, stop: int, used: int) -> None:
         self.memory = memory
@@ -49,8 +62,10 @@ class _Span:
         self.stop = stop
         self.used = used
         """Bytes of its tensors' elements."""
-        self.number = -1
-        """Place among the storages of the message, once it has one."""
+        self.tenants = 1
+        """Number of its tensors."""
+        self.place: int | None = None
+        """Where it is in the message, once that is settled."""
 
     @property
     def scattered(self) -> bool:
@@ -59,19 +74,39 @@ class _Span:
         return length > _COPY_ABOVE * self.used and length > self.used + _COPY_SAVES
 
 
-def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None], list[Tensor]]:
-    """Return the rows of a message's tensors and the storages to send, as views of the tensors' memory.
+class Cargo:
+    """The memory that goes with a message."""
+
+    __slots__ = ("short", "storages")
+
+    def __init__(self) -> None:
+        self.short: list[bytes] = []
+        """Copies of short spans."""
+        self.storages: list[Tensor] = []
+        """Long spans: views of the tensors' memory as bytes."""
+
+    def stow(self, memory: torch.UntypedStorage, start: int, length: int) -> int:
+        """Add bytes of a storage, from `start` on; return where they are."""
+        if length <= SHORT_BYTES:
+            self.short.append(ctypes.string_at(memory.data_ptr() + start, length))
+            return NOWHERE - len(self.short)
+        self.storages.append(_BYTES.new_empty(0).set_(memory, start, (length,), (1,)))
+        return len(self.storages) - 1
+
+
+def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None], Cargo]:
+    """Return the rows of a message's tensors and the memory to send.
 
     items: strided CPU tensors, each with those flags that its class decides; None stays None.
     """
     spans: dict[int, _Span] = {}
     places = [_claim(item[0], spans) if item is not None else None for item in items]
-    storages: list[Tensor] = []
+    cargo = Cargo()
     rows = [
-        None if item is None else _row(item[0], item[1], place, storages)
+        None if item is None else _row(item[0], item[1], place, cargo)
         for item, place in zip(items, places, strict=True)
     ]
-    return rows, storages
+    return rows, cargo
 
 
 def _claim(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
@@ -87,19 +122,20 @@ def _claim(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
     else:
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         stop = first + (reach + 1) * size
-    start = first - first % _ALIGNMENT
     key = memory._cdata
     span = spans.get(key)
     if span is None:
-        span = spans[key] = _Span(memory, start, stop, used)
+        span = spans[key] = _Span(memory, first, stop, used)
     else:
-        span.start = min(start, span.start)
+        start = min(first, span.start)
+        span.start = start - start % _ALIGNMENT
         span.stop = max(stop, span.stop)
         span.used += used
+        span.tenants += 1
     return span, first
 
 
-def _row(tensor: Tensor, flags: int, place: tuple[_Span, int] | None, storages: list[Tensor]) -> Row:
+def _row(tensor: Tensor, flags: int, claim: tuple[_Span, int] | None, cargo: Cargo) -> Row:
     if tensor.requires_grad:
         flags |= GRADED
     if tensor.is_neg():
@@ -107,20 +143,21 @@ def _row(tensor: Tensor, flags: int, place: tuple[_Span, int] | None, storages: 
     if tensor.is_conj():
         flags |= CONJUGATE
     name = NAMES[tensor.dtype]
-    if place is None:
-        return -1, name, 0, tuple(tensor.shape), tensor.stride(), flags
-    span, first = place
-    if span.number < 0:
+    if claim is None:
+        return NOWHERE, name, 0, tuple(tensor.shape), tensor.stride(), flags
+    span, first = claim
+    if span.place is None:
         _check(tensor, span)
         if span.scattered:
             # A copy only where it is not in one piece already.
             piece = _as_stored(tensor.detach()).contiguous()
             start = int(piece.storage_offset()) * piece.itemsize
-            storages.append(_bytes(piece.untyped_storage(), start, int(piece.nbytes)))
-            return len(storages) - 1, name, 0, tuple(piece.shape), piece.stride(), flags
-        span.number = len(storages)
-        storages.append(_bytes(span.memory, span.start, span.stop - span.start))
-    return span.number, name, (first - span.start) // tensor.itemsize, tuple(tensor.shape), tensor.stride(), flags
+            place = cargo.stow(piece.untyped_storage(), start, int(piece.nbytes))
+            return place, name, 0, tuple(piece.shape), piece.stride(), flags | ALONE
+        span.place = cargo.stow(span.memory, span.start, span.stop - span.start)
+    if span.tenants == 1:
+        return span.place, name, 0, tuple(tensor.shape), tensor.stride(), flags | ALONE
+    return span.place, name, (first - span.start) // tensor.itemsize, tuple(tensor.shape), tensor.stride(), flags
 
 
 def _check(tensor: Tensor, span: _Span) -> None:
@@ -132,11 +169,6 @@ def _check(tensor: Tensor, span: _Span) -> None:
         )
 
 
-def _bytes(memory: torch.UntypedStorage, start: int, length: int) -> Tensor:
-    """The bytes of a storage from `start` on as a tensor."""
-    return _BYTES.new_empty(0).set_(memory, start, (length,), (1,))
-
-
 def _as_stored(tensor: Tensor) -> Tensor:
     """The elements as they lie in memory, without conjugate and negative bits."""
     if tensor.is_conj():
@@ -144,19 +176,44 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
-def build(row: Row, memories: Sequence[torch.UntypedStorage]) -> Any:
-    """Return what a row stands for, on the received memory: a tensor, a Parameter or a memoryview.
+class Hold:
+    """The memory that came with a message."""
 
-    memories: the received storages, each from its first byte.
-    """
-    place, name, offset, shape, stride, flags = row
-    template = _empty.get(name)
-    if template is None:
-        template = _first_of(name)
-    if place < 0:
-        tensor = template.new_empty_strided(shape, stride)
-    else:
-        tensor = template.new_empty(0).set_(memories[place], offset, shape, stride)
+    __slots__ = ("_memories", "_short")
+
+    def __init__(self, short: Sequence[bytes], storages: Sequence[Tensor]) -> None:
+        """short: as in Cargo. storages: one-dimensional tensors of bytes, each from the first byte of its memory."""
+        self._short = short
+        self._memories = {place: storage.untyped_storage() for place, storage in enumerate(storages)}
+
+    def memory(self, place: int) -> torch.UntypedStorage:
+        """The storage of that place, the same one each time."""
+        memory = self._memories.get(place)
+        if memory is None:
+            span = self._short[NOWHERE - 1 - place]
+            memory = _BYTES.new_empty(len(span)).untyped_storage()
+            ctypes.memmove(memory.data_ptr(), span, len(span))
+            self._memories[place] = memory
+        return memory
+
+    def elements(self, row: Row, template: Tensor) -> Tensor:
+        """A tensor on the memory of its row; template: any of the same dtype."""
+        place, _, offset, shape, stride, flags = row
+        if place == NOWHERE:
+            return template.new_empty_strided(shape, stride)
+        if place < NOWHERE and flags & ALONE:
+            tensor = template.new_empty_strided(shape, stride)
+            span = self._short[NOWHERE - 1 - place]
+            ctypes.memmove(tensor.data_ptr(), span, len(span))
+            return tensor
+        return template.new_empty(0).set_(self.memory(place), offset, shape, stride)
+
+
+def build(row: Row, hold: Hold) -> Any:
+    """Return what a row stands for: a tensor, a Parameter or a memoryview."""
+    _, name, _, _, _, flags = row
+    tensor = hold.elements(row, _template(name))
+    flags &= ~ALONE
     if not flags:
         return tensor
     if flags & MEMORY:
@@ -170,8 +227,11 @@ def build(row: Row, memories: Sequence[torch.UntypedStorage]) -> Any:
     return tensor.requires_grad_() if flags & GRADED else tensor
 
 
-def _first_of(name: str) -> Tensor:
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise RuntimeError(f"A tensor of {name} has come, which torch {torch.__version__} here does not know.")
-    return _empty.setdefault(name, torch.empty(0, dtype=dtype, device="cpu"))
+def _template(name: str) -> Tensor:
+    template = _empty.get(name)
+    if template is None:
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise RuntimeError(f"A tensor of {name} has come, which torch {torch.__version__} here does not know.")
+        template = _empty[name] = torch.empty(0, dtype=dtype, device="cpu")
+    return template

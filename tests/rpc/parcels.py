@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hvlike.rpc.message import Packed
-from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.rpc.pickler import Incoming, Outgoing, pack, table_of, unpack
 
 
 def travel(value: Any, outgoing: Outgoing | None = None, incoming: Incoming | None = None) -> Any:
@@ -19,9 +19,9 @@ def received(packed: Packed) -> Packed:
     return Packed(packed.body, [storage.clone() for storage in packed.storages])
 
 
-def storage_bytes(packed: Packed) -> list[int]:
-    """Lengths of the storages in bytes, in their order."""
-    return [storage.numel() for storage in packed.storages]
+def memory_bytes(packed: Packed) -> list[int]:
+    """Lengths in bytes of the pieces of memory that travel, short ones first."""
+    return [len(piece) for piece in table_of(packed.body)[1]] + [storage.numel() for storage in packed.storages]
 
 
 def same_memory(*tensors: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from rpc.parcels import received, same_memory, storage_bytes, travel
+from rpc.parcels import memory_bytes, received, same_memory, travel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hvlike.rpc.pickler import Incoming, Outgoing, carry, pack, unpack
@@ -173,8 +173,8 @@ def test_arrays_go_out_of_band() -> None:
     large, small = np.arange(10_000.0).reshape(100, 100), np.arange(3)
     tensor = torch.ones(4)
     packed = pack([large, tensor, small, large.T], Outgoing(1))
-    assert sorted(storage_bytes(packed)) == [16, 80_000, 80_000]
-    assert len(packed.body) < 2000
+    assert sorted(memory_bytes(packed)) == [16, 80_000, 80_000]
+    assert len(packed.body) < 3000
     assert packed.storages[0].data_ptr() == large.ctypes.data
     first, second, third, fourth = unpack(received(packed), Incoming(0))
     assert np.array_equal(first, large)
@@ -243,7 +243,7 @@ def open_parcel(body: bytes, storages: list[torch.Tensor]) -> Any:
 
 def test_messages_within_messages() -> None:
     storages, body = travel([torch.ones(2), Nested(torch.arange(2.0)), torch.zeros(1)])[1]
-    assert [storage.numel() for storage in storages] == [8]
+    assert storages == []
     assert body[:2] == b"\x80\x05"
 
 

@@ -1,5 +1,6 @@
 """Tensors on their way: values, dtypes, shapes, strides, shared memory, and what of the memory is sent."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,9 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from rpc.parcels import received, same_memory, storage_bytes, travel
+from rpc.parcels import memory_bytes, received, same_memory, travel
 
+from hvlike.rpc import tensors
 from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, reduce_tensor, unpack
 from hvlike.rpc.tensors import NAMES
 
@@ -35,6 +37,15 @@ DTYPES = [
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 ]
+
+
+@pytest.fixture(autouse=True, scope="module", params=[tensors.SHORT_BYTES, 0], ids=["short", "long"])
+def limit(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Everything once as short memory, which goes in the body, and once as long memory, which goes by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "SHORT_BYTES", request.param)
+        yield request.param
+
 
 LAYOUTS: dict[str, torch.Tensor] = {
     "0-dim": torch.tensor(3.0),
@@ -194,15 +205,15 @@ def test_tensors_that_share_nothing_arrive_so() -> None:
 
 def test_only_the_used_span_of_a_storage_is_sent() -> None:
     base = torch.arange(1000.0)
-    assert storage_bytes(pack(base[100:110], Outgoing(1))) == [40]
-    assert storage_bytes(pack([base[200:300], base[100:110], base[100:110]], Outgoing(1))) == [800]
-    assert storage_bytes(pack(base.view(100, 10)[:, 3], Outgoing(1))) == [4 * (990 + 1) + 12]
+    assert memory_bytes(pack(base[100:110], Outgoing(1))) == [40]
+    assert memory_bytes(pack([base[200:300], base[100:110], base[100:110]], Outgoing(1))) == [800]
+    assert memory_bytes(pack(base.view(100, 10)[:, 3], Outgoing(1))) == [4 * (990 + 1)]
 
 
 def test_a_column_of_a_large_matrix_is_sent_without_the_rest() -> None:
     base = torch.arange(200_000.0).view(2000, 100).requires_grad_()
     packed = pack([base[:, 7], base[:, 8]], Outgoing(1))
-    assert storage_bytes(packed) == [8000, 8000]
+    assert memory_bytes(packed) == [8000, 8000]
     first, second = unpack(received(packed), Incoming(0))
     assert first.stride() == (1,)
     assert first.requires_grad
@@ -216,8 +227,7 @@ def test_a_column_of_a_large_matrix_is_sent_without_the_rest() -> None:
 def test_distant_rows_of_a_large_matrix_are_sent_without_the_rest() -> None:
     base = torch.arange(200_000.0).view(2000, 100)
     packed = pack([base[-1], base[1]], Outgoing(1))
-    assert storage_bytes(packed) == [400, 400]
-    assert packed.storages[0].data_ptr() == base[-1].data_ptr()
+    assert memory_bytes(packed) == [400, 400]
     last, second = unpack(received(packed), Incoming(0))
     assert torch.equal(last, base[-1])
     assert torch.equal(second, base[1])
@@ -230,17 +240,30 @@ def test_a_column_beside_its_matrix_shares_its_memory() -> None:
     assert column.stride() == (100,)
 
 
-def test_the_sender_copies_nothing() -> None:
-    sent = torch.zeros(1000)
-    packed = pack(sent.view(10, 100).t(), Outgoing(1))
+def test_memory_is_short_up_to_a_limit(limit: int) -> None:
+    assert len(pack(torch.ones(limit // 4), Outgoing(1)).storages) == 0
+    assert len(pack(torch.ones(limit // 4 + 1), Outgoing(1)).storages) == 1
+    short, long, empty = travel([torch.ones(limit // 4), torch.ones(limit // 4 + 1), torch.ones(0)])
+    assert (short.sum(), long.sum(), empty.sum()) == (limit // 4, limit // 4 + 1, 0)
+
+
+def test_short_memory_is_as_it_was_when_it_was_packed() -> None:
+    sent = torch.zeros(tensors.SHORT_BYTES // 4)
+    packed = pack(sent, Outgoing(1))
+    sent.fill_(1)
+    assert unpack(packed, Incoming(0)).sum() == 0
+
+
+def test_the_sender_does_not_copy_long_memory() -> None:
+    sent = torch.zeros(10_000)
+    packed = pack(sent.view(10, 1000).t(), Outgoing(1))
     assert packed.storages[0].data_ptr() == sent.data_ptr()
     assert (packed.storages[0].dtype, packed.storages[0].dim()) == (torch.uint8, 1)
     assert len(packed.body) < 500
 
 
-def test_the_receiver_copies_nothing() -> None:
-    storages = pack([torch.ones(100), torch.ones(5, 3).t()], Outgoing(1))
-    packed = received(storages)
+def test_the_receiver_does_not_copy_long_memory() -> None:
+    packed = received(pack([torch.ones(10_000), torch.ones(500, 30).t()], Outgoing(1)))
     arrived = unpack(packed, Incoming(0))
     assert [tensor.data_ptr() for tensor in arrived] == [storage.data_ptr() for storage in packed.storages]
 
@@ -293,7 +316,7 @@ def test_tensors_that_reduce_themselves_go_out_of_band_too() -> None:
     class_of_its_own = torch.arange(1000.0).as_subclass(Marked)
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.qint8)
     packed = pack([class_of_its_own, quantized], Outgoing(1))
-    assert storage_bytes(packed) == [4000, 4]
+    assert memory_bytes(packed) == [4000, 4]
     first, second = unpack(received(packed), Incoming(0))
     assert type(first) is Marked
     assert torch.equal(first.as_subclass(torch.Tensor), torch.arange(1000.0))
