@@ -26,7 +26,7 @@ WARM_UP = 0.3
 LOOKS = 100
 GROWTH_BYTES = 8 << 20
 """What a rank may have grown by at the end, whatever the number of calls: freed memory that the allocator keeps."""
-SLEEP_SECONDS, PATIENCE_SECONDS = 0.02, 0.004
+SLEEP_SECONDS, PATIENCE_SECONDS = 0.2, 0.004
 SETTLE_SECONDS = 20.0
 
 
