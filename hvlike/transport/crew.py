@@ -66,8 +66,10 @@ class Crew:
         return len(self._threads)
 
     def allow(self, limit: int) -> None:
-        """Run so many limited errands at a time from now on."""
+        """Run so many limited errands at a time from now on; threads that are not needed for that end soon."""
         self.limit = limit
+        for _ in self._threads:
+            self._summon()
 
     def submit(self, errand: Errand, *, limited: bool = False) -> None:
         """Have `errand` run in a thread of its own time; from any thread, the loop included."""
