@@ -76,10 +76,14 @@ class Board:
 
     def look(self, index: int) -> bool | None:
         """The answer about thing number `index`, which this rank has begun; None: not yet. The head makes it."""
-        answer = self._decide(index) if self._rank == HEAD else self._hear(index)
-        if answer:
-            self._agreed[index % RING] = index + 1
-        return answer
+        if self._rank == HEAD:
+            answer = self._decide(index)
+        else:
+            answer = self._hear(index)
+            if answer is None and self._head[_AWAY]:
+                # It may come back and find this entry: what is given up must be withdrawn.
+                return self.withdraw(index)
+        return self._noted(index, answer)
 
     def withdraw(self, index: int) -> bool | None:
         """Wait no longer; the answer, False if it was in time, None if the head is just deciding: look again."""
@@ -88,12 +92,17 @@ class Board:
         self._mine[_WITHDRAWN] = index + 1
         self._fence()
         deciding = self._head[_DECIDING] == index + 1
-        answer = self.look(index)
+        answer = self._noted(index, self._hear(index))
         return answer if answer is not None or deciding else False
 
     def finish(self, index: int) -> None:
         """This rank is through with the memory of all ranks for thing number `index`."""
         self._mine[_FINISHED] = index + 1
+
+    def _noted(self, index: int, answer: bool | None) -> bool | None:
+        if answer:
+            self._agreed[index % RING] = index + 1
+        return answer
 
     def _decide(self, index: int) -> bool | None:
         entry = _ENTRIES + index % RING * _ENTRY_WORDS
@@ -132,7 +141,7 @@ class Board:
         counted = head[_COUNT] > index
         self._order()
         passed = counted and head[_ENTRIES + index % RING * _ENTRY_WORDS] != index + 1
-        if said >> 1 > index + 1 or passed or head[_AWAY]:
+        if said >> 1 > index + 1 or passed:
             # It may have spoken since it was looked at, and then gone on.
             self._order()
             said = head[_VERDICTS + index % RING]

@@ -65,7 +65,7 @@ def nothing():
 class Rank:
     """Asks for THINGS things, some in the ordinary way, some by mistake for another thing than the others."""
 
-    def __init__(self, rank, ranks, memory, data, stage, seed, *, leaves_at):
+    def __init__(self, rank, ranks, memory, data, stage, seed, *, leaves_at, returns):
         self.rank = rank
         self.answers = {}
         self.offers = {}
@@ -73,6 +73,7 @@ class Rank:
         self._stage = stage
         self._data = data
         self._leaves_at = leaves_at
+        self._returns = returns
         self._board = Board([Words(memory[each], stage, rank) for each in range(ranks)], rank, nothing, nothing)
 
     def run(self):
@@ -81,7 +82,9 @@ class Rank:
             for index in range(THINGS):
                 if index == self._leaves_at:
                     self._board.set_away(True)
-                    return
+                    if not self._returns:
+                        return
+                    self._board.set_away(False)
                 if self._random.random() < 0.15 or not self._board.is_free(index):
                     self._board.passed(index + 1)
                 else:
@@ -111,13 +114,13 @@ class Rank:
         return answer
 
 
-def play(ranks, seed, *, leaver=None):
-    """Let all ranks run to their end; returns them."""
+def play(ranks, seed, *, leaver=None, returns=False):
+    """Let all ranks run to their end; returns them. leaver: goes away in the middle, perhaps for a moment only."""
     stage = Stage(ranks, seed)
     memory = [[0] * WORDS for _ in range(ranks)]
     data = [[-1] * RING for _ in range(ranks)]
     actors = [
-        Rank(rank, ranks, memory, data, stage, seed, leaves_at=THINGS // 2 if rank == leaver else None)
+        Rank(rank, ranks, memory, data, stage, seed, leaves_at=THINGS // 2 if rank == leaver else None, returns=returns)
         for rank in range(ranks)
     ]
     errors = []
@@ -161,6 +164,13 @@ def test_nobody_waits_for_a_rank_that_is_away(leaver):
         actors = play(2, seed, leaver=leaver)
         check(actors)
         assert not any(answer for index, answer in actors[1 - leaver].answers.items() if index >= THINGS // 2)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_was_away_and_is_back_says_yes_to_nothing_that_the_others_have_given_up(leaver):
+    # A rank that saw the head away took that for a no, without saying so; the head came back and said yes.
+    for seed in range(60):
+        check(play(2, seed, leaver=leaver, returns=True))
 
 
 def test_a_thing_is_done_at_once_when_all_ask_for_it():
