@@ -37,6 +37,7 @@ class Event(NamedTuple):
     end: float
     thread: int
     rank: int
+    input_shapes: list[list[int]]
 
 
 class Recorded(NamedTuple):
@@ -57,7 +58,8 @@ def run_recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     if _autograd._profiler_enabled():
         return Recorded(func(*args, **kwargs), [])
     began = time.time_ns() / 1000
-    with _legacy.profile() as profile:
+    # Whether the caller's profiler wants shapes cannot be asked of it.
+    with _legacy.profile(record_shapes=True) as profile:
         value = func(*args, **kwargs)
     rank = current().rank
     events = [
@@ -67,6 +69,7 @@ def run_recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             began + event.time_range.end,
             event.thread,
             event.node_id if event.is_remote else rank,
+            event.input_shapes or [],
         )
         for event in profile.function_events
     ]
@@ -154,6 +157,7 @@ class Collection:
                 start_us=event.start - start,
                 end_us=event.end - start,
                 stack=[],
+                input_shapes=event.input_shapes,
                 is_remote=True,
                 node_id=event.rank,
                 is_legacy=True,

@@ -89,6 +89,7 @@ def test_the_legacy_profiler_has_the_call_and_what_it_does_there(
     (there,) = [event for event in events if event.name == f"{key}#remote_op: aten::mul"]
     assert there.is_remote
     assert there.node_id == peer
+    assert there.input_shapes[0] == [2]
     # Both clocks are the machine's.
     assert there.time_range.start >= call.time_range.start - 1000
     assert f"{key}#remote_op: aten::mul" in {average.key for average in profile.key_averages()}
