@@ -18,8 +18,8 @@ from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
 from hvlike.planes.lane import Job, Lanes
 from hvlike.planes.plane import Plane
-from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine
+from hvlike.transport.task import Task
 
 JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
     "allgather": allgather_job,

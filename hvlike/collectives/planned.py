@@ -37,7 +37,7 @@ from hvlike.collectives.waits import STEP
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
-from hvlike.transport.loop import Task
+from hvlike.transport.task import Task
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 

@@ -11,8 +11,8 @@ from hvlike.collectives.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.trace import recorded
 from hvlike.planes.lane import Job, Lane
 from hvlike.planes.plane import Plane
-from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine
+from hvlike.transport.task import Task
 
 Ended = Callable[[Task[None]], None]
 

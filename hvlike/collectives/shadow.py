@@ -12,7 +12,7 @@ from hvlike.collectives.request import Request
 from hvlike.collectives.schedule import Schedule
 from hvlike.errors import HorovodInternalError, ShutdownError
 from hvlike.planes.lane import Lanes
-from hvlike.transport.loop import Task
+from hvlike.transport.task import Task
 
 if TYPE_CHECKING:
     from hvlike.collectives.planned import PlannedReducer

@@ -23,9 +23,9 @@ from hvlike.transport.cores import is_crowded
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
-from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.segment import Segment, words
+from hvlike.transport.task import Task
 
 COPIED_BYTES = 1 << 20
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""

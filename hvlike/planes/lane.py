@@ -20,8 +20,8 @@ from hvlike.planes.shared import SharedPlane
 from hvlike.transport.cores import is_crowded
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
-from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine
+from hvlike.transport.task import Task
 
 # A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
 _BUDGETS = (2 << 20, 512 << 10, 64 << 10)

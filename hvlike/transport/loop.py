@@ -14,12 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError
 from hvlike.transport.crew import Crew
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.task import Task
 
 T = TypeVar("T")
 
@@ -42,26 +43,6 @@ _LONGEST_POLL = 1e-3
 _LONGEST_IDLE_POLL = 10e-3
 _HOT_LOOK_SECONDS = 200e-6
 """How long a background thread looks for the next request before it sleeps, where requests follow one another."""
-
-
-class Task(Generic[T]):
-    """A routine in the loop, and in time its result or error."""
-
-    __slots__ = ("_after", "done", "error", "result", "routine")
-
-    def __init__(self, routine: Routine[T], after: Callable[[Task[T]], None] | None = None) -> None:
-        self.routine = routine
-        self.done = False
-        self.result: T | None = None
-        self.error: BaseException | None = None
-        self._after = after
-
-    def finish(self, result: T | None, error: BaseException | None) -> None:
-        """Record how it ended, then tell who wanted to know. Runs in the loop."""
-        self.result, self.error = result, error
-        self.done = True
-        if self._after is not None:
-            self._after(self)
 
 
 class Loop:

@@ -5,7 +5,7 @@ from typing import Any
 
 from hvlike.collectives.context import current
 from hvlike.planes.plane import Plane
-from hvlike.transport.loop import Task
+from hvlike.transport.task import Task
 
 
 def run(job: Callable[[Plane], Any]) -> None:

@@ -15,8 +15,8 @@ from hvlike.planes.chunks import CHUNK_BYTES
 from hvlike.planes.lane import open_lane
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import Plane
-from hvlike.transport.loop import Task
 from hvlike.transport.routine import Routine
+from hvlike.transport.task import Task
 
 SHAPES = [(7,), (3, 5), (), (100, 150), (0, 2), (16_000,), (60_000,), *[(2_000 + 17 * index,) for index in range(60)]]
 """More than a chunk of small ones, one large one, an empty one and a scalar."""
