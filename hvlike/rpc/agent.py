@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,28 +13,12 @@ import torch
 
 from hvlike.rpc.message import Call, Packed, Request
 from hvlike.rpc.options import RpcBackendOptions
+from hvlike.rpc.parting import Parting
 from hvlike.rpc.pending import PendingCalls
 from hvlike.rpc.remote_error import Description, describe
-from hvlike.rpc.state import State, describe_state
-from hvlike.rpc.switchboard import (
-    ANSWER,
-    DEPARTURE,
-    FAILURE,
-    NOTICE,
-    QUESTION,
-    REPORT,
-    REQUEST,
-    STATE,
-    VERDICT,
-    Switchboard,
-)
-from hvlike.rpc.termination import Report, Termination, Wave
+from hvlike.rpc.switchboard import ANSWER, FAILURE, NOTICE, QUESTION, REQUEST, Switchboard
 from hvlike.rpc.worker_info import WorkerInfo
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.routine import Routine, Wait
-
-_SHORTEST_PAUSE = 1e-3
-_LONGEST_PAUSE = 0.1
 
 Handler = Callable[[Request], None]
 Hearer = Callable[[int, tuple[Any, ...]], None]
@@ -78,13 +62,9 @@ class Agent:
         """Messages that have left for each worker."""
         self.received = [0] * self.size
         """Messages that have come from each worker."""
-        self.parting = False
-        """True from the call of a graceful shutdown on."""
-        self.termination = Termination(self)
+        self.parting = Parting(self, switchboard)
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
         """Given the answer to a call that has ended without it: its kind, who sent it, what. In a thread of its own."""
-        self.states: dict[int, State] = {}
-        """What the others have answered to `ask`."""
 
     # -- the session --------------------------------------------------------------------------
 
@@ -103,8 +83,7 @@ class Agent:
         def leave() -> None:
             self._ended = why
             if tell:
-                for rank in self.present - {self.rank}:
-                    self._switchboard.send(rank, (self.session, DEPARTURE), [])
+                self.parting.depart()
 
         self._loop.perform(leave)
         self._switchboard.end()
@@ -178,16 +157,6 @@ class Agent:
         self._outbox.append((rank, kind, value))
         self._loop.post(self._empty_outbox)
 
-    def ask(self) -> None:
-        """Ask all other workers what they are doing; `states` fills with their answers. Does not block."""
-
-        def send() -> None:
-            self.states.clear()
-            for rank in self.present - {self.rank}:
-                self._switchboard.send(rank, (self.session, QUESTION), [])
-
-        self._loop.perform(send)
-
     # -- as one who serves --------------------------------------------------------------------
 
     def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
@@ -214,7 +183,7 @@ class Agent:
 
     def _receive(self, source: int, what: int, rest: list[Any], storages: list[torch.Tensor]) -> None:
         if what >= QUESTION:
-            self._receive_uncounted(source, what, rest)
+            self.parting.receive(source, what, rest)
             return
         self.received[source] += 1
         if what == REQUEST:
@@ -242,18 +211,6 @@ class Agent:
             error = RuntimeError(f"RPC has been shut down on {self.workers[source].name} (rank {source}).")
         self._finish(call, error)
 
-    def _receive_uncounted(self, source: int, what: int, rest: list[Any]) -> None:
-        if what == QUESTION:
-            self._switchboard.send(source, (self.session, STATE, describe_state(self)), [])
-        elif what == STATE:
-            self.states[source] = rest[0]
-        elif what == REPORT:
-            self.termination.hear_report(source, *rest)
-        elif what == VERDICT:
-            self.termination.hear_verdict(*rest)
-        else:
-            self.lose({source: f"RPC has been shut down on {self.workers[source].name} (rank {source})."})
-
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         if self._ended is not None or call.rank in self._lost:
             if self.pending.take(number) is not None:
@@ -276,13 +233,13 @@ class Agent:
                 self._send(rank, (NOTICE, kind, value), [])
             # Only now: what stands here keeps the session from being idle.
             self._outbox.popleft()
-        self._settled()
+        self.parting.look()
 
     def _finish(self, call: Call, error: Exception | None) -> None:
         call.error = error
         call.done = True
         if call.then is None:
-            self._settled()
+            self.parting.look()
         else:
             self.submit(partial(call.then, call))
 
@@ -302,31 +259,7 @@ class Agent:
         self._lost.update(errors)
         for call in self.pending.take_all(set(errors)):
             self._finish(call, RuntimeError(errors[call.rank]))
-        self._settled()
-
-    def _settled(self) -> None:
-        """Something has ended: this worker may be idle now."""
-        if self.parting:
-            self.termination.look()
-
-    # -- for the detection of the end, in the loop -------------------------------------------------
-
-    def counts(self, ranks: Collection[int]) -> tuple[int, int]:
-        """Messages sent to `ranks` and received from them."""
-        return sum(self.sent[rank] for rank in ranks), sum(self.received[rank] for rank in ranks)
-
-    def send_report(self, rank: int, wave: Wave, report: Report) -> None:
-        """Tell the coordinator that this worker is idle."""
-        self._switchboard.send(rank, (self.session, REPORT, wave, report), [])
-
-    def send_verdict(self, rank: int, wave: Wave, over: bool) -> None:
-        """Tell a worker whether the session is quiet."""
-        self._switchboard.send(rank, (self.session, VERDICT, wave, over), [])
-
-    def later(self, look: Callable[[], None], waves: int) -> None:
-        """Call `look` in a moment, which is longer the more waves have failed."""
-        pause = min(_SHORTEST_PAUSE * 2.0 ** min(waves, 10), _LONGEST_PAUSE)
-        self._loop.start(_pause(pause), lambda _: look(), wake=False)
+        self.parting.look()
 
     # -- in a thread of its own time ------------------------------------------------------------
 
@@ -348,7 +281,7 @@ class Agent:
             if self._ended is None and request.source not in self._lost:
                 self._send(request.source, message, storages)
             del self.open[request.source, request.number]
-            self._settled()
+            self.parting.look()
 
         if request.answers_last:
             self._loop.post(send, wake=False)
@@ -361,14 +294,8 @@ class Agent:
         finally:
             with self._lock:
                 self._works -= 1
-            if self.parting:
-                self._loop.perform(self._settled)
-
-
-def _pause(seconds: float) -> Routine[None]:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        yield Wait.POLL
+            if self.parting.begun:
+                self._loop.perform(self.parting.look)
 
 
 class _Process:

@@ -98,7 +98,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     if not graceful:
         _end(agent, tell=True)
         return
-    agent.parting = True
+    agent.parting.begun = True
     try:
         _wait_until_quiet(agent, "work", deadline)
         rrefs.release_all()
@@ -150,10 +150,9 @@ def _check_answers(answers: list[tuple[str, str, int]], rank: int) -> None:
 
 
 def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
-    loop = agent.fabric.loop
     ended = threading.Event()
     # The background threads drive: what comes in meanwhile is for them to run.
-    loop.perform(lambda: agent.termination.begin(phase, ended.set))
+    agent.parting.begin(phase, ended.set)
     while True:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         slice_ = _REPORT_SECONDS if remaining is None else min(remaining, _REPORT_SECONDS)
@@ -171,11 +170,11 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
 
 
 def _who_is_missing(agent: Agent) -> str:
-    agent.ask()
+    agent.parting.ask()
     others = len(agent.present) - 1
-    agent.fabric.loop.wait(lambda: len(agent.states) >= others, _ANSWER_SECONDS)
+    agent.fabric.loop.wait(lambda: len(agent.parting.states) >= others, _ANSWER_SECONDS)
     names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
-    return in_words(names, {**agent.states, agent.rank: describe_state(agent)})
+    return in_words(names, {**agent.parting.states, agent.rank: describe_state(agent)})
 
 
 def _end(agent: Agent, *, tell: bool) -> None:

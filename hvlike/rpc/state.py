@@ -30,7 +30,7 @@ def describe_state(agent: Agent) -> State:
     now = time.monotonic()
     requests = sorted(agent.open.values(), key=lambda request: request.came)
     return State(
-        parting=agent.parting,
+        parting=agent.parting.begun,
         serving=tuple((each.source, each.about, now - each.came) for each in requests[:_MOST]),
         serving_in_all=len(requests),
         waiting=tuple(sorted(agent.pending.ranks().items())),
