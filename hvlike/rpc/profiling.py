@@ -54,6 +54,7 @@ class ObservedCall:
     def __init__(self, agent: Agent, form: str, to: object, func: Any) -> None:
         """form: sync, async or remote. Raises: as Agent.worker."""
         self._agent = agent
+        self._began = time.time_ns() / 1000
         callee = agent.worker(to)
         name = name_of(func)
         self._key = f"rpc_{form}#{name}({agent.me.name} -> {callee.name})"
@@ -85,6 +86,8 @@ class ObservedCall:
 
     def ended(self, error: BaseException | None = None) -> None:
         """The call is over. Called once."""
+        if self._collection is not None:
+            self._collection.call_ended(self._key, self._began, self._agent.rank)
         if self._stay is not None:
             self._stay.end({"error": type(error).__name__} if error is not None else None)
             self._stay.leave()

@@ -55,12 +55,20 @@ def is_legacy() -> bool:
 
 def run_recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recorded:
     """func(*args, **kwargs), and what the legacy profiler sees of it."""
+    return _run(func, args, kwargs)[0]
+
+
+def _run(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Recorded, Collection | None]:
+    """The same, and where the events of calls come that it has left open."""
     if _autograd._profiler_enabled():
-        return Recorded(func(*args, **kwargs), [])
+        return Recorded(func(*args, **kwargs), []), None
     began = time.time_ns() / 1000
     # Whether the caller's profiler wants shapes cannot be asked of it.
     with _legacy.profile(record_shapes=True) as profile:
         value = func(*args, **kwargs)
+        collection = _of_thread.collection
     rank = current().rank
     events = [
         Event(
@@ -73,16 +81,20 @@ def run_recorded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         )
         for event in profile.function_events
     ]
-    return Recorded(value, events)
+    return Recorded(value, events), collection
 
 
 @async_execution
 def run_recorded_later(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same for a function that returns a future; what runs after it has returned is not recorded."""
-    future, events = run_recorded(func, args, kwargs)
+    """The same for a function that returns a future; of what runs later, only calls are recorded."""
+    (future, events), collection = _run(func, args, kwargs)
     if not isinstance(future, torch._C.Future):
         return future
-    return future.then(lambda done: Recorded(done.wait(), events))
+    return future.then(lambda done: Recorded(done.wait(), events + _late(collection)))
+
+
+def _late(collection: Collection | None) -> list[Event]:
+    return [] if collection is None else collection.late()
 
 
 def run_and_tell(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], to: int, ticket: int) -> Any:
@@ -97,7 +109,15 @@ def run_and_tell_later(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], to: int, ticket: int
 ) -> Any:
     """The same for a function that returns a future."""
-    return run_and_tell(func, args, kwargs, to, ticket)
+    (future, events), collection = _run(func, args, kwargs)
+    if not isinstance(future, torch._C.Future):
+        return future
+
+    def tell(done: Any) -> Any:
+        current().notify(to, EVENTS, (ticket, events + _late(collection)))
+        return done.wait()
+
+    return future.then(tell)
 
 
 def function_of(func: Any, args: Sequence[Any]) -> Any:
@@ -109,7 +129,9 @@ class Collection:
     """What calls of one thread bring home while a legacy profiler records it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._events: list[Event] = []
+        self._has_ended = False
         self._tickets: dict[int, str] = {}
         self._first: tuple[str, float] | None = None
 
@@ -136,7 +158,20 @@ class Collection:
 
     def add(self, key: str, events: list[Event]) -> None:
         """Keep what was recorded for the call `key`."""
-        self._events += [event._replace(name=f"{key}#remote_op: {event.name}") for event in events]
+        with self._lock:
+            self._events += [event._replace(name=f"{key}#remote_op: {event.name}") for event in events]
+
+    def call_ended(self, key: str, began: float, rank: int) -> None:
+        """The call `key`, made at `began` on this `rank`, is over: where the profiler has ended before, note it."""
+        with self._lock:
+            if self._has_ended:
+                self._events.append(Event(key, began, time.time_ns() / 1000, threading.get_native_id(), rank, []))
+
+    def late(self) -> list[Event]:
+        """What has come after the profiler ended."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
 
     def told(self, ticket: int, events: list[Event]) -> None:
         """Events have come by themselves."""
@@ -146,6 +181,9 @@ class Collection:
         """The profiler has ended: what it has recorded and what has come home, in order of time."""
         for ticket in self._tickets:
             _awaiting.pop(ticket, None)
+        with self._lock:
+            self._has_ended = True
+            events, self._events = self._events, []
         start = self._start(local)
         numbers = itertools.count(1 + max((event.id for event in local), default=0))
         remote = [
@@ -162,7 +200,7 @@ class Collection:
                 node_id=event.rank,
                 is_legacy=True,
             )
-            for event in self._events
+            for event in events
         ]
         return sorted(local + remote, key=lambda event: (event.time_range.start, -event.time_range.end))
 

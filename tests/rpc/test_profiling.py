@@ -1,6 +1,7 @@
 """Calls in torch's profilers and in the timeline: under which names, on which workers, and nothing else changed."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,12 @@ def multiply(x: torch.Tensor) -> torch.Tensor:
     return torch.mul(x, 3)
 
 
+def multiply_slowly(x: torch.Tensor) -> torch.Tensor:
+    """Takes longer than its caller needs to return a future."""
+    time.sleep(0.05)
+    return torch.mul(x, 3)
+
+
 def multiply_on(to: int, x: torch.Tensor) -> Any:
     return hvlike.rpc.rpc_sync(to, multiply, (x,))
 
@@ -30,7 +37,7 @@ def multiply_on(to: int, x: torch.Tensor) -> Any:
 @async_execution
 def multiply_later(to: int, x: torch.Tensor) -> Any:
     torch.neg(x)
-    return hvlike.rpc.rpc_async(to, multiply, (x,)).then(lambda future: future.wait())
+    return hvlike.rpc.rpc_async(to, multiply_slowly, (x,)).then(lambda future: future.wait())
 
 
 def fail() -> None:
@@ -123,10 +130,16 @@ def test_calls_of_calls_have_nested_keys(hvd: ModuleType, rpc: ModuleType, peer:
 def test_functions_that_answer_later(
     hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
 ) -> None:
+    me, there = rpc.get_worker_info().name, rpc.rpc_sync(peer, rpc.get_worker_info).name
     with legacy_profile() as profile:
         result = form(peer, multiply_later, (hvd.rank(), torch.ones(2)))
     assert torch.equal(result, torch.full((2,), 3.0))
-    assert f"rpc_{name}#multiply_later{way}#remote_op: aten::neg" in [event.name for event in profile.function_events]
+    nodes = {event.name: event.node_id for event in profile.function_events if event.is_remote}
+    before = f"rpc_{name}#multiply_later{way}#remote_op: "
+    assert nodes[f"{before}aten::neg"] == peer
+    # The call that its future waits for has ended after the function.
+    assert nodes[f"{before}rpc_async#multiply_slowly({there} -> {me})"] == peer
+    assert nodes[f"{before}rpc_async#multiply_slowly({there} -> {me})#remote_op: aten::mul"] == hvd.rank()
 
 
 def test_a_profile_has_only_its_own_calls(rpc: ModuleType, peer: int, way: str) -> None:
