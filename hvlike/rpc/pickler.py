@@ -5,7 +5,9 @@ buffers, in order of appearance: a tensor, the memory of an array, or the messag
 to build that sequence stands in a table behind the stream:
 
     stream                      the value; tensors are references to "the next buffer"
-    table, length, b"T"         only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead)
+    memory                      the short pieces, as bytes; long ones go by themselves (tensors.Cargo)
+    table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead), and
+                                the lengths of the short pieces
 
 RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
 over what the sender keeps alive for it, and lets it go.
