@@ -2,7 +2,7 @@
 
 A message is an object (pickled with protocol 5) and any number of contiguous CPU tensors. A small
 message is one MPI message; the tensors of a larger one follow as MPI messages of their own, of at
-most 1 GiB each, received straight into their final storage. Messages of one sender without large
+most 16 MiB each, received straight into their final storage. Messages of one sender without large
 tensors arrive in order.
 
 A sender on the same node rings the receiver's doorbell after its MPI send and counts the message in
@@ -33,7 +33,10 @@ Handler = Callable[[int, Any, list[torch.Tensor]], None]
 INLINE_BYTES = 4096
 """Tensors up to this size in all ride in the message itself."""
 
-PIECE_BYTES = 1 << 30
+PIECE_BYTES = 16 << 20
+"""Of a payload that is one MPI message: where MPI moves bytes only while it is looked at, each one that has arrived
+shows that it pays to go on looking."""
+
 _FIRST_PAYLOAD_TAG = 16
 _PAYLOAD_TAGS = 1 << 20
 _MESSAGE_TAG = 1
@@ -89,6 +92,7 @@ class Channel:
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
+        self._moving = 0
         self._next_tag = 0
         loop.add_source(self._progress, self._is_half_done)
 
@@ -142,7 +146,7 @@ class Channel:
         """True while something is on its way of which nobody tells when it has arrived."""
         if self._sending:
             self._advance_sends()
-        return bool(self._sending) or self._expecting or self._incoming is not None
+        return bool(self._sending or self._moving) or self._expecting or self._incoming is not None
 
     def _isend(self, memory: NDArray[np.uint8] | bytes, rank: int, tag: int) -> Any:
         return self._comm.Isend([memory, self._mpi.BYTE], dest=rank, tag=tag)
@@ -165,10 +169,15 @@ class Channel:
         return wait
 
     def _advance_sends(self) -> Wait:
+        advanced = False
         for entry in list(self._sending):
-            if all(request.Test() for request in entry[0]):
+            requests = entry[0]
+            open_before = len(requests)
+            requests[:] = [request for request in requests if not request.Test()]
+            advanced = advanced or len(requests) < open_before
+            if not requests:
                 self._sending.remove(entry)
-        return Wait.POLL if self._sending else Wait.AGAIN
+        return Wait.AGAIN if advanced else Wait.POLL
 
     def _receive(self) -> bool:
         """Take every message that is there; True if there was one.
@@ -231,7 +240,14 @@ class Channel:
             for view in views
             for piece in _pieces(view)
         ]
-        yield from complete(requests)
+        self._moving += 1
+        try:
+            for request in requests[:-1]:
+                yield from complete([request])
+                yield Wait.AGAIN
+            yield from complete(requests[-1:])
+        finally:
+            self._moving -= 1
         self._deliver(source, topic, value, tensors)
 
 

@@ -274,7 +274,7 @@ class Loop:
                 self._bell.enter()
                 self._advance(True)
                 again = self._bell.leave()
-            again = again or any(is_half_done() for is_half_done in self._half_done)
+            again = again or self._is_half_done()
         finally:
             self._driver = 0
             self._lock.release()
@@ -284,6 +284,10 @@ class Loop:
                 self._changed.notify_all()
         elif again or self._inbox or self._tasks:
             self._bell.ring()
+
+    def _is_half_done(self) -> bool:
+        """True while bytes are on their way, which MPI may move only while somebody looks."""
+        return any(is_half_done() for is_half_done in self._half_done)
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, spins: int) -> None:
         looks = 0
@@ -298,7 +302,7 @@ class Loop:
             if self._wait is Wait.AGAIN:
                 looks, poll = 0, _SHORTEST_POLL
                 continue
-            if looks == 0 and spins:
+            if looks == 0 and (spins or self._is_half_done()):
                 look_until = self._look_until(deadline)
             looks += 1
             if (looks <= spins or self._polls_busily) and time.monotonic() < look_until:
