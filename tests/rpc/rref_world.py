@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from hvlike.rpc.rrefs.effects import DROPPED
 from hvlike.rpc.rrefs.entry import Entry
 from hvlike.rpc.rrefs.fork import Fork
 from hvlike.rpc.rrefs.identity import GlobalId, Ticket
 from hvlike.rpc.rrefs.lifetime import Lifetime
+
+
+class Step(NamedTuple):
+    """A message on its way, or something that goes on inside a worker."""
+
+    source: int
+    to: int
+    happen: Callable[[], None]
 
 
 class World:
@@ -19,8 +28,8 @@ class World:
         self.workers = [Lifetime(rank) for rank in range(size)]
         self.held: list[tuple[int, Entry | Fork]] = []
         """The RRef objects that programs hold, with their worker."""
-        self.flying: list[Callable[[], None]] = []
-        self.running: list[Callable[[], None]] = []
+        self.flying: list[Step] = []
+        self.running: list[Step] = []
         self.made: dict[GlobalId, Entry] = {}
         """The one entry each value ever had."""
         self.carried: list[tuple[GlobalId, int]] = []
@@ -29,6 +38,8 @@ class World:
         """Fetches without an answer."""
         self.unconfirmed = 0
         """Forks whose receiver waits for their confirmation."""
+        self.lost: int | None = None
+        """The worker that has been lost."""
 
     # -- what programs do -----------------------------------------------------------------------
 
@@ -46,13 +57,13 @@ class World:
         if rank == owner:
             entry = self.made[rref] = worker.create(rref, None, rank)
             self.held.append((rank, entry))
-            self.flying.append(partial(self._begin, rank, rref, None))
+            self.flying.append(Step(rank, rank, partial(self._begin, rank, rref, None)))
             return
         fork = Fork(rref, worker.new_id(), owner)
         worker.used.begin(fork)
         self.held.append((rank, fork))
-        self.flying.append(partial(self._create, fork, rank))
-        self.running.append(partial(self._acknowledge, rank, fork))
+        self.flying.append(Step(rank, owner, partial(self._create, fork, rank)))
+        self.running.append(Step(rank, rank, partial(self._acknowledge, rank, fork)))
 
     def send(self, held: tuple[int, Entry | Fork], to: int, *, fails: bool = False) -> None:
         """An RRef as an argument or result."""
@@ -62,7 +73,7 @@ class World:
             self.workers[rank].unsend(rref, ticket)
         else:
             self.carried.append((ticket.rref, ticket.owner))
-            self.flying.append(partial(self._receive, Ticket.unpack(ticket.pack()), rank, to))
+            self.flying.append(Step(rank, to, partial(self._receive, Ticket.unpack(ticket.pack()), rank, to)))
         self._carry_out(rank)
 
     def fetch(self, held: tuple[int, Entry | Fork]) -> None:
@@ -71,20 +82,34 @@ class World:
         if isinstance(fork, Fork):
             self.workers[rank].used.fetch(fork)
             self.unanswered += 1
-            self.flying.append(partial(self._fetch, fork, rank))
+            self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork, rank)))
 
     def drop(self, held: tuple[int, Entry | Fork]) -> None:
         """The finaliser of an RRef object."""
         rank, rref = held
         self.held.remove(held)
         if isinstance(rref, Fork):
-            self.flying.append(partial(self._hear, rank, DROPPED, rank, (tuple(rref.id),)))
+            self.flying.append(Step(rank, rank, partial(self._hear, rank, DROPPED, rank, (tuple(rref.id),))))
+
+    def lose(self, rank: int) -> None:
+        """A worker is gone, with all that it was doing and all messages to and from it."""
+        self.lost = rank
+        self.held = [held for held in self.held if held[0] != rank]
+        self.flying = [step for step in self.flying if rank not in (step.source, step.to)]
+        self.running = [step for step in self.running if step.to != rank]
+        for survivor in self.survivors():
+            self.workers[survivor].forget(rank, RuntimeError("lost"))
+            self._carry_out(survivor)
+
+    def survivors(self) -> list[int]:
+        """The workers that are there."""
+        return [rank for rank in range(len(self.workers)) if rank != self.lost]
 
     def run_out(self, choose: Callable[[int], int]) -> None:
         """Let everything happen that has been begun, in the order of choice."""
         while self.flying or self.running:
             pending = self.flying if self.flying else self.running
-            pending.pop(choose(len(pending)))()
+            pending.pop(choose(len(pending))).happen()
 
     # -- what the protocol promises ---------------------------------------------------------------
 
@@ -97,24 +122,24 @@ class World:
 
     def check_empty(self) -> None:
         """Nothing is left: every value was freed, every wait has ended."""
-        for worker in self.workers:
-            assert not worker.owned.entries
-            assert not worker.used.forks
-        assert (self.unanswered, self.unconfirmed, self.carried) == (0, 0, [])
+        for rank in self.survivors():
+            assert not self.workers[rank].owned.entries
+            assert not self.workers[rank].used.forks
+        assert self.lost is not None or (self.unanswered, self.unconfirmed, self.carried) == (0, 0, [])
 
     # -- what arrives -----------------------------------------------------------------------------
 
     def _create(self, fork: Fork, creator: int) -> None:
         self.workers[fork.owner].create(fork.rref, fork.id, creator)
-        self._begin(fork.owner, fork.rref, partial(self._acknowledge, creator, fork))
+        self._begin(fork.owner, fork.rref, Step(fork.owner, creator, partial(self._acknowledge, creator, fork)))
         self._carry_out(fork.owner)
 
-    def _begin(self, owner: int, rref: GlobalId, acknowledge: Callable[[], None] | None) -> None:
+    def _begin(self, owner: int, rref: GlobalId, acknowledge: Step | None) -> None:
         entry = self.workers[owner].owned.create(rref)
-        assert self.made.setdefault(rref, entry) is entry
-        self.running.append(partial(self._finish, owner, entry, acknowledge))
+        assert self.made.setdefault(rref, entry) is entry or self.lost is not None
+        self.running.append(Step(owner, owner, partial(self._finish, owner, entry, acknowledge)))
 
-    def _finish(self, owner: int, entry: Entry, acknowledge: Callable[[], None] | None) -> None:
+    def _finish(self, owner: int, entry: Entry, acknowledge: Step | None) -> None:
         self.workers[owner].owned.settle(entry, "result", None)
         if acknowledge is not None:
             self.flying.append(acknowledge)
@@ -130,15 +155,15 @@ class World:
         self.carried.remove((ticket.rref, ticket.owner))
         self.held.append((to, held))
         if isinstance(held, Entry):
-            assert self.made.setdefault(ticket.rref, held) is held
+            assert self.made.setdefault(ticket.rref, held) is held or self.lost is not None
         elif not worker.used.when_confirmed([held], partial(self._confirmed, held)):
             self.unconfirmed += 1
         self._carry_out(to)
 
     def _confirmed(self, fork: Fork) -> None:
         self.unconfirmed -= 1
-        entry = self.workers[fork.owner].owned.entries[fork.rref]
-        assert entry.holders[fork.id].registered
+        if self.lost is None:
+            assert self.workers[fork.owner].owned.entries[fork.rref].holders[fork.id].registered
 
     def _fetch(self, fork: Fork, rank: int) -> None:
         entry = self.workers[fork.owner].owned.fetched(fork.rref, fork.id, rank)
@@ -155,6 +180,8 @@ class World:
     def _carry_out(self, rank: int) -> None:
         effects = self.workers[rank].take_effects()
         for notice in effects.notices:
-            self.flying.append(partial(self._hear, notice.rank, notice.kind, rank, notice.value))
+            hear = partial(self._hear, notice.rank, notice.kind, rank, notice.value)
+            if notice.rank != self.lost:
+                self.flying.append(Step(rank, notice.rank, hear))
         for ready in effects.answers + effects.starts:
             ready()

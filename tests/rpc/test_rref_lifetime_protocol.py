@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rpc.rref_world import World
+
+pytestmark = pytest.mark.pure
 
 STEPS = st.lists(
     st.tuples(
@@ -31,9 +35,9 @@ def step(world: World, what: str, one: int, two: int) -> None:
     elif what == "local":
         world.local(one % size)
     elif what == "deliver" and world.flying:
-        world.flying.pop(one % len(world.flying))()
+        world.flying.pop(one % len(world.flying)).happen()
     elif what == "finish" and world.running:
-        world.running.pop(one % len(world.running))()
+        world.running.pop(one % len(world.running)).happen()
     elif world.held and what in ("send", "unsent", "drop", "fetch"):
         held = world.held[one % len(world.held)]
         if what == "drop":
@@ -44,7 +48,15 @@ def step(world: World, what: str, one: int, two: int) -> None:
             world.send(held, two % size, fails=what == "unsent")
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+def end(world: World, choose: Callable[[int], int]) -> None:
+    """Every program lets go of what it holds, also of what still arrives."""
+    while world.held or world.flying or world.running:
+        for held in list(world.held):
+            world.drop(held)
+        world.run_out(choose)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(size=st.integers(1, 4), steps=STEPS, seed=st.integers(0, 2**20))
 def test_values_live_exactly_as_long_as_their_forks(size, steps, seed):
     world = World(size)
@@ -52,10 +64,19 @@ def test_values_live_exactly_as_long_as_their_forks(size, steps, seed):
     for what, one, two in steps:
         step(world, what, one, two)
         world.check_alive()
-    while world.held or world.flying or world.running:
-        # Messages still under way carry RRefs, which are held when they arrive.
-        for held in list(world.held):
-            world.drop(held)
-        world.run_out(choose)
-        world.check_alive()
+    end(world, choose)
+    world.check_empty()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(size=st.integers(2, 4), before=STEPS, lost=st.integers(0, 3), after=STEPS, seed=st.integers(0, 2**20))
+def test_a_lost_worker_leaves_nothing_with_the_others(size, before, lost, after, seed):
+    world = World(size)
+    for what, one, two in before:
+        step(world, what, one, two)
+    world.lose(lost % size)
+    for what, one, two in after:
+        if what not in ("remote", "local", "send"):
+            step(world, what, one, two)
+    end(world, random.Random(seed).randrange)
     world.check_empty()

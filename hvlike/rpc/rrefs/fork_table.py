@@ -18,6 +18,7 @@ class ForkTable:
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self.forks: dict[GlobalId, Fork] = {}
+        self.lost: set[int] = set()
 
     def begin(self, fork: Fork) -> None:
         """This worker has asked the owner to create the value; confirmed by the end of that call."""
@@ -30,7 +31,10 @@ class ForkTable:
             fork.confirmed = True
         else:
             fork.sender, fork.parent = source, ticket.parent
-            self._tell(fork.owner, REGISTER, (tuple(fork.rref), tuple(fork.id)))
+            if fork.owner in self.lost:
+                self.confirm(fork)
+            else:
+                self._tell(fork.owner, REGISTER, (tuple(fork.rref), tuple(fork.id)))
         return fork
 
     def confirm(self, fork: Fork) -> None:
@@ -66,7 +70,8 @@ class ForkTable:
 
     def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
         """A child goes to worker `rank`: the fork stays until that worker has told us that the owner knows."""
-        fork.children[child] = rank
+        if rank not in self.lost:
+            fork.children[child] = rank
 
     def accepted(self, parent: GlobalId, child: GlobalId) -> None:
         """The owner knows of the child, or the message with it was not sent after all."""
@@ -81,6 +86,7 @@ class ForkTable:
 
     def forget(self, rank: int) -> None:
         """Worker `rank` is gone: nothing that it still had to tell will come."""
+        self.lost.add(rank)
         for fork in list(self.forks.values()):
             for child in [child for child, to in fork.children.items() if to == rank]:
                 self.accepted(fork.id, child)

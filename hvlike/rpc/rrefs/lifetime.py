@@ -23,7 +23,7 @@ class Lifetime:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._effects = Effects()
-        self.owned = OwnerTable(self._effects)
+        self.owned = OwnerTable(rank, self._effects)
         self.used = ForkTable(self._effects)
         self._numbers = count()
 
@@ -39,9 +39,10 @@ class Lifetime:
 
     def create(self, rref: GlobalId, fork: GlobalId | None, rank: int) -> Entry:
         """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
+        entry = self.owned.create(rref)
         if fork is not None:
             self.owned.register(rref, fork, rank)
-        return self.owned.create(rref)
+        return entry
 
     def send(self, held: Entry | Fork, destination: int) -> Ticket:
         """An RRef goes into a message; what is to be kept until it has arrived is kept from now on."""
@@ -95,5 +96,4 @@ class Lifetime:
     def forget(self, rank: int, failure: Exception) -> None:
         """Worker `rank` is gone: what it held is given up, what it was to create fails with `failure`."""
         self.used.forget(rank)
-        for entry in self.owned.forget(rank):
-            self.owned.settle(entry, None, failure)
+        self.owned.forget(rank, failure)

@@ -20,20 +20,27 @@ from hvlike.rpc.rrefs.identity import GlobalId
 class OwnerTable:
     """Owner's side of the lifetime protocol."""
 
-    def __init__(self, effects: Effects) -> None:
+    def __init__(self, rank: int, effects: Effects) -> None:
         self.effects = effects
         self.entries: dict[GlobalId, Entry] = {}
+        gone = RuntimeError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
+        self.no_creations: dict[int, Exception] = {rank: gone}
+        """Workers whose creations cannot be still to come, and why: this one, and those that are lost."""
 
     def find(self, rref: GlobalId) -> Entry:
         """The entry of that name; one that waits for its creation where a message about it has overtaken that."""
         entry = self.entries.get(rref)
         if entry is None:
             entry = self.entries[rref] = Entry(rref)
+            if rref.created_on in self.no_creations:
+                self.settle(entry, None, self.no_creations[rref.created_on])
         return entry
 
     def create(self, rref: GlobalId) -> Entry:
         """A function is going to make its value."""
-        entry = self.find(rref)
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = Entry(rref)
         entry.created = True
         return entry
 
@@ -56,8 +63,9 @@ class OwnerTable:
 
     def share(self, entry: Entry, fork: GlobalId, rank: int) -> None:
         """A fork goes to another worker: known from now on."""
-        self.entries[entry.id] = entry
-        self._holder(entry, fork, rank).registered = True
+        if rank not in self.no_creations:
+            self.entries[entry.id] = entry
+            self._holder(entry, fork, rank).registered = True
 
     def unshare(self, entry: Entry, fork: GlobalId) -> None:
         """The message with that fork, or with that reservation, was not sent after all."""
@@ -103,16 +111,15 @@ class OwnerTable:
         self._holder(entry, fork, rank).deleted = fetches
         self._end_holder(entry, fork)
 
-    def forget(self, rank: int) -> list[Entry]:
-        """Worker `rank` is gone, its forks with it. Returns the entries whose creation will never come."""
-        orphans = []
+    def forget(self, rank: int, failure: Exception) -> None:
+        """Worker `rank` is gone, its forks with it; creations that it has not sent fail with `failure`."""
+        self.no_creations[rank] = failure
         for entry in list(self.entries.values()):
             for fork in [fork for fork, holder in entry.holders.items() if holder.rank == rank]:
                 del entry.holders[fork]
             if not entry.created and entry.id.created_on == rank:
-                orphans.append(entry)
+                self.settle(entry, None, failure)
             self._free_unneeded(entry)
-        return orphans
 
     def _holder(self, entry: Entry, fork: GlobalId, rank: int) -> Holder:
         holder = entry.holders.get(fork)
