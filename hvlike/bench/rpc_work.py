@@ -19,7 +19,7 @@ from hvlike.errors import HvlikeError
 
 CALLEE = 1
 
-_BYTES_PER_TURN = 64 << 20
+_BYTES_PER_TURN = 256 << 20
 _MOST_TRIPS = 200
 _WARM_UPS = 20
 _CALLS, _CALLS_AT_ONCE = 300, 1500
