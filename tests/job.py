@@ -30,7 +30,7 @@ OPEN_MPI_SETTINGS = {
     "OMPI_MCA_btl": "self,sm",
 }
 # Set for the ranks of the run that we belong to; a job started from there must not inherit them.
-OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART")
+OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART", "PYTEST_")
 OUTER_PREFIXES += ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
 GRACE_SECONDS = 2.0
 
