@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -163,9 +164,13 @@ def test_reference_cycles(rpc: ModuleType, peer: int, name: str) -> None:
     one.other, two.other = two, one
     one.rref, two.rref = rpc.remote(peer, Tracked, (name,)), rpc.RRef(one)
     rpc.rpc_sync(peer, give_back, (two.rref,))
+    node = weakref.ref(one)
     del one, two
-    wait_until_table_is_empty()
-    gc.collect()
+    # Garbage only when the other worker's copy is gone, too.
+    deadline = time.monotonic() + 20
+    while node() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
     assert rpc.rpc_sync(peer, wait_until_freed, (name,))
 
 
