@@ -17,32 +17,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError
+from hvlike.transport import patience
 from hvlike.transport.crew import Crew
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.task import Task
 
 T = TypeVar("T")
-
-TICK_SECONDS = 0.25
-"""The longest a sleeper goes without a look at the health of the job."""
-
-_PICK_UP_SECONDS = 50e-6
-_SPIN_SECONDS = 300e-6
-"""How long a waiter with a core of its own looks for what a rank of its node does; that one may be waking on this core.
-
-With no limit but that of looks it was 1 to 3 ms. Reductions take as long with this one, with 100 us they took longer.
-"""
-_BUSY_POLL_SECONDS = 50e-3
-"""How long a waiter with a core of its own looks for the next message of another node before it sleeps between looks.
-
-Only who looks moves the bytes of a message: with 1 ms, 100 MiB over a fast link took a seventh longer.
-"""
-_SHORTEST_POLL = 20e-6
-_LONGEST_POLL = 1e-3
-_LONGEST_IDLE_POLL = 10e-3
-_HOT_LOOK_SECONDS = 200e-6
-"""How long a background thread looks for the next request before it sleeps, where requests follow one another."""
 
 
 class Loop:
@@ -185,7 +166,7 @@ class Loop:
     def _drive_as_waiter(self, done: Callable[[], bool], deadline: float | None) -> None:
         try:
             self._enter()
-            self._drive(done, deadline, self._spins)
+            self._drive(done, deadline, self._looks())
         finally:
             self._leave()
 
@@ -199,50 +180,57 @@ class Loop:
                     self._bell.ring()
                 self._changed.wait_for(
                     lambda: done() or not self._lock.locked(),
-                    TICK_SECONDS if remaining is None else min(remaining, TICK_SECONDS),
+                    patience.TICK if remaining is None else min(remaining, patience.TICK),
                 )
             finally:
                 self._waiters -= 1
 
     def _listen(self, called: Callable[[], bool], hot: bool) -> None:
         """What a background thread does until it is `called`; hot: look for a while before the first sleep."""
-        look_until = time.monotonic() + _HOT_LOOK_SECONDS if hot and not self._crowded else None
-        if (self._inbox or look_until) and not self._drive_in_background(called, look_until):
+        linger = patience.HOT_LOOK if hot and not self._crowded else 0.0
+        if (self._inbox or linger) and not self._drive_in_background(called, linger):
             # What this thread has left to be sent when it listens again.
             self._bell.ring()
-        poll = _SHORTEST_POLL
+        poll = patience.SHORTEST_POLL
         while not (self._closing or called()):
-            rest = min(TICK_SECONDS, max(0.0, self._due - time.monotonic()))
+            rest = min(patience.TICK, max(0.0, self._due - time.monotonic()))
             rung = self._bell.sleep_idle(min(poll, rest) if self._remote else rest)
-            poll = _SHORTEST_POLL if rung else min(2 * poll, _LONGEST_IDLE_POLL)
+            poll = patience.SHORTEST_POLL if rung else min(2 * poll, patience.LONGEST_IDLE_POLL)
             if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
-                time.sleep(_PICK_UP_SECONDS)
-            if not called() and not self._drive_in_background(called, None) and rung:
+                time.sleep(patience.PICK_UP)
+            if not called() and not self._drive_in_background(called, 0.0) and rung:
                 # Who drives, and perhaps only sends something, has not heard this ring.
                 self._bell.ring()
         self._watch_clock_elsewhere()
 
     def _watch_clock_elsewhere(self) -> None:
         """Something is due so soon that a background thread which sleeps may have meant to sleep longer: wake one."""
-        if self._due < time.monotonic() + TICK_SECONDS and not self._closing:
+        if self._due < time.monotonic() + patience.TICK and not self._closing:
             self._bell.ring_idle()
 
-    def _drive_in_background(self, called: Callable[[], bool], look_until: float | None) -> bool:
-        """Drive until `called`, until somebody waits, and until nothing runs or it is `look_until`.
+    def _drive_in_background(self, called: Callable[[], bool], linger: float) -> bool:
+        """Drive until `called`, until somebody waits, or until nothing has happened for `linger` seconds.
 
         False when somebody else drives.
         """
         if self._closing or not self._lock.acquire(blocking=False):
             return self._closing
+        until = 0.0
 
         def done() -> bool:
-            return self._closing or self._waiters > 0 or called() or (look_until is None and self._idle())
+            nonlocal until
+            if self._closing or self._waiters > 0 or called():
+                return True
+            if self._idle():
+                return not linger or time.monotonic() >= until
+            until = time.monotonic() + linger
+            return False
 
         try:
             self._in_background = True
             self._enter()
-            self._drive(done, look_until, 0 if look_until is None else self._spins)
+            self._drive(done, None, self._looks() if linger else 0)
         except BaseException as error:
             self._failure = error
             raise
@@ -291,7 +279,7 @@ class Loop:
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, spins: int) -> None:
         looks = 0
-        poll = _SHORTEST_POLL
+        poll = patience.SHORTEST_POLL
         look_until = 0.0
         rung = True
         self._unheard = False
@@ -300,7 +288,7 @@ class Loop:
             self._wait = self._advance(rung)
             rung = False
             if self._wait is Wait.AGAIN:
-                looks, poll = 0, _SHORTEST_POLL
+                looks, poll = 0, patience.SHORTEST_POLL
                 continue
             if looks == 0 and (spins or self._is_half_done()):
                 look_until = self._look_until(deadline)
@@ -314,13 +302,18 @@ class Loop:
             if deadline is not None and time.monotonic() >= deadline:
                 return
             rung = self._sleep(done, deadline, poll)
-            poll = min(2 * poll, _LONGEST_POLL)
+            poll = min(2 * poll, patience.LONGEST_POLL)
+
+    def _looks(self) -> int:
+        """How often a driver looks before it sleeps."""
+        return patience.LOOKS_FOR_AN_ANSWER * self._spins if self.crew.limit else self._spins
 
     def _look_until(self, deadline: float | None) -> float:
         """Until when a waiter that has nothing else to do looks before it sleeps."""
         if self._crowded:
             return math.inf
-        until = time.monotonic() + (_BUSY_POLL_SECONDS if self._polls_busily else _SPIN_SECONDS)
+        seconds = patience.LOOKS_FOR_AN_ANSWER * patience.SPIN if self.crew.limit else patience.SPIN
+        until = time.monotonic() + (patience.BUSY_POLL if self._polls_busily else seconds)
         return until if deadline is None else min(until, deadline)
 
     @property
@@ -337,7 +330,7 @@ class Loop:
                 return True
             if done():
                 return False
-            seconds = poll if self._wait is Wait.POLL or self._remote else TICK_SECONDS
+            seconds = poll if self._wait is Wait.POLL or self._remote else patience.TICK
             until = self._due if deadline is None else min(deadline, self._due)
             seconds = min(seconds, max(0.0, until - time.monotonic()))
             rung = self._bell.sleep(seconds)
@@ -356,7 +349,7 @@ class Loop:
         for task in list(self._tasks):
             wait = max(wait, self._step(task))
         if self._next_tick <= (now := time.monotonic()):
-            self._next_tick = now + TICK_SECONDS
+            self._next_tick = now + patience.TICK
             self._tick()
         if self._due <= now:
             self._due = math.inf

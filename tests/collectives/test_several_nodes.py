@@ -9,13 +9,16 @@ LAWS = ("allreduce_values", "allreduce_shapes", "allreduce_factors", "broadcast_
 LAWS += ("alltoall_values", "reducescatter_values", "submission_order", "random_programs", "process_sets")
 LAWS += ("adasum_allreduce",)
 
+SHORT = ("allreduce_values", "allgather_values", "alltoall_values", "random_programs")
+"""For equal nodes, of which most is seen with unequal ones."""
+
 PROGRAM = f"""
 import os
 import sys
 import pytest
 from hvlike.planes import hierarchical
 hierarchical.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
-files = [f"{CHECKOUT}/tests/collectives/test_{{name}}.py" for name in {LAWS}]
+files = [f"{CHECKOUT}/tests/collectives/test_{{name}}.py" for name in os.environ["LAWS"].split()]
 sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/pyproject.toml", *files]))
 """
 
@@ -23,7 +26,8 @@ sys.exit(pytest.main(["-q", "-x", "--rootdir", "{CHECKOUT}", "-c", "{CHECKOUT}/p
 @pytest.mark.parametrize(("ranks", "a_node"), [(4, 2), (3, 2), (3, 1)], ids=["2 + 2", "2 + 1", "1 + 1 + 1"])
 def test_laws(ranks: int, a_node: int) -> None:
     # Small waves: the tensors of these tests would all go in one.
-    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "SHARD_BYTES": "8192"}
+    laws = SHORT if ranks == 2 * a_node else LAWS
+    env = {"HVLIKE_RANKS_PER_NODE": str(a_node), "SHARD_BYTES": "8192", "LAWS": " ".join(laws)}
     job = run_job(PROGRAM, ranks, env=env, timeout=110).check()
     assert " passed" in job.stdout
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvlike.transport import loop as loops
+from hvlike.transport import patience
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.loop import Loop
 from hvlike.transport.segment import Segment
@@ -155,7 +155,7 @@ def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody wakes by himself: only who knows of the limit.
-    monkeypatch.setattr(loops, "TICK_SECONDS", 60.0)
+    monkeypatch.setattr(patience, "TICK", 60.0)
     loop.crew.allow(3)
     gauge = Gauge()
     for _ in range(3):
