@@ -13,7 +13,7 @@ import torch
 from hvlike.rpc import profiling, rrefs
 from hvlike.rpc.agent import Agent, current
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
-from hvlike.rpc.functions import answer_later, is_async
+from hvlike.rpc.functions import is_async, run
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import CALL, Call, Packed, Request
 from hvlike.rpc.options import checked_timeout
@@ -186,25 +186,12 @@ def _open(agent: Agent, request: Request) -> None:
     request.about = getattr(func, "__qualname__", repr(func))
     if is_recorded(agent.fabric.recorder):
         request, func = observed_request(agent, request, func, args)
+    request.answers_last = not is_async(func)
+    start = partial(run, func, args, kwargs, partial(_answer, agent, request), request.fail)
     if incoming.rrefs:
-        rrefs.when_confirmed(incoming.rrefs, partial(_run, agent, request, func, args, kwargs))
+        rrefs.when_confirmed(incoming.rrefs, start)
     else:
-        _run(agent, request, func, args, kwargs)
-
-
-def _run(
-    agent: Agent, request: Request, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    try:
-        returned = func(*args, **kwargs)
-        if is_async(func):
-            answer_later(returned, partial(_answer, agent, request), request.fail)
-            return
-    except BaseException as error:
-        request.fail(error)
-    else:
-        request.answers_last = True
-        _answer(agent, request, returned)
+        start()
 
 
 def _answer(agent: Agent, request: Request, value: Any) -> None:

@@ -43,6 +43,28 @@ def is_async(function: Any) -> bool:
     return callable(getattr(function, _MARK, None))
 
 
+def run(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    answer: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Run a function for a caller: `answer` gets what it returns, or `fail` what it raises; later if it is marked.
+
+    Never raises; `answer` and `fail` must not either.
+    """
+    try:
+        returned = func(*args, **kwargs)
+        if is_async(func):
+            answer_later(returned, answer, fail)
+            return
+    except BaseException as error:
+        fail(error)
+    else:
+        answer(returned)
+
+
 def answer_later(returned: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
     """Call `answer` with what the future completes with, or `fail` with its error: now if it is done, else later.
 

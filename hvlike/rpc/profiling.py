@@ -101,7 +101,9 @@ class ObservedPromise(Promise):
     def __init__(self, call: ObservedCall, range_: Any) -> None:
         """range_: what entering the call's range has given."""
         self._call = call
-        super().__init__(None if range_ is None else range_._call_end_callbacks_on_future)
+        # A range of kineto must not outlast its profile: when it ends in the next one, torch writes to freed memory.
+        outlasts = range_ is not None and remote_events.is_legacy()
+        super().__init__(range_._call_end_callbacks_on_future if outlasts else None)
 
     def set_result(self, value: Any) -> None:
         """As Promise."""

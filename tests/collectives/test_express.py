@@ -37,12 +37,15 @@ def express(hvd):
 def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
     for dtype in (each for each in DTYPES if defined(op, each)):
         inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
-        for _ in range(4):
+        narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
+        before = express.served
+        for attempt in range(CALLS):
             tensor = inputs[hvd.rank()].clone()
-            before = express.served
             assert hvd.allreduce_(tensor, op=op, name=f"express {dtype}") is tensor
             same(tensor, reduced(op, inputs))
-        narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
+            # With more ranks than cores one may be late, and then some calls are spared; all ranks count alike.
+            if attempt >= 3 and (narrow_mean or express.served > before):
+                break
         assert (express.served > before) is not narrow_mean, dtype
 
 

@@ -18,7 +18,7 @@ from hvlike.rpc import rref as rref_module
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
-from hvlike.rpc.functions import answer_later, is_async
+from hvlike.rpc.functions import is_async, run
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import REMOTE, Call, Packed, Request
 from hvlike.rpc.pickler import Incoming, unpack
@@ -161,25 +161,9 @@ def _create(session: Session, request: Request) -> None:
     if is_recorded(session.agent.fabric.recorder):
         request, func = observed_request(session.agent, request, func, args)
         fail = partial(_fail, session, request, entry)
-    when_confirmed(incoming.rrefs, partial(_run, partial(_settle, session, request, entry), fail, func, args, kwargs))
-
-
-def _run(
-    answer: Callable[[Any], None],
-    fail: Callable[[BaseException], None],
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    try:
-        returned = func(*args, **kwargs)
-        if is_async(func):
-            answer_later(returned, answer, fail)
-            return
-    except BaseException as error:
-        fail(error)
-    else:
-        answer(returned)
+    request.answers_last = not is_async(func)
+    answer = partial(_settle, session, request, entry)
+    when_confirmed(incoming.rrefs, partial(run, func, args, kwargs, answer, fail))
 
 
 def _settle(session: Session, request: Request, entry: Entry, value: Any) -> None:
