@@ -65,6 +65,8 @@ class Agent:
         self.parting = Parting(self, switchboard)
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
         """Given the answer to a call that has ended without it: its kind, who sent it, what. In a thread of its own."""
+        self.when_lost: Callable[[int, Exception], None] = lambda rank, error: None
+        """Told of every worker that is gone, and how. In the loop."""
 
     # -- the session --------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Agent:
         """
         with self._lock:
             self._works += 1
-        self._loop.crew.submit(partial(self._work, work), limited=limited)
+        self._loop.crew.submit(partial(self._work, work, limited), limited=limited)
 
     # -- in the loop --------------------------------------------------------------------------
 
@@ -257,6 +259,8 @@ class Agent:
     def lose(self, errors: dict[int, str]) -> None:
         """Some workers are gone: calls to them fail, those in flight too. In the loop."""
         self._lost.update(errors)
+        for rank, error in errors.items():
+            self.when_lost(rank, RuntimeError(error))
         for call in self.pending.take_all(set(errors)):
             self._finish(call, RuntimeError(errors[call.rank]))
         self.parting.look()
@@ -264,6 +268,9 @@ class Agent:
     # -- in a thread of its own time ------------------------------------------------------------
 
     def _serve(self, request: Request) -> None:
+        if self._ended is not None:
+            # It has waited for a thread until after the session; its caller has been told.
+            return
         try:
             self._handlers[request.kind][0](request)
         except BaseException as error:
@@ -288,9 +295,10 @@ class Agent:
         else:
             self._loop.perform(send)
 
-    def _work(self, work: Callable[[], None]) -> None:
+    def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:
-            work()
+            if not limited or self._ended is None:
+                work()
         finally:
             with self._lock:
                 self._works -= 1

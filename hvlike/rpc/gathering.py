@@ -75,6 +75,9 @@ def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str
     """On the leader: one worker's part, answered when all parts are there."""
     future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
     with _Meetings.lock:
+        for old in [each for each in _Meetings.open if each[0] < key[0]]:
+            # Somebody did not come before its session was over.
+            del _Meetings.open[old]
         meeting = _Meetings.open.setdefault(key, _Meeting())
         meeting.objects[name] = obj
         meeting.futures.append(future)

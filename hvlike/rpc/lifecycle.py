@@ -194,6 +194,4 @@ def _end_with_hvlike() -> None:
 
 def _lose(agent: Agent, errors: dict[int, HorovodInternalError]) -> None:
     names = {rank: f"{agent.workers[rank].name} (rank {rank})" for rank in errors}
-    for rank, error in errors.items():
-        rrefs.forget(rank, error)
     agent.lose({rank: f"{names[rank]} cannot be reached by RPC any more: {error}" for rank, error in errors.items()})

@@ -12,7 +12,7 @@ _SLACK = 1000
 
 
 class PendingCalls:
-    """The calls of one worker that have no answer yet, by number. Used from inside the loop, but for `add`."""
+    """The calls of one worker that have no answer yet, by number. In the loop, but for `add` and `take_all`."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
@@ -43,7 +43,8 @@ class PendingCalls:
     def take_all(self, ranks: set[int] | None = None) -> list[Call]:
         """All calls, or those to `ranks`, which end now."""
         numbers = [number for number, call in list(self._calls.items()) if ranks is None or call.rank in ranks]
-        return [self._calls.pop(number) for number in numbers]
+        ended = [self._calls.pop(number, None) for number in numbers]
+        return [call for call in ended if call is not None]
 
     def take_expired(self, now: float) -> list[Call]:
         """The calls whose time is over at `now`, which end now."""

@@ -100,7 +100,7 @@ def _late(collection: Collection | None) -> list[Event]:
 def run_and_tell(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], to: int, ticket: int) -> Any:
     """The result of func(*args, **kwargs) alone; the events go to the rank `to` ahead of it."""
     value, events = run_recorded(func, args, kwargs)
-    current().notify(to, EVENTS, (ticket, events))
+    _tell(to, ticket, events)
     return value
 
 
@@ -114,10 +114,20 @@ def run_and_tell_later(
         return future
 
     def tell(done: Any) -> Any:
-        current().notify(to, EVENTS, (ticket, events + _late(collection)))
+        _tell(to, ticket, events + _late(collection))
         return done.wait()
 
     return future.then(tell)
+
+
+def _tell(to: int, ticket: int, events: list[Event]) -> None:
+    """Have the events at their profiler before anybody there can have the value."""
+    agent = current()
+    if to == agent.rank:
+        # On the owner itself the value does not travel: no message would be ahead of it.
+        _hear(to, (ticket, events))
+    else:
+        agent.notify(to, EVENTS, (ticket, events))
 
 
 def function_of(func: Any, args: Sequence[Any]) -> Any:

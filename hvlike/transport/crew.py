@@ -83,7 +83,7 @@ class Crew:
         """Stop the threads that listen and wait for them; one that runs an errand ends after it, unwaited for."""
         self._closing = True
         for thread in list(self._threads):
-            while thread.is_alive() and self._listening:
+            while thread.is_alive() and self._listening and thread is not threading.current_thread():
                 self._summon()
                 thread.join(0.01)
 

@@ -12,6 +12,7 @@ import torch
 from rpc.doors import open_door, pass_door
 
 import hvlike.rpc
+from hvlike.rpc.rrefs import debug_info
 
 HOPS = 20
 _lock = threading.Lock()
@@ -234,3 +235,38 @@ def test_calls_to_a_worker_that_has_gone_fail_and_do_not_hang(hvd: ModuleType, r
         rpc.shutdown()
     rpc.init_rpc(f"again{hvd.rank()}")
     assert rpc.rpc_sync(last, note, ("again",)) == "again"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_values_are_not_kept_for_a_worker_that_has_gone(hvd: ModuleType, rpc: ModuleType) -> None:
+    last = hvd.size() - 1
+    if hvd.rank() == last:
+        held = rpc.remote(0, torch.ones, (3,))
+        assert held.to_here().sum() == 3
+        hvd.barrier()
+        rpc.shutdown(graceful=False)
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        if hvd.rank() == 0:
+            until = time.monotonic() + 30
+            while (left := debug_info()["num_owner_rrefs"]) != "0":
+                assert time.monotonic() < until, f"{left} values are left"
+                time.sleep(0.001)
+        hvd.barrier()
+        rpc.shutdown()
+
+
+def test_calls_that_wait_for_a_thread_end_with_their_session(hvd: ModuleType, rpc: ModuleType) -> None:
+    rpc.shutdown()
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1)
+    rpc.init_rpc(f"worker{hvd.rank()}", rpc_backend_options=options)
+    rpc.rpc_async(hvd.rank(), pass_door, ("of the old session",))
+    rpc.rpc_async(hvd.rank(), note, ("old",))
+    hvd.barrier()
+    rpc.shutdown(graceful=False)
+    hvd.barrier()
+    rpc.init_rpc(f"worker{hvd.rank()}", rpc_backend_options=options)
+    open_door("of the old session")
+    rpc.rpc_sync(hvd.rank(), note, ("new",))
+    assert _done == ["new"]

@@ -16,7 +16,6 @@ from hvlike.rpc.rrefs.creation import remote
 from hvlike.rpc.rrefs.hooks import (
     checks_leaks,
     debug_info,
-    forget,
     install,
     leaked,
     live,
@@ -30,7 +29,6 @@ __all__ = [
     "LiveRRef",
     "checks_leaks",
     "debug_info",
-    "forget",
     "install",
     "leaked",
     "live",
