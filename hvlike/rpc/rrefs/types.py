@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
     """A future of the type of the value of `rref`; the same one while it has not failed. Does not block."""
     found = rref.type_future
-    if found is not None:
+    # Who waited for a failure may be back before its callback has run.
+    if found is not None and not _has_failed(found):
         return found
     if rref.creation is not None:
         rref.creation.check()
@@ -34,11 +35,18 @@ def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
     return found
 
 
-def _forget_failure(rref: RRef[Any], found: torch.futures.Future[Any]) -> None:
+def _has_failed(found: torch.futures.Future[Any]) -> bool:
     try:
-        found.value()
+        if found.done():
+            found.value()
     except Exception:
-        # Asked again next time: it may have been the time limit. Whoever waits for the future gets the error.
+        return True
+    return False
+
+
+def _forget_failure(rref: RRef[Any], found: torch.futures.Future[Any]) -> None:
+    # Asked again next time: it may have been the time limit. Whoever waits for the future gets the error.
+    if _has_failed(found) and rref.type_future is found:
         rref.type_future = None
 
 
