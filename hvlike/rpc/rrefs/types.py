@@ -39,7 +39,9 @@ def _has_failed(found: torch.futures.Future[Any]) -> bool:
     try:
         if found.done():
             found.value()
-    except Exception:
+    except Exception as error:
+        # Its frames hold the RRef, and the collector of garbage does not see into torch's futures.
+        error.__traceback__ = None
         return True
     return False
 
