@@ -1,6 +1,6 @@
 """Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
 
-from hvlike import elastic
+from hvlike import autograd, elastic, rpc
 from hvlike.collectives.abilities import (
     _check_has_gpu,
     ccl_built,
@@ -93,6 +93,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "autograd",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -140,6 +141,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "rpc",
     "shutdown",
     "size",
     "sparse_allreduce_async",

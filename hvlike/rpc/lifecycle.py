@@ -13,7 +13,7 @@ from hvlike.collectives.context import Context
 from hvlike.collectives.objects import allgather_object
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.rpc import agent as agents
-from hvlike.rpc import calls, rrefs
+from hvlike.rpc import calls, contexts, rrefs
 from hvlike.rpc.agent import Agent, current
 from hvlike.rpc.options import RpcBackendOptions, checked_timeout, settle_options
 from hvlike.rpc.state import describe_state, in_words
@@ -74,6 +74,7 @@ def init_rpc(
     agent = Agent(running.fabric, _Sessions.switchboard, _Sessions.number, workers, options)
     calls.install(agent)
     rrefs.install(agent)
+    contexts.installed().begin(agent)
     agents.install(agent)
     _Sessions.running = running
     running.before_close.append(_end_with_hvlike)
@@ -184,6 +185,7 @@ def _end(agent: Agent, *, tell: bool) -> None:
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
     rrefs.uninstall()
+    contexts.installed().end()
     agents.install(None)
 
 

@@ -1,0 +1,269 @@
+"""All contexts of this worker, from their creation, here or by the first message that comes in them, to their release.
+
+A context is released by its creator, who tells the workers that it has reached; each of them tells those that it has
+reached itself. Every such notice names the oldest context of its creator that still lives: whatever is older is over,
+so that of each creator the released contexts need to be remembered only from there on, for messages that are late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from hvlike.autograd.distributed_context import DistributedContext
+from hvlike.autograd.identifiers import Identifiers, giver_of
+from hvlike.autograd.recording import record_recv, record_send
+from hvlike.rpc import contexts as seam
+from hvlike.rpc.agent import Agent
+from hvlike.rpc.agent import current as current_agent
+from hvlike.rpc.contexts import NO_CONTEXT, NO_MESSAGE, Note, inside, unknown
+
+RELEASE, WITHDRAW = 50, 51
+"""Kinds of notices.
+
+RELEASE     the context is over; the oldest of the same creator that is not  (context, oldest)
+WITHDRAW    receiver -> sender: this message was dropped unopened  (context, message)
+"""
+
+
+class _Creator:
+    """What is known of the released contexts of one worker."""
+
+    def __init__(self) -> None:
+        self.oldest = 0
+        """All below are released."""
+        self.released: set[int] = set()
+        """Those from `oldest` on."""
+
+    def has_released(self, context: int) -> bool:
+        return context < self.oldest or context in self.released
+
+    def release(self, context: int, oldest: int) -> bool:
+        """Note a release; whether `oldest` has moved."""
+        moved = oldest > self.oldest
+        if moved:
+            self.oldest = oldest
+            self.released = {each for each in self.released if each >= oldest}
+        if context >= self.oldest:
+            self.released.add(context)
+        return moved
+
+
+class Contexts:
+    """The contexts of this process in the running session of RPC: see hvlike.rpc.contexts. From any thread."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.when_session_begins: list[Callable[[Agent], None]] = []
+        """Called before the agent takes messages."""
+        self.when_session_ends: list[Callable[[], None]] = []
+        """Called while the contexts are still there."""
+        self.run_backward: Callable[[int, list[Tensor], bool], None] | None = None
+        """Put here by what does it."""
+        self._rank = -1
+        self._lock = threading.Lock()
+        self._contexts: dict[int, DistributedContext] = {}
+        self._own: dict[int, None] = {}
+        """Those created here that live, in order."""
+        self._creators: dict[int, _Creator] = {}
+
+    # -- sessions -----------------------------------------------------------------------------
+
+    def begin(self, agent: Agent) -> None:
+        """A session of RPC begins: before the agent takes messages."""
+        self.agent = agent
+        if self._rank != agent.rank:
+            # Not anew for every session: a thread that outlives its session finds no context of the next one.
+            self._rank = agent.rank
+            self._context_ids = Identifiers(agent.rank)
+            self._message_ids = Identifiers(agent.rank, NO_MESSAGE + 1)
+        agent.hear(RELEASE, self._hear_release)
+        agent.hear(WITHDRAW, self._hear_withdrawal)
+        for hook in self.when_session_begins:
+            hook(agent)
+
+    def end(self) -> None:
+        """The session has ended on this worker: so have its contexts."""
+        for hook in self.when_session_ends:
+            hook()
+        with self._lock:
+            left = list(self._contexts.values())
+            self.agent = None
+            self._contexts.clear()
+            self._own.clear()
+            self._creators.clear()
+        for each in left:
+            each.release()
+
+    # -- contexts -----------------------------------------------------------------------------
+
+    def create(self) -> DistributedContext:
+        """A new context, which lives until it is released here."""
+        with self._lock:
+            made = DistributedContext(self._context_ids.new())
+            self._contexts[made.id] = made
+            self._own[made.id] = None
+            self._last = made.id
+        return made
+
+    def release(self, made: DistributedContext) -> None:
+        """End a context that was created here, at once; the workers that it has reached are told."""
+        with self._lock:
+            if self._contexts.get(made.id) is not made:
+                return
+            del self._contexts[made.id], self._own[made.id]
+            oldest = next(iter(self._own), self._last + 1)
+        self._end(made, oldest, self._rank)
+
+    def find(self, context: int) -> DistributedContext:
+        """The context of that number. Raises: RuntimeError where it is not on this worker."""
+        found = self._contexts.get(context)
+        if found is None:
+            raise unknown(context)
+        return found
+
+    def live(self) -> list[int]:
+        """The contexts that are on this worker."""
+        with self._lock:
+            return list(self._contexts)
+
+    def gradients(self, context: int) -> dict[Tensor, Tensor]:
+        """A copy of the context's map from leaves to gradients. Raises: RuntimeError where it is not here."""
+        return dict(self.find(context).gradients)
+
+    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
+        """See hvlike.autograd.backward."""
+        if self.run_backward is None:
+            raise unknown(context)
+        self.run_backward(context, roots, retain_graph)
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
+        """A message is packed, see hvlike.rpc.contexts."""
+        with self._lock:
+            found = self._contexts.get(context)
+            if found is None:
+                return None
+            # From now on the release goes there too, even if it begins before the message has left.
+            found.reached.add(rank)
+        if not graded:
+            return context, NO_MESSAGE
+        message = self._message_ids.new()
+        record_send(found, message, rank, about, graded)
+        return context, message
+
+    def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A message is opened, see hvlike.rpc.contexts."""
+        context, message = note
+        with self._lock:
+            found = self._contexts.get(context)
+            if found is None:
+                if self.agent is None or self._is_released(context):
+                    return graded
+                found = self._contexts[context] = DistributedContext(context)
+        return record_recv(found, message, rank, graded) if message != NO_MESSAGE else graded
+
+    def unwanted(self, note: Note, rank: int) -> None:
+        """A message will never be opened, see hvlike.rpc.contexts."""
+        agent = self.agent
+        if note[1] != NO_MESSAGE and agent is not None:
+            agent.notify(rank, WITHDRAW, note)
+
+    # -- within -------------------------------------------------------------------------------
+
+    def _is_released(self, context: int) -> bool:
+        """Of a context that is not here. With the lock held."""
+        giver = giver_of(context)
+        if giver == self._rank:
+            return True
+        creator = self._creators.get(giver)
+        return creator is not None and creator.has_released(context)
+
+    def _hear_release(self, source: int, value: tuple[int, int]) -> None:
+        """In the loop."""
+        context, oldest = value
+        giver = giver_of(context)
+        if giver == self._rank:
+            return
+        with self._lock:
+            over = [context]
+            if self._creators.setdefault(giver, _Creator()).release(context, oldest):
+                # Whoever was to tell of these may have left the session.
+                over += [each for each in self._contexts if giver_of(each) == giver and each < oldest]
+            found = [self._contexts.pop(each) for each in over if each in self._contexts]
+        for each in found:
+            self._end(each, oldest, source)
+        if found and self.agent is not None:
+            # The last reference: what the user's graphs have for finalisers does not run in the loop.
+            self.agent.submit(found.clear)
+
+    def _hear_withdrawal(self, source: int, value: Note) -> None:
+        """In the loop."""
+        found = self._contexts.get(value[0])
+        if found is not None and self.agent is not None:
+            self.agent.submit(partial(found.withdraw, value[1]))
+
+    def _end(self, released: DistributedContext, oldest: int, source: int) -> None:
+        """Pass the release on; the creator and `source`, who has told of it, know already."""
+        agent = self.agent
+        if agent is not None:
+            for rank in released.reached.difference((source, giver_of(released.id), self._rank)):
+                agent.notify(rank, RELEASE, (released.id, oldest))
+        released.release()
+
+
+contexts = Contexts()
+"""Those of this process."""
+
+seam.install(contexts)
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """A context of distributed autograd: `with context() as context_id`; every RPC of this thread in it belongs to it.
+
+    The number is unique in the session. What other threads do is in no context; what RPCs do on other workers, and the
+    callbacks of rpc_async's futures, are in this one. When the block is left the context ends: here at once, soon on
+    all workers that it has reached.
+    Raises: RuntimeError outside of a session of RPC, and inside of another context.
+    Source: torch.distributed.autograd.context.
+    """
+    current_agent()
+    if seam.current() != NO_CONTEXT:
+        raise RuntimeError(
+            f"Already have an autograd context id for this thread: {seam.current()}. Leave that one first."
+        )
+    made = contexts.create()
+    try:
+        with inside(made.id):
+            yield made.id
+    finally:
+        contexts.release(made)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that this context's backwards have left on this worker: a new dict, by leaf tensor.
+
+    context_id: from `context`. Only leaves that got a gradient are in it; to be looked up by the tensor object itself.
+    A gradient does not require grad, and further backwards of the context add to it in place.
+    Local, from any thread of any worker that the context has reached; does not wait for a backward that goes on.
+    Raises: RuntimeError "Could not find autograd context with id" where there is none; TypeError for an id that is no
+        int.
+    Source: torch.distributed.autograd.get_gradients.
+    """
+    return contexts.gradients(checked_id("get_gradients", context_id))
+
+
+def checked_id(function: str, context_id: object) -> int:
+    """A context's number, as the user has given it. Raises: TypeError."""
+    if not isinstance(context_id, int):
+        raise TypeError(
+            f"{function}(): incompatible function arguments: context_id must be the int that hvlike.autograd.context() "
+            f"gives, got {context_id!r}."
+        )
+    return context_id

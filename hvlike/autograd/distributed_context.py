@@ -1,0 +1,147 @@
+"""What one worker knows of one context: the messages that its tensors went and came with, and their gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Runner(Protocol):
+    """What runs torch's engine over a part of the graph."""
+
+    def ran(self, recv: Recv, grads: Sequence[Tensor | None]) -> None:
+        """The engine has come to `recv`, with these gradients; in a thread of the engine: never blocks."""
+
+
+class Backward(Protocol):
+    """One backward, as the context tells it what happens meanwhile. From any thread, the loop too: never blocks."""
+
+    def recorded(self, recv: Recv) -> None:
+        """A message was opened after this backward had engaged: nothing that it runs leads there."""
+
+    def withdrawn(self, message: int) -> None:
+        """A message of this worker was dropped unopened: no gradient will come for it."""
+
+    def released(self) -> None:
+        """The context is gone."""
+
+
+@dataclass(eq=False)
+class Send:
+    """A message of this worker whose tensors include some that require grad."""
+
+    message: int
+    rank: int
+    """Who gets it."""
+    about: str
+    """The function that it calls or answers."""
+    edges: list[GradientEdge]
+    """Where the gradients of these tensors go: as the tensors were when the message was packed."""
+    owners: list[object]
+    """Keeps the nodes of the edges alive."""
+
+
+@dataclass(eq=False)
+class Recv:
+    """A message to this worker, the same from the other side."""
+
+    message: int
+    rank: int
+    """Who has sent it."""
+    count: int
+    """How many of its tensors require grad."""
+    dummy: Tensor
+    """A leaf without elements, the input of the Receive function: one for each message."""
+    edge: GradientEdge
+    """Of the dummy: to capture it makes the engine run the function."""
+    run: Runner | None = None
+    """What is running the engine now; set under the context's lock."""
+
+
+def new_send(message: int, rank: int, about: str, graded: Sequence[Tensor]) -> Send:
+    """The send of a message that is packed now."""
+    edges = [get_gradient_edge(tensor) for tensor in graded]
+    return Send(message, rank, about, edges, [_owner(*each) for each in zip(edges, graded, strict=True)])
+
+
+def new_recv(message: int, rank: int, count: int) -> Recv:
+    """The recv of a message that is opened now."""
+    dummy = torch.empty(0, device="cpu", requires_grad=True)
+    return Recv(message, rank, count, dummy, get_gradient_edge(dummy))
+
+
+_PythonNode: Any = torch._C._FunctionBase
+"""The class of the nodes that Python functions have."""
+
+
+def _owner(edge: GradientEdge, tensor: Tensor) -> object:
+    """What keeps the node of an edge alive: for a Python function its Python object does not."""
+    if getattr(edge, "ownership_token", None) is None and isinstance(edge.node, _PythonNode):
+        with torch.enable_grad():
+            return tensor.view_as(tensor).grad_fn
+    return None
+
+
+@dataclass(eq=False)
+class DistributedContext:
+    """One context on one worker."""
+
+    id: int
+    sends: dict[int, Send] = field(default_factory=dict)
+    recvs: dict[int, Recv] = field(default_factory=dict)
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Of the leaves of this worker, summed over all backwards; changed under `lock`."""
+    reached: set[int] = field(default_factory=set)
+    """The workers that this one has sent a message of the context to."""
+    runs: dict[object, Backward] = field(default_factory=dict)
+    """The backwards that go on here."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
+    _books: threading.Lock = field(default_factory=threading.Lock)
+    """Held for moments: sends, recvs and runs change together."""
+
+    def record_send(self, send: Send) -> None:
+        """A message leaves. Backwards that have engaged before do not know of it."""
+        with self._books:
+            self.sends[send.message] = send
+
+    def record_recv(self, recv: Recv) -> None:
+        """A message was opened; backwards that have engaged before are told."""
+        with self._books:
+            self.recvs[recv.message] = recv
+            runs = list(self.runs.values())
+        for run in runs:
+            run.recorded(recv)
+
+    def engage(self, key: object, run: Backward) -> tuple[dict[int, Send], dict[int, Recv]]:
+        """A backward begins: copies of what is recorded now; it is told of each recv that follows."""
+        with self._books:
+            self.runs[key] = run
+            return dict(self.sends), dict(self.recvs)
+
+    def disengage(self, key: object) -> None:
+        """A backward has ended here, well or badly."""
+        with self._books:
+            self.runs.pop(key, None)
+
+    def withdraw(self, message: int) -> None:
+        """A message of this worker was dropped unopened: it has never been sent, as far as backwards go."""
+        with self._books:
+            known = self.sends.pop(message, None) is not None
+            runs = list(self.runs.values())
+        if known:
+            for run in runs:
+                run.withdrawn(message)
+
+    def release(self) -> None:
+        """The context is over: backwards that go on are told. What it holds goes when nobody refers to it any more."""
+        with self._books:
+            runs = list(self.runs.values())
+        for run in runs:
+            run.released()

@@ -1,0 +1,24 @@
+"""Names that are unique in a session without asking anybody: the rank that gives them and a number of its own."""
+
+from __future__ import annotations
+
+from itertools import count
+
+_BITS = 48
+"""Of the number; the rank stands above them."""
+
+
+class Identifiers:
+    """Gives the names of one worker, in ascending order. Safe from any thread."""
+
+    def __init__(self, rank: int, first: int = 0) -> None:
+        self._numbers = count((rank << _BITS) + first)
+
+    def new(self) -> int:
+        """The next name."""
+        return next(self._numbers)
+
+
+def giver_of(identifier: int) -> int:
+    """The rank that gave this name."""
+    return identifier >> _BITS

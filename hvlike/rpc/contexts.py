@@ -1,0 +1,134 @@
+"""The seam between RPC and distributed autograd: what the latter adds to messages.
+
+RPC knows of a context its number alone, which is that of the thread: a request takes the number of its caller's thread
+along, its function runs in a thread of that number, and its answer has the number of the request, whichever thread
+sends it. The rest is for hvlike.autograd, which puts itself in here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hvlike.rpc.agent import Agent
+
+NO_CONTEXT = -1
+NO_MESSAGE = 0
+"""Stands for the number of a message none of whose tensors requires grad."""
+
+Note = tuple[int, int]
+"""What a message says of autograd: context, message."""
+
+
+class Contexts(Protocol):
+    """What distributed autograd does for RPC on one worker. From any thread; nothing here blocks."""
+
+    def begin(self, agent: Agent) -> None:
+        """A session of RPC begins: before the agent takes messages."""
+
+    def end(self) -> None:
+        """The session has ended on this worker."""
+
+    def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
+        """A message to a worker is packed. graded: its tensors that require grad. about: the function, for reports.
+
+        None: there is no such context any more, the message says nothing of it.
+        """
+
+    def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A message of a worker is opened: what stands in place of its tensors that require grad, which are leaves.
+
+        The context exists here from now on, unless it has been released.
+        """
+
+    def unwanted(self, note: Note, rank: int) -> None:
+        """A message of a worker will never be opened. In a thread of its own time."""
+
+    def gradients(self, context: int) -> dict[Tensor, Tensor]:
+        """The gradients of this worker's leaves. Raises: RuntimeError for a context that is not here."""
+
+    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
+        """Run backward from these tensors, see hvlike.autograd.backward. Blocks."""
+
+
+class _NoContexts:
+    """Stands in while hvlike.autograd is not there."""
+
+    def begin(self, agent: Agent) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
+        return None
+
+    def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
+        return graded
+
+    def unwanted(self, note: Note, rank: int) -> None:
+        pass
+
+    def gradients(self, context: int) -> dict[Tensor, Tensor]:
+        raise unknown(context)
+
+    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
+        raise unknown(context)
+
+
+class _Process:
+    contexts: Contexts = _NoContexts()
+
+
+class _OfThread(threading.local):
+    context = NO_CONTEXT
+
+
+_of_thread = _OfThread()
+
+
+def install(contexts: Contexts) -> None:
+    """Have `contexts` look after the messages of this process."""
+    _Process.contexts = contexts
+
+
+def installed() -> Contexts:
+    """What looks after the messages of this process."""
+    return _Process.contexts
+
+
+def current() -> int:
+    """The context of this thread."""
+    return _of_thread.context
+
+
+@contextmanager
+def inside(context: int) -> Iterator[None]:
+    """Make `context` the one of this thread while the block lasts."""
+    before, _of_thread.context = _of_thread.context, context
+    try:
+        yield
+    finally:
+        _of_thread.context = before
+
+
+def carried(context: int, work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, to be run inside of `context`, whichever thread of RPC runs it."""
+    if context == NO_CONTEXT:
+        return work
+
+    def run() -> None:
+        with inside(context):
+            work()
+
+    return run
+
+
+def unknown(context: int) -> RuntimeError:
+    """What is raised for a context that is not here."""
+    return RuntimeError(f"Could not find autograd context with id: {context}")

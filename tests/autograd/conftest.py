@@ -1,0 +1,38 @@
+"""A session of RPC for each test that asks for one, and no context left behind by any."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def rpc(hvd: ModuleType) -> Iterator[ModuleType]:
+    """hvlike.rpc in a session among all ranks, named worker0, worker1, ...; what is left over is an error."""
+    from hvlike import rpc
+    from hvlike.autograd.contexts import contexts
+
+    left: list[int] = []
+
+    def look() -> None:
+        left.extend(contexts.live())
+
+    rpc.api._set_leak_checking(True)
+    rpc.init_rpc(f"worker{hvd.rank()}")
+    yield rpc
+    if rpc._is_current_rpc_agent_set():
+        contexts.when_session_ends.append(look)
+        try:
+            # When the workers have parted, all notices of releases have come.
+            rpc.shutdown(timeout=60)
+        finally:
+            contexts.when_session_ends.remove(look)
+    assert not left, f"contexts that nobody has released: {left}"
+
+
+@pytest.fixture
+def autograd(rpc: ModuleType) -> ModuleType:
+    """hvlike.autograd in a session of RPC."""
+    from hvlike import autograd
+
+    return autograd
