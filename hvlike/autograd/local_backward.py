@@ -1,16 +1,25 @@
 """The part of a backward pass that one worker does: which nodes of its graph can run, and running them.
 
 Nothing is sent from here. What comes from other workers is told with `resolve`, what has to go to them is told by
-calling `emit`.
+calling `emit`. While gradients of sends are missing, what can run without them runs in segments, so that recvs get
+their gradients; when none is missing, all the rest runs in one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
+
+from hvlike.autograd.accumulation import is_sole
+from hvlike.autograd.graph import clear
+from hvlike.autograd.leaf_hooks import deliver
+from hvlike.autograd.local_graph import LocalGraph
+from hvlike.autograd.plan import Plan, plan
+from hvlike.autograd.segment import Segment, Values, add_value, run_engine, take_values
 
 if TYPE_CHECKING:
     from hvlike.autograd.distributed_context import Recv, Send
@@ -34,6 +43,7 @@ class LocalBackward:
         *,
         retain_graph: bool = False,
         waits_for: Collection[int] | None = None,
+        graph: LocalGraph | None = None,
     ) -> None:
         """sends, recvs: those of the context, by message id; copied. gradients: the context's, by leaf; added to.
 
@@ -41,8 +51,29 @@ class LocalBackward:
         may only put things into a queue. Its second argument is the gradients of the recv's tensors; None where the
         recv is not reached by this backward; a list of nothing but None where it is reached and got nothing.
         retain_graph: as for torch. waits_for: the sends that `resolve` will be called for; None means all.
+        graph: with the same recvs, where something has looked through it before.
         """
-        raise NotImplementedError
+        self.segments: list[Segment] = []
+        """What has run, in this order."""
+        self.finished = False
+        """Everything has run: each recv was emitted, each gradient of a leaf is in the context's map."""
+        self._gradients = gradients
+        self._emit = emit
+        self._retain_graph = retain_graph
+        self._pending = {
+            message: send.edges for message, send in sends.items() if waits_for is None or message in waits_for
+        }
+        self._silent = dict(recvs)
+        """The recvs that were not emitted."""
+        self._graph = LocalGraph(recvs) if graph is None else graph
+        self._values: Values = {}
+        self._answered: list[int] = []
+        """Messages that were resolved since the last segment."""
+        self._starts: list[Node] = []
+        self._order: list[Node] | None = None
+        """What can run and has not, each node before its children; None while that was not of interest."""
+        self._cleared: set[Node] = set()
+        """These, and what has run."""
 
     def engage(self, roots: Sequence[tuple[GradientEdge, Tensor]]) -> None:
         """Look through the graph below the roots and sends; once, before anything else. Runs nothing.
@@ -50,18 +81,40 @@ class LocalBackward:
         roots: edges and their gradients; empty where the backward was begun on another worker. The caller keeps the
         graph below them alive until it is finished. Emits None for recvs that are not reached.
         """
-        raise NotImplementedError
+        awaited = [edge.node for edges in self._pending.values() for edge in edges]
+        self._starts = [*(edge.node for edge, _ in roots), *awaited]
+        self._graph.reach(self._starts)
+        for node in awaited:
+            self._graph.scan.waits[node] += 1
+        for edge, gradient in roots:
+            add_value(self._values, edge.node, edge.output_nr, gradient)
+        reached = {recv.message for recv in self._graph.recvs.values()}
+        for message in [message for message in self._silent if message not in reached]:
+            self._emit(self._silent.pop(message), None)
 
     def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
         """Take the gradients of what was sent in a message, in order of Send.edges; None: there are none, ever.
 
         Runs nothing. A message that is not waited for, or no more, is ignored.
         """
-        raise NotImplementedError
+        edges = self._pending.pop(message, None)
+        if edges is None:
+            return
+        self._answered.append(message)
+        waits = self._graph.scan.waits
+        ready = []
+        for edge, gradient in zip(edges, [None] * len(edges) if gradients is None else gradients, strict=True):
+            if gradient is not None:
+                add_value(self._values, edge.node, edge.output_nr, gradient)
+            waits[edge.node] -= 1
+            if not waits[edge.node]:
+                ready.append(edge.node)
+        if self._order is not None:
+            self._clear(ready)
 
     def add_recv(self, recv: Recv) -> None:
         """Emit None for a recv that was recorded after `engage`."""
-        raise NotImplementedError
+        self._emit(recv, None)
 
     def step(self) -> None:
         """Run what can run now; best after all messages that are there have been resolved: it makes fewer segments.
@@ -69,13 +122,99 @@ class LocalBackward:
         During the call `recv.run` of the recvs is this object, whose method `ran` the Receive function calls.
         Raises: whatever the code of the user and of autograd raises.
         """
-        raise NotImplementedError
+        if self.finished:
+            return
+        try:
+            if self._pending:
+                self._advance()
+            else:
+                self._finish()
+        except BaseException:
+            self._let_go()
+            raise
 
     def ran(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
         """Called by the Receive function's backward, in the engine's thread, with the gradients of its outputs."""
-        raise NotImplementedError
+        if self._silent.pop(recv.message, None) is not None:
+            self._emit(recv, list(gradients))
 
-    @property
-    def finished(self) -> bool:
-        """Everything has run: each recv was emitted, each gradient of a leaf is in the context's map."""
-        raise NotImplementedError
+    def _clear(self, ready: Sequence[Node]) -> None:
+        """These nodes wait for nothing any more."""
+        scan = self._graph.scan
+        order = clear(scan.edges, scan.waits, ready)
+        self._cleared.update(order)
+        self._order = order if self._order is None else self._order + order
+
+    def _advance(self) -> None:
+        """Run what is worth to run while gradients of sends are missing."""
+        graph = self._graph
+        if self._order is None:
+            self._clear([node for node in dict.fromkeys(self._starts) if not graph.scan.waits[node]])
+        leaves, recvs = graph.leaves, graph.recvs
+        chosen = plan(
+            graph.scan.edges,
+            self._order or [],
+            self._cleared,
+            is_target=lambda node: node in leaves or node in recvs,
+            is_urgent=recvs.__contains__,
+            # A hook of the leaf would see a part of its gradient.
+            is_passive=lambda node: node in leaves and not leaves[node]._backward_hooks,
+        )
+        if chosen is not None:
+            self._order = chosen.later
+            self._run(chosen, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
+
+    def _finish(self) -> None:
+        """Run the rest: no gradient is missing."""
+        graph = self._graph
+        count = len(graph.scan.edges) - len(self._cleared) + len(self._order or [])
+        ends = dict.fromkeys((*graph.leaves, *graph.recvs))
+        self._run(Plan([*self._values, *(node for node in ends if node not in self._values)], []), "final", count)
+        self.finished = True
+        self._let_go()
+
+    def _run(self, chosen: Plan[Node], kind: str, count: int) -> None:
+        """Run one segment. count: its nodes, for those who look on."""
+        start = time.perf_counter_ns()
+        graph, nodes = self._graph, chosen.nodes
+        leaves = [node for node in nodes if node in graph.leaves]
+        recvs = [graph.recvs.pop(node) for node in nodes if node in graph.recvs]
+        inputs = [*(recv.edge for recv in recvs), *(GradientEdge(node, 0) for node in (*chosen.partial, *leaves))]
+        for recv in recvs:
+            recv.run = self
+        try:
+            outputs = take_values(self._values, nodes)
+            captured = run_engine(outputs, inputs, chosen.boundaries, graph.scan.edges, self._catch, self._retain_graph)
+        finally:
+            for recv in recvs:
+                recv.run = None
+        for recv in recvs:
+            # The engine leaves out what gets nothing but undefined gradients.
+            self.ran(recv, [None] * recv.count)
+        self._keep(captured, len(recvs), chosen.partial, leaves)
+        numbers = tuple(recv.message for recv in recvs)
+        end = time.perf_counter_ns()
+        self.segments.append(Segment(kind, count, tuple(self._answered), numbers, len(leaves), start, end))
+        self._answered.clear()
+
+    def _catch(self, node: Node, number: int, gradient: Tensor) -> None:
+        """Called for gradients that go to nodes which do not run yet."""
+        add_value(self._values, node, number, gradient)
+
+    def _keep(self, captured: list[Tensor | None], skip: int, partial: Sequence[Node], leaves: Sequence[Node]) -> None:
+        """Put away what was captured; the list is emptied, so that each gradient is held by as few as possible."""
+        captured.reverse()
+        del captured[len(captured) - skip :]
+        for node in partial:
+            if (gradient := captured.pop()) is not None:
+                add_value(self._values, node, 0, gradient)
+        for node in leaves:
+            leaf, gradient = self._graph.leaves.pop(node), captured.pop()
+            if gradient is not None:
+                deliver(self._gradients, node, leaf, gradient, is_sole(gradient))
+
+    def _let_go(self) -> None:
+        """Keep nothing of the graph."""
+        self._pending, self._silent, self._values = {}, {}, {}
+        self._starts, self._order, self._cleared = [], None, set()
+        self._graph = LocalGraph({})

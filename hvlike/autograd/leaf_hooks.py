@@ -1,0 +1,64 @@
+"""Hooks on the AccumulateGrad node of a leaf, which the engine does not run where it only captures a gradient.
+
+    hooks of the leaf (tensor.register_hook)        run by the engine
+    node.register_prehook                           run here, may change the gradient
+    the gradient goes into the context's map
+    node.register_hook                              run here
+
+The hooks that `register_post_accumulate_grad_hook` registers wait for `.grad` to change and are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hvlike.autograd.accumulation import accumulate
+
+_Hook = Callable[..., Any]
+
+
+def deliver(gradients: dict[Tensor, Tensor], node: Node, leaf: Tensor, gradient: Tensor, sole: bool) -> None:
+    """Add the complete gradient of one backward to the context's, and run the hooks of the leaf's node around it.
+
+    sole: see `accumulate`. Raises: what the hooks raise, RuntimeError for a prehook that does not return one gradient.
+    """
+    before, after = hooks_of(node)
+    if not before and not after:
+        accumulate(gradients, leaf, gradient, sole)
+        return
+    incoming = (gradient,)
+    for hook in before:
+        changed = hook(incoming)
+        if changed is not None:
+            incoming = _one(changed, hook)
+    accumulate(gradients, leaf, incoming[0], sole=False)
+    for hook in after:
+        hook((), incoming)
+
+
+def hooks_of(node: Node) -> tuple[list[_Hook], list[_Hook]]:
+    """The Python hooks that run before and after a node, in the order in which they were registered."""
+    return _registered(node.register_prehook), _registered(node.register_hook)
+
+
+def _registered(register: Callable[[_Hook], Any]) -> list[_Hook]:
+    """All Python hooks of a kind stand in one dict, which is shown to whoever registers another one."""
+    handle = register(_nothing)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return list(hooks.values()) if hooks else []
+
+
+def _nothing(*_: Any) -> None:
+    """In another thread's backward it may be met while it stands in the dict."""
+
+
+def _one(changed: Any, hook: _Hook) -> tuple[Tensor]:
+    gradients = changed if isinstance(changed, tuple) else (changed,)
+    if len(gradients) != 1 or not isinstance(gradients[0], Tensor):
+        raise RuntimeError(f"prehook {hook!r} of a leaf's node must return one gradient or None, got {changed!r}")
+    return gradients

@@ -1,0 +1,41 @@
+"""The graph of autograd on one worker: the part of it that a backward leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hvlike.autograd.graph import Scan
+
+if TYPE_CHECKING:
+    from hvlike.autograd.distributed_context import Recv
+
+
+class LocalGraph:
+    """What was reached so far. Who uses it keeps the graph itself alive."""
+
+    def __init__(self, recvs: Mapping[int, Recv]) -> None:
+        """recvs: those that count, by message id."""
+        # A node's Python object stays the same only while somebody holds it: the scan does.
+        self.scan: Scan[Node] = Scan(attrgetter("next_functions"))
+        self.leaves: dict[Node, Tensor] = {}
+        """The leaves that were reached, by the nodes that would add to their .grad."""
+        self.recvs: dict[Node, Recv] = {}
+        """The recvs that were reached, by the nodes of their dummies."""
+        self._doors = {recv.edge.node: recv for recv in recvs.values()}
+
+    def reach(self, nodes: Iterable[Node]) -> list[Recv]:
+        """Go on from these nodes; return the recvs that were not reached before."""
+        found = []
+        for end in self.scan.reach(nodes):
+            recv = self._doors.get(end)
+            if recv is not None:
+                self.recvs[end] = recv
+                found.append(recv)
+            elif (leaf := getattr(end, "variable", None)) is not None:
+                self.leaves[end] = leaf
+        return found
