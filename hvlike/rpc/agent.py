@@ -22,6 +22,7 @@ from hvlike.transport.fabric import Fabric
 
 Handler = Callable[[Request], None]
 Hearer = Callable[[int, tuple[Any, ...]], None]
+Taker = Callable[[int, tuple[Any, ...], list[torch.Tensor]], None]
 
 
 class Agent:
@@ -49,8 +50,8 @@ class Agent:
         self._switchboard = switchboard
         self._by_name = {worker.name: worker for worker in workers}
         self._handlers: dict[int, tuple[Handler, bool]] = {}
-        self._hearers: dict[int, Hearer] = {}
-        self._outbox: deque[tuple[int, int, tuple[Any, ...]]] = deque()
+        self._takers: dict[int, Taker] = {}
+        self._outbox: deque[tuple[int, int, tuple[Any, ...], list[torch.Tensor]]] = deque()
         self._lost: dict[int, str] = {}
         self._ended: str | None = None
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class Agent:
         self.parting = Parting(self, switchboard)
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
         """Given the answer to a call that has ended without it: its kind, who sent it, what. In a thread of its own."""
-        self.when_lost: Callable[[int, Exception], None] = lambda rank, error: None
+        self.when_lost: list[Callable[[int, Exception], None]] = []
         """Told of every worker that is gone, and how. In the loop."""
 
     # -- the session --------------------------------------------------------------------------
@@ -92,6 +93,11 @@ class Agent:
         self._loop.crew.allow(0)
         for call in self.pending.take_all():
             self._finish(call, RuntimeError(why))
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The workers that are known to be gone, and how."""
+        return self._lost
 
     @property
     def present(self) -> set[int]:
@@ -154,10 +160,27 @@ class Agent:
         """Block until the call has ended."""
         self._loop.wait(lambda: call.done)
 
+    def wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `done()`; False when `seconds` ran out first."""
+        return self._loop.wait(done, seconds)
+
     def notify(self, rank: int, kind: int, value: tuple[Any, ...]) -> None:
         """Tell a worker something that has no answer. From any thread and finaliser: only puts it down here."""
-        self._outbox.append((rank, kind, value))
+        self._outbox.append((rank, kind, value, []))
         self._loop.post(self._empty_outbox)
+
+    def post(
+        self, rank: int, kind: int, value: tuple[Any, ...], storages: list[torch.Tensor], *, now: bool = True
+    ) -> None:
+        """The same with memory, see Packed. From any thread; does not block; notices to one worker arrive in order.
+
+        now: False when the caller is about to wait, or to listen again: then that sends it.
+        """
+        self._outbox.append((rank, kind, value, storages))
+        if now:
+            self._loop.perform(self._empty_outbox)
+        else:
+            self._loop.post(self._empty_outbox, wake=False)
 
     # -- as one who serves --------------------------------------------------------------------
 
@@ -170,7 +193,11 @@ class Agent:
 
     def hear(self, kind: int, hearer: Hearer) -> None:
         """Have notices of `kind` taken by `hearer`, in the loop: it is quick and never blocks."""
-        self._hearers[kind] = hearer
+        self.take(kind, lambda source, value, storages: hearer(source, value))
+
+    def take(self, kind: int, taker: Taker) -> None:
+        """The same for notices that come with memory."""
+        self._takers[kind] = taker
 
     def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
         """Run `work` in a thread of its own time; shutdown waits for it. From any thread.
@@ -196,7 +223,7 @@ class Agent:
             return
         if what == NOTICE:
             kind, value = rest
-            self._hearers[kind](source, value)
+            self._takers[kind](source, value, storages)
             return
         call = self.pending.take(rest[0])
         if call is None:
@@ -230,9 +257,9 @@ class Agent:
 
     def _empty_outbox(self) -> None:
         while self._outbox:
-            rank, kind, value = self._outbox[0]
+            rank, kind, value, storages = self._outbox[0]
             if self._ended is None and rank not in self._lost:
-                self._send(rank, (NOTICE, kind, value), [])
+                self._send(rank, (NOTICE, kind, value), storages)
             # Only now: what stands here keeps the session from being idle.
             self._outbox.popleft()
         self.parting.look()
@@ -260,7 +287,8 @@ class Agent:
         """Some workers are gone: calls to them fail, those in flight too. In the loop."""
         self._lost.update(errors)
         for rank, error in errors.items():
-            self.when_lost(rank, RuntimeError(error))
+            for hook in self.when_lost:
+                hook(rank, RuntimeError(error))
         for call in self.pending.take_all(set(errors)):
             self._finish(call, RuntimeError(errors[call.rank]))
         self.parting.look()

@@ -17,7 +17,7 @@ def install(agent: Agent) -> None:
     session = sessions.install(agent)
     carrying.register()
     agent.unwanted = carrying.discard_answer
-    agent.when_lost = forget
+    agent.when_lost.append(forget)
     creation.serve(session)
     fetching.serve(session)
 
