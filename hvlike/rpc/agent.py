@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hvlike.rpc.contexts import inside
 from hvlike.rpc.message import Call, Packed, Request
 from hvlike.rpc.options import RpcBackendOptions
 from hvlike.rpc.parting import Parting
@@ -216,8 +217,8 @@ class Agent:
             return
         self.received[source] += 1
         if what == REQUEST:
-            number, kind, body = rest
-            request = Request(source, number, kind, Packed(body, storages), time.monotonic(), self._respond)
+            number, kind, body, *note = rest
+            request = Request(source, number, kind, Packed(body, storages, *note), time.monotonic(), self._respond)
             self.open[source, number] = request
             self._loop.crew.submit(partial(self._serve, request), limited=self._handlers[kind][1])
             return
@@ -229,11 +230,11 @@ class Agent:
         if call is None:
             # It ended without this answer, by its time limit.
             if what == ANSWER:
-                self.submit(partial(self.unwanted, rest[2], source, Packed(rest[1], storages)))
+                self.submit(partial(self.unwanted, rest[2], source, Packed(rest[1], storages, *rest[3:])))
             return
         error = None
         if what == ANSWER:
-            call.reply = Packed(rest[1], storages)
+            call.reply = Packed(rest[1], storages, *rest[3:])
         elif what == FAILURE:
             call.failure = rest[1]
         else:
@@ -249,7 +250,8 @@ class Agent:
             deadline = time.monotonic() + call.timeout
             self.pending.limit(number, deadline)
             self._loop.due_at(deadline)
-        self._send(call.rank, (REQUEST, number, call.kind, packed.body), packed.storages)
+        message: tuple[Any, ...] = (REQUEST, number, call.kind, packed.body)
+        self._send(call.rank, message if packed.note is None else (*message, packed.note), packed.storages)
 
     def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         self.sent[rank] += 1
@@ -299,14 +301,21 @@ class Agent:
         if self._ended is not None:
             # It has waited for a thread until after the session; its caller has been told.
             return
+        handler = self._handlers[request.kind][0]
         try:
-            self._handlers[request.kind][0](request)
+            if request.packed.note is None:
+                handler(request)
+            else:
+                with inside(request.packed.context):
+                    handler(request)
         except BaseException as error:
             request.fail(error)
 
     def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
         if isinstance(result, Packed):
             message: tuple[Any, ...] = (ANSWER, request.number, result.body, request.kind)
+            if result.note is not None:
+                message = (*message, result.note)
             storages = result.storages
         else:
             description = result if isinstance(result, Description) else describe(result, self.me)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from hvlike.rpc import profiling, rrefs
+from hvlike.rpc import contexts, profiling, rrefs
 from hvlike.rpc.agent import Agent, current
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
+from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.functions import is_async, run
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import CALL, Call, Packed, Request
@@ -121,8 +122,25 @@ def packed_call(
     """A function and its arguments, on their way to a worker. Raises: TypeError, and what pickle raises."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    outgoing = Outgoing(rank, cloudpickle=agent.options.cloudpickle)
+    outgoing = Outgoing(
+        rank,
+        cloudpickle=agent.options.cloudpickle,
+        context=contexts.current(),
+        about=getattr(func, "__qualname__", type(func).__qualname__),
+        records=torch.is_grad_enabled(),
+    )
     return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
+
+
+def packed_answer(agent: Agent, request: Request, value: Any) -> Packed:
+    """A value on its way to who has asked for it, in the context of the request. Raises: what pickle raises."""
+    outgoing = Outgoing(
+        request.source,
+        cloudpickle=agent.options.cloudpickle,
+        context=request.packed.context,
+        about=request.about,
+    )
+    return pack(value, outgoing)
 
 
 def _call(
@@ -147,7 +165,10 @@ def _promise(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
 ) -> None:
-    _start(agent, to, func, args, kwargs, timeout, partial(_fulfil, agent, promise))
+    then: Callable[[Call], None] = partial(_fulfil, agent, promise)
+    if contexts.current() != NO_CONTEXT or not torch.is_grad_enabled():
+        then = contexts.kept(then)
+    _start(agent, to, func, args, kwargs, timeout, then)
     if _gathering.futures is not None:
         _gathering.futures.append(promise.future)
 
@@ -189,14 +210,14 @@ def _open(agent: Agent, request: Request) -> None:
     request.answers_last = not is_async(func)
     start = partial(run, func, args, kwargs, partial(_answer, agent, request), request.fail)
     if incoming.rrefs:
-        rrefs.when_confirmed(incoming.rrefs, start)
+        rrefs.when_confirmed(incoming.rrefs, contexts.carried(request.packed.context, start))
     else:
         start()
 
 
 def _answer(agent: Agent, request: Request, value: Any) -> None:
     try:
-        packed = pack(value, Outgoing(request.source, cloudpickle=agent.options.cloudpickle))
+        packed = packed_answer(agent, request, value)
     except Exception as error:
         unsendable = RuntimeError(f"The result cannot be sent: {type(error).__name__}: {error}")
         unsendable.__cause__ = error

@@ -10,12 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from hvlike.rpc.agent import Agent
+
+T = TypeVar("T")
 
 NO_CONTEXT = -1
 NO_MESSAGE = 0
@@ -117,16 +121,30 @@ def inside(context: int) -> Iterator[None]:
         _of_thread.context = before
 
 
+def note_to(rank: int, about: str) -> Note | None:
+    """What a message without tensors says that this thread sends to a worker."""
+    context = current()
+    return None if context == NO_CONTEXT else installed().sent(context, rank, about, ())
+
+
 def carried(context: int, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, to be run inside of `context`, whichever thread of RPC runs it."""
-    if context == NO_CONTEXT:
-        return work
+    """`work`, to be run inside of `context`, whichever background thread runs it."""
+    return work if context == NO_CONTEXT else partial(_run_inside, context, work)
 
-    def run() -> None:
-        with inside(context):
-            work()
 
-    return run
+def kept(work: Callable[[T], None]) -> Callable[[T], None]:
+    """`work`, to be run as if it were here: in the context and with the grad mode of the thread that calls this."""
+    return partial(_run_as, current(), torch.is_grad_enabled(), work)
+
+
+def _run_inside(context: int, work: Callable[[], None]) -> None:
+    with inside(context):
+        work()
+
+
+def _run_as(context: int, graded: bool, work: Callable[[T], None], given: T) -> None:
+    with inside(context), torch.set_grad_enabled(graded):
+        work(given)
 
 
 def unknown(context: int) -> RuntimeError:

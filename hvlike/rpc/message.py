@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvlike.rpc.contexts import NO_CONTEXT, Note
 from hvlike.rpc.remote_error import Description
 
 CALL, REMOTE, FETCH = 1, 2, 3
@@ -20,6 +21,13 @@ class Packed(NamedTuple):
     """Pickled with protocol 5."""
     storages: list[torch.Tensor]
     """One-dimensional contiguous CPU tensors of bytes, sent out of band and received straight into fresh memory."""
+    note: Note | None = None
+    """What it says of autograd, where it was made inside of a context."""
+
+    @property
+    def context(self) -> int:
+        """The context that it was made in."""
+        return NO_CONTEXT if self.note is None else self.note[0]
 
 
 class Call:

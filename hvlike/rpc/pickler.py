@@ -6,8 +6,8 @@ to build that sequence stands in a table behind the stream:
 
     stream                      the value; tensors are references to "the next buffer"
     memory                      the short pieces, as bytes; long ones go by themselves (tensors.Cargo)
-    table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead), and
-                                the lengths of the short pieces
+    table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead;
+                                sparse.SparseRow, after the rows of its parts), and the lengths of the short pieces
 
 RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
 over what the sender keeps alive for it, and lets it go.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvlike.rpc import sparse
+from hvlike.rpc import contexts, sparse
 from hvlike.rpc.callables import cloud_pickler, missing_name, reduce_builtin
+from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
-from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, Hold, build, lay_out
+from hvlike.rpc.sparse import SparseRow
+from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, PART, Hold, build, lay_out
 
 T = TypeVar("T")
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
@@ -50,16 +52,29 @@ _THE_INCOMING = pickle.PickleBuffer(bytearray(1))
 class Outgoing:
     """One message being built; made by the caller of `pack`.
 
-    destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle.
+    destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle. context: that of
+    distributed autograd that it belongs to; about: the function that it calls or answers; records: whether gradients
+    may come back for its tensors.
     """
 
-    __slots__ = ("cloudpickle", "destination", "graded", "undo")
+    __slots__ = ("about", "cloudpickle", "context", "destination", "graded", "records", "undo")
 
-    def __init__(self, destination: int, *, cloudpickle: bool = False) -> None:
+    def __init__(
+        self,
+        destination: int,
+        *,
+        cloudpickle: bool = False,
+        context: int = NO_CONTEXT,
+        about: str = "",
+        records: bool = True,
+    ) -> None:
         self.destination = destination
         self.cloudpickle = cloudpickle
+        self.context = context
+        self.about = about
+        self.records = records
         self.graded: list[Tensor] = []
-        """The strided tensors of the message that require grad, each once, in order of appearance."""
+        """The tensors of the message that require grad, each once, in order of appearance."""
         self.undo: list[Callable[[], None]] = []
         """Called in reverse order where packing fails."""
 
@@ -71,8 +86,11 @@ class Incoming:
 
     def __init__(self, source: int) -> None:
         self.source = source
-        self.graded: list[Tensor] = []
-        """The received copies of the sender's `Outgoing.graded`, in the same order: leaves that require grad."""
+        self.graded: Sequence[Tensor] = []
+        """The received copies of the sender's `Outgoing.graded`, in the same order.
+
+        Leaves that require grad; in a context of distributed autograd, what has come of these.
+        """
         self.rrefs: list[Any] = []
         """RRefs met; who restores them puts them here."""
 
@@ -86,15 +104,16 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
     """
     try:
         if outgoing.cloudpickle:
-            return Walk(cloud_pickler).pack(value, outgoing)
-        try:
-            walk = _idle.pop()
-        except IndexError:
-            walk = Walk(Pickler)
-        packed = walk.pack(value, outgoing)
-        if len(packed.body) <= _KEEP_BYTES:
-            _idle.append(walk)
-        return packed
+            packed = Walk(cloud_pickler).pack(value, outgoing)
+        else:
+            try:
+                walk = _idle.pop()
+            except IndexError:
+                walk = Walk(Pickler)
+            packed = walk.pack(value, outgoing)
+            if len(packed.body) <= _KEEP_BYTES:
+                _idle.append(walk)
+        return packed if outgoing.context == NO_CONTEXT else _noted(packed, outgoing)
     except BaseException:
         for undo in reversed(outgoing.undo):
             undo()
@@ -108,6 +127,8 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
     """
     body = packed.body
     buffers = None if body[-1] == _STOP else _arrivals(packed, incoming)
+    if buffers is None and packed.note is not None:
+        contexts.installed().came(packed.note, incoming.source, ())
     try:
         return pickle.loads(body, buffers=buffers)
     except (AttributeError, ImportError) as error:
@@ -115,6 +136,12 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
             # Raised by Python code, such as a __setstate__, and not by pickle's search for a name.
             raise
         raise missing_name(error) from error
+
+
+def _noted(packed: Packed, outgoing: Outgoing) -> Packed:
+    graded = outgoing.graded if outgoing.records else ()
+    note = contexts.installed().sent(outgoing.context, outgoing.destination, outgoing.about, graded)
+    return Packed(packed.body, packed.storages, note)
 
 
 def discard(packed: Packed, incoming: Incoming) -> None:
@@ -174,7 +201,10 @@ class Walk:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.items: list[tuple[Tensor, int] | None] = []
-        self.ahead: dict[int, _Ahead] = {}
+        self.ahead: dict[int, _Ahead | SparseRow] = {}
+        """The rows of what is no dense tensor, by place."""
+        self.sparse: dict[int, Tensor] = {}
+        """The sparse tensors among them."""
         self._chunks: list[bytes] = []
         self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
         theirs = getattr(self._pickler, "reducer_override", None)
@@ -189,17 +219,27 @@ class Walk:
         if items:
             rows, cargo = lay_out(items)
             storages = cargo.storages
-            outgoing.graded += [item[0] for item in items if item is not None and item[0].requires_grad]
+            outgoing.graded += (
+                self._graded()
+                if self.sparse
+                else [item[0] for item in items if item is not None and item[0].requires_grad]
+            )
             mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
             table = pickle.dumps((mixed, [len(piece) for piece in cargo.short]), _PROTOCOL)
             chunks += (*cargo.short, table, _END.pack(len(table), b"T"))
             items.clear()
             self.ahead.clear()
+            self.sparse.clear()
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self._pickler.clear_memo()
         del self.outgoing
         return Packed(body, storages)
+
+    def _graded(self) -> list[Tensor]:
+        """The tensors that require grad, the sparse ones too, in order of appearance."""
+        tensors = [self.sparse.get(place) if item is None else item[0] for place, item in enumerate(self.items)]
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
     def _reduce(self, obj: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
         """What the pickler asks for every object that is not a plain number, string or container."""
@@ -231,14 +271,28 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     ahead = _restore_ahead(rows, incoming)
     hold = Hold(pieces, packed.storages)
     arrivals: list[Any] = []
+    parts: list[Tensor] = []
+    graded: list[int] = []
     for place, row in enumerate(rows):
         if row is None or place in ahead:
             arrivals.append(ahead.get(place, incoming))
             continue
-        arrival = build(row, hold)
-        arrivals.append(arrival)
+        if isinstance(row[0], str):
+            arrival = sparse.assemble(parts, row)
+            parts.clear()
+        else:
+            arrival = build(row, hold)
+            if row[-1] & PART:
+                parts.append(arrival)
+                continue
         if row[-1] & GRADED:
-            incoming.graded.append(arrival)
+            graded.append(len(arrivals))
+        arrivals.append(arrival)
+    incoming.graded = [arrivals[place] for place in graded]
+    if packed.note is not None:
+        incoming.graded = contexts.installed().came(packed.note, incoming.source, incoming.graded)
+        for place, tensor in zip(graded, incoming.graded, strict=True):
+            arrivals[place] = tensor
     return arrivals
 
 
@@ -260,7 +314,7 @@ def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
     return {
         place: _AHEAD[row[0]](row[1], incoming)
         for place, row in enumerate(rows)
-        if row is not None and isinstance(row[0], str)
+        if row is not None and row[0] in _AHEAD
     }
 
 
@@ -270,17 +324,26 @@ def _arrived(obj: Any) -> Any:
 
 
 def reduce_tensor(walk: Walk, tensor: Tensor) -> Any:
-    if tensor.layout is not torch.strided:
-        return sparse.reduce(tensor)
     if not tensor.is_cpu:
         return _reduce_elsewhere(tensor)
     if tensor.dtype not in NAMES or tensor.is_nested:
         return NotImplemented
-    walk.items.append((tensor, 0))
+    if tensor.layout is torch.strided:
+        walk.items.append((tensor, 0))
+    elif tensor.layout in sparse.LAYOUTS:
+        parts, row = sparse.take_apart(tensor)
+        walk.items += [(part, PART) for part in parts]
+        walk.ahead[len(walk.items)] = row
+        walk.sparse[len(walk.items)] = tensor
+        walk.items.append(None)
+    else:
+        return NotImplemented
     return _arrived, (_THE_TENSOR,)
 
 
 def _reduce_parameter(walk: Walk, parameter: Parameter) -> Any:
+    if parameter.layout is not torch.strided:
+        return NotImplemented
     reduced = reduce_tensor(walk, parameter)
     if reduced is NotImplemented or reduced[0] is not _arrived:
         return NotImplemented

@@ -26,9 +26,10 @@ spans in the body.
 """
 
 NOWHERE = -1
-GRADED, PARAMETER, CONJUGATE, NEGATIVE, MEMORY, ALONE = 1, 2, 4, 8, 16, 32
+GRADED, PARAMETER, CONJUGATE, NEGATIVE, MEMORY, ALONE, PART = 1, 2, 4, 8, 16, 32, 64
 """Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; no
-other tensor of the message is in the same memory, which begins with this one."""
+other tensor of the message is in the same memory, which begins with this one; part of the sparse tensor that follows.
+"""
 
 SHORT_BYTES = 16384
 """Up to here a span goes in the body. Echo between two ranks of one node, median: 16 KiB in the body 192 us, by itself
@@ -214,7 +215,7 @@ def build(row: Row, hold: Hold) -> Any:
     """Return what a row stands for: a tensor, a Parameter or a memoryview."""
     _, name, _, _, _, flags = row
     tensor = hold.elements(row, _template(name))
-    flags &= ~ALONE
+    flags &= ~(ALONE | PART)
     if not flags:
         return tensor
     if flags & MEMORY:

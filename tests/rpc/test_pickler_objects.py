@@ -234,7 +234,7 @@ class Nested:
         self.tensor = tensor
 
     def __reduce__(self) -> Any:
-        return open_parcel, tuple(received(pack(self.tensor, Outgoing(2))))
+        return open_parcel, tuple(received(pack(self.tensor, Outgoing(2)))[:2])
 
 
 def open_parcel(body: bytes, storages: list[torch.Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from hvlike.rpc import contexts
 from hvlike.rpc import rref as rref_module
 from hvlike.rpc.message import CALL, FETCH, Packed
 from hvlike.rpc.pickler import Incoming, Outgoing, carry_ahead, discard
@@ -35,7 +36,9 @@ def restore(numbers: tuple[int, ...], incoming: Incoming) -> rref_module.RRef[An
 
 
 def discard_answer(kind: int, source: int, packed: Packed) -> None:
-    """The answer to a call that has ended without it: its RRefs are dropped."""
+    """The answer to a call that has ended without it: its RRefs are dropped, no gradients will come for its tensors."""
+    if packed.note is not None:
+        contexts.installed().unwanted(packed.note, source)
     if kind in (CALL, FETCH):
         discard(packed, Incoming(source))
 

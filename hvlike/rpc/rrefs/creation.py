@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvlike.rpc import calls
+from hvlike.rpc import calls, contexts
 from hvlike.rpc import rref as rref_module
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
@@ -134,7 +134,7 @@ def _remote(
         session.perform(lifetime.used.begin, held)
         names = _NAMES.pack(*rref, *held.id)
     then = partial(_acknowledge, session, held, creation)
-    agent.request(rank, REMOTE, Packed(names + packed.body, packed.storages), timeout=limit, then=then)
+    agent.request(rank, REMOTE, packed._replace(body=names + packed.body), timeout=limit, then=then)
     return rref_module.RRef.of(session, held, creation)
 
 
@@ -146,14 +146,14 @@ def _acknowledge(session: Session, held: Entry | Fork, creation: Creation, call:
 
 def _create(session: Session, request: Request) -> None:
     """Serve a creation: in a thread of its own time."""
-    body, storages = request.packed
+    body = request.packed.body
     numbers = _NAMES.unpack_from(body)
     rref, fork = GlobalId(*numbers[:2]), GlobalId(*numbers[2:])
     entry = session.perform(session.lifetime.create, rref, None if fork == _NO_FORK else fork, request.source)
     fail = partial(_fail, session, request, entry)
     incoming = Incoming(request.source)
     try:
-        func, args, kwargs = unpack(Packed(body[_NAMES.size :], storages), incoming)
+        func, args, kwargs = unpack(request.packed._replace(body=body[_NAMES.size :]), incoming)
     except Exception as error:
         fail(error)
         return
@@ -163,7 +163,8 @@ def _create(session: Session, request: Request) -> None:
         fail = partial(_fail, session, request, entry)
     request.answers_last = not is_async(func)
     answer = partial(_settle, session, request, entry)
-    when_confirmed(incoming.rrefs, partial(run, func, args, kwargs, answer, fail))
+    start = partial(run, func, args, kwargs, answer, fail)
+    when_confirmed(incoming.rrefs, contexts.carried(request.packed.context, start))
 
 
 def _settle(session: Session, request: Request, entry: Entry, value: Any) -> None:

@@ -10,9 +10,8 @@ import struct
 from functools import partial
 from typing import Any
 
-from hvlike.rpc import calls
+from hvlike.rpc import calls, contexts
 from hvlike.rpc.message import FETCH, Packed, Request
-from hvlike.rpc.pickler import Outgoing, pack
 from hvlike.rpc.rrefs.entry import Entry
 from hvlike.rpc.rrefs.fork import Fork
 from hvlike.rpc.rrefs.identity import GlobalId
@@ -26,7 +25,7 @@ def fetch(session: Session, fork: Fork, timeout: float) -> Any:
     agent = session.agent
     limit = calls.seconds(agent, timeout)
     session.perform(session.lifetime.used.fetch, fork)
-    names = Packed(_NAMES.pack(*fork.rref, *fork.id), [])
+    names = Packed(_NAMES.pack(*fork.rref, *fork.id), [], contexts.note_to(fork.owner, "to_here"))
     call = agent.request(fork.owner, FETCH, names, timeout=limit, now=False)
     agent.wait(call)
     return calls.result_of(agent, call, original=True)
@@ -42,6 +41,8 @@ def _look_up(session: Session, request: Request) -> None:
     numbers = _NAMES.unpack(request.packed.body)
     rref, fork = GlobalId(*numbers[:2]), GlobalId(*numbers[2:])
     request.about = f"to_here of {rref}"
+    if request.packed.note is not None:
+        contexts.installed().came(request.packed.note, request.source, ())
     entry = session.perform(session.lifetime.owned.fetched, rref, fork, request.source)
     session.when_settled(entry, partial(_answer, session, request, entry))
 
@@ -51,7 +52,7 @@ def _answer(session: Session, request: Request, entry: Entry) -> None:
         request.fail(entry.failure)
         return
     try:
-        packed = pack(entry.value, Outgoing(request.source, cloudpickle=session.agent.options.cloudpickle))
+        packed = calls.packed_answer(session.agent, request, entry.value)
     except Exception as error:
         request.fail(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))
     else:

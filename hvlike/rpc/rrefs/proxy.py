@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvlike.rpc import calls
+from hvlike.rpc import calls, contexts
 from hvlike.rpc.functions import async_execution, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.rrefs import creation
@@ -85,7 +85,8 @@ def call_later(found: torch.futures.Future[Any], call: Callable[[Any], torch.fut
         except Exception as error:
             promise.set_error(error.with_traceback(None))
 
-    found.add_done_callback(begin)
+    # The look-up may be another thread's, and end in its context.
+    found.add_done_callback(contexts.kept(begin))
     return promise.future
 
 
