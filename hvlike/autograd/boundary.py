@@ -80,4 +80,7 @@ class Boundary:
             child, number = self._edges[place]
             if child is not None and (gradient := fit(complete[place], child, number)) is not None:
                 self._catch(child, number, gradient)
-        return complete if self._theirs else None
+        if not self._theirs:
+            return None
+        # The engine refuses a gradient where the node itself has computed none.
+        return tuple(None if place in self._early else gradient for place, gradient in enumerate(complete))
