@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
+
+if TYPE_CHECKING:
+    from hvlike.autograd.segment import Segment
 
 
 class Runner(Protocol):
@@ -66,26 +69,33 @@ class Recv:
 
 def new_send(message: int, rank: int, about: str, graded: Sequence[Tensor]) -> Send:
     """The send of a message that is packed now."""
-    edges = [get_gradient_edge(tensor) for tensor in graded]
-    return Send(message, rank, about, edges, [_owner(*each) for each in zip(edges, graded, strict=True)])
+    edges, owners = zip(*map(edge_of, graded), strict=True)
+    return Send(message, rank, about, list(edges), list(owners))
 
 
 def new_recv(message: int, rank: int, count: int) -> Recv:
     """The recv of a message that is opened now."""
     dummy = torch.empty(0, device="cpu", requires_grad=True)
-    return Recv(message, rank, count, dummy, get_gradient_edge(dummy))
+    edge, _ = edge_of(dummy)
+    return Recv(message, rank, count, dummy, edge)
 
 
 _PythonNode: Any = torch._C._FunctionBase
 """The class of the nodes that Python functions have."""
 
 
-def _owner(edge: GradientEdge, tensor: Tensor) -> object:
-    """What keeps the node of an edge alive: for a Python function its Python object does not."""
-    if getattr(edge, "ownership_token", None) is None and isinstance(edge.node, _PythonNode):
-        with torch.enable_grad():
-            return tensor.view_as(tensor).grad_fn
-    return None
+def edge_of(tensor: Tensor) -> tuple[GradientEdge, object]:
+    """Where the gradient of a tensor goes, and what keeps the node there alive.
+
+    torch's get_gradient_edge knows no sparse leaves, and its edges keep the nodes of Python functions alive only in
+    late versions.
+    """
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, _PythonNode):
+        return GradientEdge(node, tensor.output_nr), node
+    with torch.enable_grad():
+        after: Any = (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
+    return GradientEdge(after.next_functions[0][0] if node is None else node, tensor.output_nr), after
 
 
 @dataclass(eq=False)
@@ -99,6 +109,8 @@ class DistributedContext:
     """Of the leaves of this worker, summed over all backwards; changed under `lock`."""
     reached: set[int] = field(default_factory=set)
     """The workers that this one has sent a message of the context to."""
+    segments: Sequence[Segment] = ()
+    """What the last backward has run here, in this order; for `draw`."""
     runs: dict[object, Backward] = field(default_factory=dict)
     """The backwards that go on here."""
     lock: threading.RLock = field(default_factory=threading.RLock)

@@ -22,3 +22,9 @@ class Identifiers:
 def giver_of(identifier: int) -> int:
     """The rank that gave this name."""
     return identifier >> _BITS
+
+
+def in_words(identifier: int) -> str:
+    """The rank that gave this name, and its number there."""
+    giver = giver_of(identifier)
+    return f"{giver}.{identifier - (giver << _BITS)}"

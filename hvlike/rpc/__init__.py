@@ -6,6 +6,7 @@ from hvlike.rpc.agent import is_running as _is_current_rpc_agent_set
 from hvlike.rpc.calls import rpc_async, rpc_sync
 from hvlike.rpc.gathering import _all_gather, _barrier, _wait_all
 from hvlike.rpc.lifecycle import init_rpc, shutdown
+from hvlike.rpc.optimizer import DistributedOptimizer
 from hvlike.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from hvlike.rpc.remote_module import RemoteModule
 from hvlike.rpc.rref import RRef
@@ -21,6 +22,7 @@ def is_available() -> bool:
 
 __all__ = [
     "BackendType",
+    "DistributedOptimizer",
     "LiveRRef",
     "RRef",
     "RemoteModule",

@@ -1,0 +1,150 @@
+"""DistributedOptimizer: steps parameters on the workers that own them, with the gradients of one autograd context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvlike.errors import UsageError
+from hvlike.rpc import contexts
+from hvlike.rpc.calls import rpc_async
+from hvlike.rpc.rref import RRef
+from hvlike.rpc.worker_info import WorkerInfo
+
+_stepping = threading.Lock()
+"""Held by the one optimizer that steps on this worker: `.grad` of a parameter belongs to it meanwhile."""
+
+
+class DistributedOptimizer:
+    """An optimizer of parameters that live on several workers: one local optimizer on each owner.
+
+    optimizer_class: of torch.optim's form, called on every owner as optimizer_class(parameters, *args, **kwargs) with
+        the parameters that this owner has, in the order of their RRefs; it travels by its name.
+    params_rref: RRefs of parameters (leaf tensors), of this worker or of others, any number for each.
+    Any worker; blocks until every owner has its optimizer. Several may be made for the same parameters, on different
+    workers too; each has its own state. Attribute: remote_optimizers, an RRef for each owner.
+    Raises: UsageError for what is no RRef; the errors of the constructor, after all owners have answered.
+    Source: torch.distributed.optim.DistributedOptimizer.
+    """
+
+    remote_optimizers: list[RRef[LocalOptimizer]]
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params_rref: Iterable[RRef[Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        owners = _group_by_owner(params_rref)
+        calls = [(owner, (optimizer_class, rrefs, args, kwargs)) for owner, rrefs in owners.items()]
+        self.remote_optimizers = _ask_all("could not make its optimizer", _create, calls)
+
+    def step(self, context_id: int) -> None:
+        """Step every parameter once with its gradient in the context; one without a gradient there does not move.
+
+        context_id: of a context that this worker knows, after its backward. Any worker; blocks until all owners are
+        done: who reads a parameter then reads the new one. Steps of different callers take turns on each owner; nothing
+        keeps them from stepping between another one's forward and backward. `.grad` is what it was before.
+        Raises: RuntimeError for an unknown context; the errors of the optimizers, after all owners have answered: the
+            others have taken their step then.
+        """
+        if not isinstance(context_id, int) or isinstance(context_id, bool):
+            raise TypeError(
+                f"step(): incompatible function arguments: context_id must be an int, got {context_id!r}; pass what "
+                "`with hvlike.autograd.context() as context_id` gives."
+            )
+        contexts.installed().gradients(context_id)
+        calls = [(rref.owner(), (rref, context_id)) for rref in self.remote_optimizers]
+        # An owner that the forward pass has not reached learns of the context by this call.
+        with contexts.inside(context_id):
+            _ask_all("could not step", _step, calls)
+
+
+class LocalOptimizer:
+    """The part of a DistributedOptimizer on one owner."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+
+    def step(self, context_id: int) -> None:
+        """Step with the gradients of a context; `.grad` has them for that long."""
+        gradients = contexts.installed().gradients(context_id)
+        with _stepping:
+            before = [parameter.grad for parameter in self.parameters]
+            try:
+                for parameter in self.parameters:
+                    parameter.grad = gradients.get(parameter)
+                self.optimizer.step()
+            finally:
+                for parameter, gradient in zip(self.parameters, before, strict=True):
+                    parameter.grad = gradient
+
+
+def _group_by_owner(params_rref: Iterable[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
+    """Owners in the order in which they come first."""
+    owners: dict[WorkerInfo, list[RRef[Any]]] = {}
+    for place, rref in enumerate(params_rref):
+        if not isinstance(rref, RRef):
+            raise UsageError(
+                f"DistributedOptimizer: params_rref[{place}] must be an RRef of a parameter, got "
+                f"{type(rref).__name__}; wrap a parameter of this worker as hvlike.rpc.RRef(parameter)."
+            )
+        owners.setdefault(rref.owner(), []).append(rref)
+    if not owners:
+        raise UsageError("DistributedOptimizer: optimizer got an empty parameter list; pass at least one RRef.")
+    return owners
+
+
+def _ask_all(failed: str, function: Callable[..., Any], calls: list[tuple[WorkerInfo, tuple[Any, ...]]]) -> list[Any]:
+    """Call the function on all owners. Raises: their errors as one, when all have answered; failed: what went wrong."""
+    futures = [_attempt(partial(rpc_async, owner, function, args)) for owner, args in calls]
+    answers = [_attempt(future.wait) if error is None else (None, error) for future, error in futures]
+    errors = {owner: error for (owner, _), (_, error) in zip(calls, answers, strict=True) if error is not None}
+    if not errors:
+        return [answer for answer, _ in answers]
+    try:
+        raise _as_one(failed, errors, len(calls))
+    finally:
+        # What is raised holds this frame, which must not hold it in turn: the RRefs in it would stay.
+        del answers, errors
+
+
+def _as_one(failed: str, errors: dict[WorkerInfo, Exception], owners: int) -> Exception:
+    """The error of all errors; of their class where it is one that says who is wrong."""
+    if len(errors) == 1:
+        return next(iter(errors.values()))
+    kinds = {type(error) for error in errors.values()}
+    kind = kinds.pop() if len(kinds) == 1 and kinds <= {ValueError, TypeError} else RuntimeError
+    told = "\n".join(f"{owner.name} (rank {owner.id}) {failed}: {error}" for owner, error in errors.items())
+    return kind(f"{len(errors)} of {owners} owners failed.\n{told}")
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """The result of the work, or what it raises."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _create(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    rrefs: list[RRef[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RRef[LocalOptimizer]:
+    """Runs on an owner."""
+    parameters = [rref.local_value() for rref in rrefs]
+    return RRef(LocalOptimizer(optimizer_class(parameters, *args, **kwargs), parameters))
+
+
+def _step(optimizer: RRef[LocalOptimizer], context_id: int) -> None:
+    """Runs on an owner."""
+    optimizer.local_value().step(context_id)
