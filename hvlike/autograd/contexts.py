@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from hvlike.autograd.distributed_context import DistributedContext
-from hvlike.autograd.identifiers import Identifiers, giver_of
+from hvlike.autograd.identifiers import Identifiers, end_of, giver_of
 from hvlike.autograd.recording import record_recv, record_send
 from hvlike.rpc import contexts as seam
 from hvlike.rpc.agent import Agent
@@ -83,6 +83,7 @@ class Contexts:
             self._message_ids = Identifiers(agent.rank, NO_MESSAGE + 1)
         agent.hear(RELEASE, self._hear_release)
         agent.hear(WITHDRAW, self._hear_withdrawal)
+        agent.when_lost.append(self._lose)
         for hook in self.when_session_begins:
             hook(agent)
 
@@ -194,12 +195,29 @@ class Contexts:
             over = [context]
             if self._creators.setdefault(giver, _Creator()).release(context, oldest):
                 # Whoever was to tell of these may have left the session.
-                over += [each for each in self._contexts if giver_of(each) == giver and each < oldest]
+                over += self._below(giver, oldest)
             found = [self._contexts.pop(each) for each in over if each in self._contexts]
         for each in found:
             self._end(each, oldest, source)
+        self._let_go(found)
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        """A worker is gone, and with it the contexts that it has created. In the loop."""
+        end = end_of(rank)
+        with self._lock:
+            self._creators.setdefault(rank, _Creator()).release(end - 1, end)
+            found = [self._contexts.pop(each) for each in self._below(rank, end)]
+        for each in found:
+            each.release()
+        self._let_go(found)
+
+    def _below(self, giver: int, oldest: int) -> list[int]:
+        """The contexts here that this worker has created before `oldest`. With the lock held."""
+        return [each for each in self._contexts if giver_of(each) == giver and each < oldest]
+
+    def _let_go(self, found: list[DistributedContext]) -> None:
+        """Drop the last references, not in the loop: the user's graphs may have finalisers."""
         if found and self.agent is not None:
-            # The last reference: what the user's graphs have for finalisers does not run in the loop.
             self.agent.submit(found.clear)
 
     def _hear_withdrawal(self, source: int, value: Note) -> None:

@@ -19,6 +19,11 @@ class Identifiers:
         return next(self._numbers)
 
 
+def end_of(rank: int) -> int:
+    """Above all names that a worker gives."""
+    return (rank + 1) << _BITS
+
+
 def giver_of(identifier: int) -> int:
     """The rank that gave this name."""
     return identifier >> _BITS
