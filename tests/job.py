@@ -32,7 +32,9 @@ OPEN_MPI_SETTINGS = {
 # Set for the ranks of the run that we belong to; a job started from there must not inherit them.
 OUTER_PREFIXES = ("HVLIKE_TEST_RECORDS", "HVLIKE_TEST_PART", "PYTEST_")
 OUTER_PREFIXES += ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
-GRACE_SECONDS = 2.0
+# Dying takes time on a busy machine; who has no survivors does not wait for it.
+SURVIVOR_SECONDS = 10.0
+STACKS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class RunningJob:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env={**environment, MARK: self._token},
+                # A launcher that is killed leaves its session's folder, named by its pid: in a common place the next
+                # one that is given this pid would fail ("The PMIx server's listener thread failed to start").
+                env={**environment, MARK: self._token, "TMPDIR": str(folder)},
                 start_new_session=True,
             )
 
@@ -86,7 +90,8 @@ class RunningJob:
 
     def __exit__(self, *exception: object) -> None:
         self._kill_all()
-        shutil.rmtree(self._folder)
+        # Who has just been killed may still be at work in there.
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def launcher_pid(self) -> int:
@@ -128,7 +133,7 @@ class RunningJob:
         return Job(self._command, returncode, self.output(), self.errors(), seconds, timed_out, survivors)
 
     def _survivors(self) -> tuple[str, ...]:
-        end = time.monotonic() + GRACE_SECONDS
+        end = time.monotonic() + SURVIVOR_SECONDS
         while self.pids() and time.monotonic() < end:
             time.sleep(0.05)
         return tuple(self.pids().values())
@@ -138,7 +143,7 @@ class RunningJob:
         for pid, line in self.pids().items():
             if "python" in line:
                 _send(pid, signal.SIGABRT)
-        time.sleep(GRACE_SECONDS)
+        time.sleep(STACKS_SECONDS)
 
     def _kill_all(self) -> None:
         for pid in marked_processes(self._token):

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from pathlib import Path
 
+import job as jobs
 import psutil
 import pytest
-from job import run_job, start_job
+from job import IS_OPEN_MPI, run_job, start_job
 
 pytestmark = pytest.mark.job
 
@@ -41,7 +43,9 @@ def test_a_failed_job_is_reported_with_its_output() -> None:
 
 
 def test_a_hanging_job_is_ended_and_shows_where_it_hung() -> None:
-    job = run_job(HANG, 2, timeout=5)
+    with start_job(HANG, 2) as running:
+        running.wait_for_output("started")
+        job = running.wait(1)
     assert job.timed_out
     assert "the_place_where_it_hangs" in job.stderr
 
@@ -57,7 +61,8 @@ def test_processes_of_a_running_job_are_found_and_can_be_killed() -> None:
     assert job.survivors == ()
 
 
-def test_a_process_that_outlives_mpirun_is_named_and_killed() -> None:
+def test_a_process_that_outlives_mpirun_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "SURVIVOR_SECONDS", 0.5)
     program = """
 import subprocess
 quiet = subprocess.DEVNULL
@@ -67,6 +72,27 @@ print("child", child.pid, flush=True)
     job = run_job(program, 1, timeout=20)
     assert [line.strip() for line in job.survivors] == ["sleep 987"]
     child = int(job.stdout.split()[1])
-    time.sleep(0.1)
-    # A container without an init process keeps it as a zombie.
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    end = time.monotonic() + 20
+    while is_alive(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_alive(child)
+
+
+def is_alive(pid: int) -> bool:
+    """A container without an init process keeps the dead as zombies."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(not IS_OPEN_MPI, reason="MPICH leaves no folder")
+def test_a_launcher_that_is_killed_leaves_no_folder_to_the_next_one_with_its_pid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "SURVIVOR_SECONDS", 0.1)
+    with start_job(HANG, 1) as running:
+        running.wait_for_output("started")
+        os.kill(running.launcher_pid, signal.SIGKILL)
+        running.wait(20)
+        assert not list(Path("/tmp").glob(f"*.{running.launcher_pid}"))
