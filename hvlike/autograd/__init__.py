@@ -1,5 +1,7 @@
 """Distributed autograd over hvlike.rpc: torch.distributed.autograd's names."""
 
+from hvlike.autograd.backward import backward
 from hvlike.autograd.contexts import context, get_gradients
+from hvlike.autograd.drawing import draw
 
-__all__ = ["context", "get_gradients"]
+__all__ = ["backward", "context", "draw", "get_gradients"]

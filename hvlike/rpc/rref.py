@@ -132,9 +132,11 @@ class RRef(Generic[T]):
         return proxy.remote_proxy(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run backward from the value, a tensor. Without a context id: ordinary autograd, on the owner only.
+        """Run backward from the value, a tensor: hvlike.autograd.backward on its owner, which this call waits for.
 
-        Raises: RuntimeError on a user without a context id, for a value that is no tensor, for an unknown context.
+        Without a context id: ordinary autograd, on the owner only.
+        Raises: RuntimeError on a user without a context id, for a value that is no tensor, for an unknown context;
+            what hvlike.autograd.backward raises.
         """
         backwards.backward(self, dist_autograd_ctx_id, retain_graph)
 

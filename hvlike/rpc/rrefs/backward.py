@@ -1,4 +1,4 @@
-"""RRef.backward: as far as ordinary autograd goes."""
+"""RRef.backward: from a tensor that is the value of an RRef, on its owner."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvlike.rpc import calls, contexts
+from hvlike.rpc.contexts import NO_CONTEXT
+
 if TYPE_CHECKING:
     from hvlike.rpc.rref import RRef
-
-
-NO_CONTEXT = -1
 
 
 def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
@@ -18,17 +18,12 @@ def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if not rref.is_owner():
         if context_id == NO_CONTEXT:
             raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        raise _no_contexts(context_id)
+        calls.rpc_sync(rref.owner(), backward, (rref, context_id, retain_graph))
+        return
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError("RRef should contain a tensor for .backward()")
-    if context_id != NO_CONTEXT:
-        raise _no_contexts(context_id)
-    torch.autograd.backward(value, retain_graph=retain_graph)
-
-
-def _no_contexts(context_id: int) -> RuntimeError:
-    return RuntimeError(
-        f"Could not find autograd context with id: {context_id}. Contexts come with distributed autograd "
-        "(hvlike.autograd), which this version lacks; without an id, backward() on the owner is ordinary autograd."
-    )
+    if context_id == NO_CONTEXT:
+        torch.autograd.backward(value, retain_graph=retain_graph)
+    else:
+        contexts.installed().backward(context_id, [value], retain_graph)
