@@ -66,7 +66,7 @@ def clear(edges: Mapping[N, Edges[N]], waits: dict[N, int], ready: Iterable[N]) 
 def leading_to(edges: Mapping[N, Edges[N]], order: Sequence[N], targets: Iterable[N]) -> list[N]:
     """Return the nodes of `order` from which a target is reached, and the targets in it; in the same order.
 
-    order: each node stands before its children. Only ways inside of `order` count.
+    order: each node stands before its children. targets: some of it. Only ways inside of `order` count.
     """
     leads = set(targets)
     for node in reversed(order):
