@@ -36,3 +36,9 @@ def autograd(rpc: ModuleType) -> ModuleType:
     from hvlike import autograd
 
     return autograd
+
+
+@pytest.fixture
+def peer(hvd: ModuleType) -> int:
+    """The rank that this one calls; itself in a job of one rank."""
+    return (int(hvd.rank()) + 1) % int(hvd.size())

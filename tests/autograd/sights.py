@@ -1,0 +1,62 @@
+"""What tests ask other workers about contexts, and wait for."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hvlike.rpc
+from hvlike.autograd.contexts import contexts
+from hvlike.autograd.receive_function import recv_of
+from hvlike.rpc.contexts import current
+from hvlike.rpc.functions import async_execution
+
+_SECONDS = 60.0
+
+
+def here() -> int:
+    """The context of the thread that runs this."""
+    return current()
+
+
+def is_known(context: int) -> bool:
+    """Whether this worker has the context."""
+    return context in contexts.live()
+
+
+def sends(context: int) -> dict[int, tuple[int, int]]:
+    """What was sent from here in a context: to whom and with how many tensors that require grad, by message."""
+    return {number: (send.rank, len(send.edges)) for number, send in contexts.find(context).sends.items()}
+
+
+def recvs(context: int) -> dict[int, tuple[int, int]]:
+    """What has come here in a context: from whom and with how many tensors that require grad, by message."""
+    return {number: (recv.rank, recv.count) for number, recv in contexts.find(context).recvs.items()}
+
+
+def here_and_there(to: int) -> tuple[int, int]:
+    """The context here, and that of a call from here to another worker."""
+    return current(), hvlike.rpc.rpc_sync(to, here)
+
+
+@async_execution
+def here_and_later(to: int) -> Any:
+    """The context here, that of a call, and that of the call's callback here, where another call is made."""
+    first = current()
+    return hvlike.rpc.rpc_async(to, here).then(
+        lambda future: (first, future.wait(), current(), hvlike.rpc.rpc_sync(to, here))
+    )
+
+
+def is_attached(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a message has brought in a context."""
+    return recv_of(tensor.grad_fn) is not None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return when it holds."""
+    end = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
