@@ -211,7 +211,9 @@ class LocalBackward:
         for node in leaves:
             leaf, gradient = self._graph.leaves.pop(node), captured.pop()
             if gradient is not None:
-                deliver(self._gradients, node, leaf, gradient, is_sole(gradient))
+                # Asked while nothing but this variable holds it.
+                sole = is_sole(gradient)
+                deliver(self._gradients, node, leaf, gradient, sole)
 
     def _let_go(self) -> None:
         """Keep nothing of the graph."""
