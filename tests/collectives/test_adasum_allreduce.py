@@ -1,5 +1,6 @@
 """op=Adasum in all eight forms of allreduce: the definition over a tree of the ranks, for each tensor by itself."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -36,15 +37,23 @@ FORMS: dict[str, Form] = {
 }
 
 
-def vector(rank: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What a rank puts in: vectors of different lengths that point in similar directions, as gradients do."""
+@functools.cache
+def drawn(rank: int, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Not to be changed."""
     generator = torch.Generator().manual_seed(100 * seed)
-    common = torch.randn(tuple(shape), generator=generator)
+    common = torch.randn(shape, generator=generator)
     generator.manual_seed(100 * seed + rank + 1)
-    return ((rank + 1) * (common + torch.randn(tuple(shape), generator=generator))).to(dtype)
+    return (rank + 1) * (common + torch.randn(shape, generator=generator))
 
 
-def expected_of(ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def vector(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What a rank puts in: vectors of different lengths that point in similar directions, as gradients do."""
+    return drawn(rank, shape, seed).to(dtype, copy=True)
+
+
+@functools.cache
+def expected_of(ranks: range, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Not to be changed."""
     return adasum([vector(rank, shape, dtype, seed) for rank in ranks])
 
 

@@ -12,7 +12,7 @@ from hvlike.errors import UnknownHandleError
 
 def test_poll_turns_true_and_then_synchronize_returns_at_once(hvd: ModuleType) -> None:
     handle = hvd.allreduce_async(torch.ones(5), op=hvd.Sum)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not hvd.poll(handle):
         assert time.monotonic() < end, "poll makes no progress"
     assert handle.done()
@@ -42,7 +42,7 @@ def test_nothing_is_done_before_the_last_rank_has_asked(hvd: ModuleType) -> None
 @pytest.mark.mpi(min_size=2)
 def test_the_work_goes_on_while_nobody_waits(hvd: ModuleType) -> None:
     handle = hvd.allreduce_async(torch.ones(5), op=hvd.Sum)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not handle.done() and time.monotonic() < end:
         time.sleep(0.005)
     assert handle.done()
@@ -82,8 +82,7 @@ def test_several_threads_may_wait_at_once(hvd: ModuleType) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join()
     assert results == {number: float(number * hvd.size()) for number in range(4)}
 
 
@@ -102,14 +101,16 @@ def test_a_thread_beside_a_waiting_one_is_not_held_up(hvd: ModuleType) -> None:
         thread.start()
         waiting.wait()
         time.sleep(0.05)
-    started = time.monotonic()
+    taken = []
     for _ in range(12):
+        started = time.monotonic()
         hvd.barrier()
         with pytest.raises(hvd.HorovodInternalError):
             hvd.allreduce(torch.ones(2 + hvd.rank()), name="grad")
         hvd.allreduce(torch.ones(2), name="grad")
-    # With a quarter of a second each it would be 9 s.
-    assert time.monotonic() - started < 4
+        taken.append(time.monotonic() - started)
+    # Held up it would be a quarter of a second for each of the three. A busy machine makes some slow, not all.
+    assert min(taken) < 0.3
     if hvd.rank() > 0:
         thread.start()
     thread.join()

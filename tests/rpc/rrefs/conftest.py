@@ -10,7 +10,7 @@ import pytest
 from hvlike.rpc import rrefs
 
 _SECONDS = 20.0
-_PATIENCE_SECONDS = 0.3
+_PATIENCE_SECONDS = 0.05
 """A collection of garbage takes as long as several tests; it is for those that leave cycles behind."""
 
 
