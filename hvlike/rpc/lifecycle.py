@@ -172,8 +172,8 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
 
 def _who_is_missing(agent: Agent) -> str:
     agent.parting.ask()
-    others = len(agent.present) - 1
-    agent.fabric.loop.wait(lambda: len(agent.parting.states) >= others, _ANSWER_SECONDS)
+    # Who leaves meanwhile does not answer.
+    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.parting.states}, _ANSWER_SECONDS)
     names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
     return in_words(names, {**agent.parting.states, agent.rank: describe_state(agent)})
 

@@ -12,6 +12,7 @@ import torch
 from rpc.doors import open_door, pass_door
 
 import hvlike.rpc
+from hvlike.rpc import lifecycle
 from hvlike.rpc.rrefs import debug_info
 
 HOPS = 20
@@ -64,6 +65,12 @@ def call_back(caller: int, value: int) -> int:
 def work_slowly(seconds: float) -> None:
     time.sleep(seconds)
     note("slow")
+
+
+def stay(door: str) -> None:
+    """Note that it has begun, and wait."""
+    note("begun")
+    pass_door(door)
 
 
 def start_a_thread(to: int) -> None:
@@ -176,8 +183,16 @@ def test_references_that_python_still_holds_end_with_the_session(hvd: ModuleType
     gc.collect()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports wait until all workers have said what they do, however busy the machine is."""
+    monkeypatch.setattr(lifecycle, "_ANSWER_SECONDS", 30.0)
+
+
 @pytest.mark.mpi(min_size=2)
-def test_shutdown_ends_at_its_time_limit_and_says_who_is_missing(hvd: ModuleType, rpc: ModuleType) -> None:
+def test_shutdown_ends_at_its_time_limit_and_says_who_is_missing(
+    hvd: ModuleType, rpc: ModuleType, patient: None
+) -> None:
     if hvd.rank() > 0:
         with pytest.raises(RuntimeError, match=r"worker0 \(rank 0\) has not called shutdown"):
             rpc.shutdown(timeout=0.3)
@@ -188,12 +203,22 @@ def test_shutdown_ends_at_its_time_limit_and_says_who_is_missing(hvd: ModuleType
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_time_limit_names_the_function_that_is_still_running(hvd: ModuleType, rpc: ModuleType) -> None:
+def test_a_time_limit_names_the_function_that_is_still_running(hvd: ModuleType, rpc: ModuleType, patient: None) -> None:
     if hvd.rank() == 0:
-        rpc.rpc_async(1, work_slowly, (1.0,))
-        with pytest.raises(RuntimeError, match=r"worker1 \(rank 1\) has served .*work_slowly.* of worker0"):
-            rpc.shutdown(timeout=0.3)
+        running = rpc.rpc_async(1, stay, ("the time limit",))
+        hvd.barrier()
+        with pytest.raises(RuntimeError, match=r"worker1 \(rank 1\) has served stay of worker0"):
+            rpc.shutdown(timeout=0.1)
+        hvd.barrier()
+        with pytest.raises(RuntimeError, match="shut down"):
+            running.wait()
     else:
+        end = time.monotonic() + 30
+        while hvd.rank() == 1 and not _done and time.monotonic() < end:
+            time.sleep(0.001)
+        hvd.barrier()
+        hvd.barrier()
+        open_door("the time limit")
         rpc.shutdown()
 
 

@@ -223,7 +223,8 @@ def test_an_rref_whose_creation_ran_out_of_time_is_of_no_use(
     # Its creation is not acknowledged while the functions of others take all threads of the worker.
     taken = [rpc.rpc_async(peer, pass_door, (name,)) for _ in range(20)]
     reference = rpc.remote(peer, max, (1, 2), timeout=0.05)
-    time.sleep(0.2)
+    with pytest.raises(RuntimeError, match=OVER):
+        reference._get_future().wait()
     with pytest.raises(RuntimeError, match="RRef creation"):
         reference.to_here()
     with pytest.raises(RuntimeError, match="RRef creation"):

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -160,12 +161,31 @@ def test_an_intercommunicator(mpi: ModuleType) -> None:
     half.Free()
 
 
+class Touching(logging.Handler):
+    """Makes a file when something is logged."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.touch()
+
+
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_waits_in_init_says_so(mpi: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    late = mpi.COMM_WORLD.Get_rank() == 1
+def test_a_rank_that_waits_in_init_says_so(mpi: ModuleType, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    late = rank == 1
+    folder = Path(mpi.COMM_WORLD.bcast(str(tmp_path), root=1))
+    logger = logging.getLogger()
+    # After the one of caplog: when the late rank sees the file, the text is there.
+    logger.addHandler(heard := Touching(folder / str(rank)))
     with caplog.at_level(logging.WARNING, logger="hvlike"):
-        time.sleep(0.6 if late else 0.0)
-        world = World.start(patience=0.2)
+        end = time.monotonic() + 60
+        while late and len(list(folder.iterdir())) < size - 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        world = World.start(patience=0.05)
+    logger.removeHandler(heard)
     assert late or f"rank {world.rank} of {world.size} on {world.host} has waited" in caplog.text
     world.close()
 
