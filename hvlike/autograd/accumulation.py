@@ -15,15 +15,16 @@ def accumulate(gradients: dict[Tensor, Tensor], leaf: Tensor, gradient: Tensor, 
 
     gradient: of the leaf's shape; sole: nobody else refers to it or its memory, so it may be kept as it is.
     """
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     before = gradients.get(leaf)
-    with torch.no_grad():
-        if before is None:
-            gradients[leaf] = gradient.detach() if sole and _lies_like(gradient, leaf) else _copy(gradient, leaf)
-        elif before.layout is not torch.strided and gradient.layout is torch.strided:
-            # Sparse memory cannot take a dense sum.
-            gradients[leaf] = gradient + before
-        else:
-            before.add_(gradient)
+    if before is None:
+        gradients[leaf] = gradient if sole and _lies_like(gradient, leaf) else _copy(gradient, leaf)
+    elif before.layout is not torch.strided and gradient.layout is torch.strided:
+        # Sparse memory cannot take a dense sum.
+        gradients[leaf] = gradient + before
+    else:
+        before.add_(gradient)
 
 
 def is_sole(tensor: Tensor) -> bool:
@@ -57,5 +58,5 @@ def _lies_like(gradient: Tensor, leaf: Tensor) -> bool:
 def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
     """A gradient of its own, with the leaf's strides where they can be kept."""
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
-        return gradient.detach().clone()
+        return gradient.clone()
     return torch.empty_like(leaf, device=gradient.device, requires_grad=False).copy_(gradient)

@@ -112,10 +112,6 @@ class LocalBackward:
         if self._order is not None:
             self._clear(ready)
 
-    def add_recv(self, recv: Recv) -> None:
-        """Emit None for a recv that was recorded after `engage`."""
-        self._emit(recv, None)
-
     def step(self) -> None:
         """Run what can run now; best after all messages that are there have been resolved: it makes fewer segments.
 
@@ -219,4 +215,4 @@ class LocalBackward:
         """Keep nothing of the graph."""
         self._pending, self._silent, self._values = {}, {}, {}
         self._starts, self._order, self._cleared = [], None, set()
-        self._graph = LocalGraph({})
+        self._graph.forget()

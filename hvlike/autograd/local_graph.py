@@ -39,3 +39,8 @@ class LocalGraph:
             elif (leaf := getattr(end, "variable", None)) is not None:
                 self.leaves[end] = leaf
         return found
+
+    def forget(self) -> None:
+        """Keep nothing of the graph."""
+        for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs, self._doors):
+            kept.clear()
