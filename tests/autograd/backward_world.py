@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hvlike.autograd.letter import Gradients, Letter
 from hvlike.autograd.protocol import Mode, Part, State
@@ -211,7 +212,7 @@ class World:
         for to, letter in letters.items():
             self._post(rank, to, key, letter)
         for to in set(letters) & self.lost:
-            self._turn(rank, key, lambda to=to: part.lost(to, "it is gone"))
+            self._turn(rank, key, partial(part.lost, to, "it is gone"))
         if rank == key[0] and part.state is State.FINISHED:
             self._check_over(key)
 
@@ -240,11 +241,11 @@ class World:
             # Dropped, and its sender is told.
             self.withdrawn.add(message.number)
             for key, part in self._running(message.source):
-                self._turn(message.source, key, lambda part=part: part.withdrawn(message.number))
+                self._turn(message.source, key, partial(part.withdrawn, message.number))
             return
         message.opened = True
         for key, part in self._running(message.to):
-            self._turn(message.to, key, lambda part=part: part.recorded(message.number, message.source))
+            self._turn(message.to, key, partial(part.recorded, message.number, message.source))
 
     def _lose(self) -> None:
         gone = self.to_lose.pop()
@@ -257,10 +258,10 @@ class World:
     def _tell(self) -> None:
         rank, gone = self.news.pop(self.rng.randrange(len(self.news)))
         for key, part in self._running(rank):
-            self._turn(rank, key, lambda part=part: part.lost(gone, "it is gone"))
+            self._turn(rank, key, partial(part.lost, gone, "it is gone"))
 
     def _release(self) -> None:
         rank = self.to_release.pop()
         for key, part in self._running(rank):
-            self._turn(rank, key, lambda part=part: part.fail("released"))
+            self._turn(rank, key, partial(part.fail, "released"))
         self.released.add(rank)
