@@ -80,7 +80,7 @@ class LocalPicture:
             if recv.message not in self._recvs:
                 self._add_recv(recv.message, recv.rank)
         rank = self._agent.rank
-        segments = [f"{segment.kind}, {segment.nodes} nodes" for segment in self._context.segments]
+        segments = [f"{segment.kind}, nodes: {segment.nodes}" for segment in self._context.segments]
         return Part(
             rank, self._name(rank), tuple(self._nodes), tuple(self._edges), self._sends, self._recvs, tuple(segments)
         )

@@ -16,7 +16,7 @@ PARTS = [
         (Node(0, "send", "to master", (1,)), Node(1, "node", "AddBackward0"), Node(2, "leaf", "leaf\n[2]")),
         ((0, 1), (1, 2)),
         sends={5: 0, 6: 0},
-        segments=("final, 3 nodes",),
+        segments=("final, nodes: 3",),
     ),
     Part(
         0,
@@ -38,7 +38,7 @@ PICTURE = r"""digraph autograd {
     w0n0 -> w0n1;
   }
   subgraph cluster_1 {
-    label="trainer (rank 1)\nsegment 1: final, 3 nodes";
+    label="trainer (rank 1)\nsegment 1: final, nodes: 3";
     w1n0 [shape=cds, label="to master\nsegment 1", style=filled, fillcolor=lightyellow];
     w1n1 [shape=box, label="AddBackward0"];
     w1n2 [shape=ellipse, label="leaf\n[2]"];

@@ -131,7 +131,7 @@ def test_after_a_backward(rpc: ModuleType, autograd: ModuleType) -> None:
             autograd.backward(context_id, [loss])
             found = read(autograd.draw(context_id, [loss]))
         for label in found.clusters.values():
-            assert re.search(r"segment 1: (plain|selective|final), \d+ nodes", label)
+            assert re.search(r"segment 1: (plain|selective|final), nodes: \d+", label)
         ends = [label for shape, label in found.nodes.values() if shape in ("house", "cds")]
         assert all("segment" in label for label in ends)
         assert [label.endswith("has a gradient") for _, label in found.nodes.values()].count(True) == 2
