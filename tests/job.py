@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+STARTUP = CHECKOUT / "tests" / "startup"
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 IS_OPEN_MPI = (LAUNCHER.parent / "ompi_info").exists()
 
@@ -192,7 +193,7 @@ def run_job(
 def job_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job: ours without what belongs to an outer run, with the settings for one host."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(OUTER_PREFIXES)}
-    path = os.pathsep.join(filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), str(STARTUP), environment.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if IS_OPEN_MPI:
         environment |= OPEN_MPI_SETTINGS
