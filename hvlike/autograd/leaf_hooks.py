@@ -30,12 +30,15 @@ def deliver(gradients: dict[Tensor, Tensor], node: Node, leaf: Tensor, gradient:
     if not before and not after:
         accumulate(gradients, leaf, gradient, sole)
         return
-    incoming = (gradient,)
+    incoming: tuple[Tensor | None] = (gradient,)
     for hook in before:
         changed = hook(incoming)
         if changed is not None:
             incoming = _one(changed, hook)
-    accumulate(gradients, leaf, incoming[0], sole=False)
+    (changed,) = incoming
+    if changed is None:
+        return
+    accumulate(gradients, leaf, changed, sole=False)
     for hook in after:
         hook((), incoming)
 
@@ -57,8 +60,8 @@ def _nothing(*_: Any) -> None:
     """In another thread's backward it may be met while it stands in the dict."""
 
 
-def _one(changed: Any, hook: _Hook) -> tuple[Tensor]:
+def _one(changed: Any, hook: _Hook) -> tuple[Tensor | None]:
     gradients = changed if isinstance(changed, tuple) else (changed,)
-    if len(gradients) != 1 or not isinstance(gradients[0], Tensor):
+    if len(gradients) != 1 or not isinstance(gradients[0], Tensor | None):
         raise RuntimeError(f"prehook {hook!r} of a leaf's node must return one gradient or None, got {changed!r}")
     return gradients

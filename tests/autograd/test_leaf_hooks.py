@@ -140,6 +140,16 @@ def test_a_prehook_may_return_the_gradient_alone() -> None:
     assert world.workers[0].gradients[leaf].tolist() == [3.0] * 2
 
 
+def test_a_prehook_may_take_the_gradient_away() -> None:
+    world, leaf, calls = LocalWorld(), leaf_of(1.0), []
+    node = node_of(leaf)
+    node.register_prehook(lambda outer: (None,))
+    node.register_hook(lambda *_: calls.append(1))
+    world.backward([leaf.sum()])
+    assert not calls
+    assert leaf not in world.workers[0].gradients
+
+
 def test_to_look_for_hooks_leaves_none() -> None:
     leaf = leaf_of(1.0)
     node = node_of(leaf)
