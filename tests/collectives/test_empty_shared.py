@@ -245,11 +245,11 @@ def test_nothing_is_left_of_those_that_are_dropped(hvd: ModuleType) -> None:
     use(20)
     gc.collect()
     files, maps, resident = len(os.listdir("/proc/self/fd")), mappings(), resident_bytes()
-    use(200)
+    use(100)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= files
     assert mappings() <= maps + 2
-    # Each has a mebibyte; ten of two hundred would be seen.
+    # Each has a mebibyte; ten of the hundred would be seen.
     assert resident_bytes() - resident < 10 << 20
 
 
