@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -49,6 +50,9 @@ class Ways(Protocol):
     def remote(self, routine: int, values: list[Tensor], references: list[Any]) -> Any:
         """Run a routine where it belongs and refer to its values."""
 
+    def settle(self, reference: Any) -> None:
+        """Wait until the routine behind a reference has run."""
+
     def refer(self, worker: int, values: list[Tensor]) -> Any:
         """A reference to values of the worker on which the routine runs."""
 
@@ -63,12 +67,15 @@ class Performance:
         self._routine = program.routines[routine]
         self._ways = ways
         self._started: list[Callable[[], Results]] = []
+        self._created: list[Any] = []
         self.values, self.references = list(given[0]), list(given[1])
 
     def run(self) -> Results:
         """Take all steps; returns what the routine returns."""
         for step in self._routine.steps:
             self._step(step)
+        for reference in self._created:
+            self._ways.settle(reference)
         values = [self.values[place] for place in self._routine.values]
         return values, [self.references[place] for place in self._routine.references]
 
@@ -92,7 +99,8 @@ class Performance:
         elif isinstance(step, Wait):
             self._add(self._started[step.started]())
         elif isinstance(step, Remote):
-            self.references.append(self._ways.remote(step.routine, *self._arguments(step)))
+            self._created.append(self._ways.remote(step.routine, *self._arguments(step)))
+            self.references.append(self._created[-1])
         elif isinstance(step, Refer):
             self.references.append(self._ways.refer(worker, self._of(step.values)))
         elif isinstance(step, Fetch):
@@ -188,6 +196,9 @@ class OneProcess:
         returned, _ = Performance(self.program, routine, (self.send(values), references), self).run()
         return Held(self.program.routines[routine].worker, returned)
 
+    def settle(self, reference: Held) -> None:
+        """It has."""
+
     def refer(self, worker: int, values: list[Tensor]) -> Held:
         return Held(worker, values)
 
@@ -280,6 +291,13 @@ class OverWorkers:
 
     def remote(self, routine: int, values: list[Tensor], references: list[Any]) -> Any:
         return Modules.rpc.remote(self._worker(routine), serve_values, (self.key, routine, values, references))
+
+    def settle(self, reference: Any) -> None:
+        if reference.is_owner():
+            reference.local_value()
+        # The owner confirms when it is done; nothing may run on when the context has gone.
+        while not (reference.is_owner() or reference.confirmed_by_owner()):
+            time.sleep(1e-4)
 
     def refer(self, worker: int, values: list[Tensor]) -> Any:
         return Modules.rpc.RRef(values)

@@ -71,10 +71,11 @@ Results = tuple[list[Value], list[Reference]]
 
 
 def sent(values: Sequence[Value]) -> list[Value]:
-    """The same values after a message: copies, each in memory of its own unless they shared it."""
+    """The same values after a message: copies, which share memory as they did before, and are then left as they are."""
     together = Counter(value.memory for value in set(values))
-    alone = {each: together[each.memory] == 1 and not each.table for each in values}
-    copies = {each: Value(each.grad, Memory(alone[each]), each.table) for each in values}
+    tables = {value.memory for value in values if value.table}
+    memories = {memory: Memory(together[memory] == 1 and memory not in tables) for memory in together}
+    copies = {each: Value(each.grad, memories[each.memory], each.table) for each in values}
     return [copies[each] for each in values]
 
 
