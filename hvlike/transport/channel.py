@@ -5,6 +5,8 @@ message is one MPI message; the tensors of a larger one follow as MPI messages o
 most 16 MiB each, received straight into their final storage. Messages of one sender without large
 tensors arrive in order.
 
+Between ranks of one node the longest tensor of a message may go without MPI (direct_copy.py).
+
 A sender on the same node rings the receiver's doorbell after its MPI send and counts the message in
 the segment, so the receiver knows how many are on their way and never polls for local ones.
 """
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvlike.transport.direct_copy import DirectCopies, Note
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.dtypes import raw_view
 from hvlike.transport.fresh_memory import fresh
@@ -78,6 +81,7 @@ class Channel:
         bells: dict[int, Doorbell],
         counters: MessageCounters,
         traffic: Traffic,
+        direct: DirectCopies,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -85,6 +89,7 @@ class Channel:
         self._bells = bells
         self._counters = counters
         self._traffic = traffic
+        self._direct = direct
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
         self._handlers: dict[int, Handler] = {}
@@ -93,6 +98,7 @@ class Channel:
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
         self._moving = 0
+        self._helping = 0
         self._next_tag = 0
         loop.add_source(self._progress, self._is_half_done)
 
@@ -121,35 +127,43 @@ class Channel:
             copies = [tensor.clone() for tensor in tensors]
             self._loop.post(lambda: self._deliver(rank, topic, value, copies))
             return
-        views = [_bytes_of(tensor) for tensor in tensors]
+        views, descriptions = _describe(tensors)
         inline = sum(view.nbytes for view in views) <= INLINE_BYTES
         tag = 0 if inline else self._payload_tag()
-        body = pickle.dumps((value, [_describe(tensor) for tensor in tensors]) if tensors else value, protocol=5)
+        note = None if inline else self._direct.offer(rank, tensors)
+        body = pickle.dumps((value, descriptions, note) if tensors else value, protocol=5)
+        if note is not None:
+            self._direct.take()
         flag = 1 if tensors else 0
         message = b"".join((_HEADER.pack(topic << 1 | flag, tag, len(body)), body, *(views if inline else ())))
         self._traffic.control(kind, len(message) + (0 if inline else sum(view.nbytes for view in views)))
         requests = [self._isend(message, rank, _MESSAGE_TAG)]
         if not inline:
-            requests += [self._isend(piece, rank, tag) for view in views for piece in _pieces(view)]
+            requests += [self._isend(piece, rank, tag) for piece in _pieces(views, note)]
         if rank in self._bells:
             self._counters.count_sent(rank)
             self._bells[rank].ring()
         if not all(request.Test() for request in requests):
             self._sending.append((requests, message, tensors))
+        if note is not None:
+            self._loop.start(self._send_directly(rank, views[note[0]], tag), wake=False)
 
     @property
     def quiet(self) -> bool:
         """True when nothing is on its way from here."""
-        return not self._sending
+        return not (self._sending or self._helping)
 
     def _is_half_done(self) -> bool:
         """True while something is on its way of which nobody tells when it has arrived."""
         if self._sending:
             self._advance_sends()
-        return bool(self._sending or self._moving) or self._expecting or self._incoming is not None
+        return bool(self._sending or self._moving or self._helping) or self._expecting or self._incoming is not None
 
     def _isend(self, memory: NDArray[np.uint8] | bytes, rank: int, tag: int) -> Any:
         return self._comm.Isend([memory, self._mpi.BYTE], dest=rank, tag=tag)
+
+    def _irecv(self, memory: NDArray[np.uint8], rank: int, tag: int) -> Any:
+        return self._comm.Irecv([memory, self._mpi.BYTE], source=rank, tag=tag)
 
     def _payload_tag(self) -> int:
         self._next_tag = (self._next_tag + 1) % _PAYLOAD_TAGS
@@ -213,11 +227,11 @@ class Channel:
         if not has_tensors:
             self._deliver(source, topic, body, [])
             return
-        value, descriptions = body
+        value, descriptions, note = body
         tensors = [_make(description) for description in descriptions]
         views = [_bytes_of(tensor) for tensor in tensors]
         if tag:
-            self._loop.start(self._payload(source, topic, value, tensors, views, tag), wake=False)
+            self._loop.begin(self._payload(source, topic, value, tensors, views, tag, note))
             return
         start = _HEADER.size + length
         for view in views:
@@ -233,15 +247,20 @@ class Channel:
             handler(source, value, tensors)
 
     def _payload(
-        self, source: int, topic: int, value: Any, tensors: list[torch.Tensor], views: list[NDArray[np.uint8]], tag: int
+        self,
+        source: int,
+        topic: int,
+        value: Any,
+        tensors: list[torch.Tensor],
+        views: list[NDArray[np.uint8]],
+        tag: int,
+        note: Note | None,
     ) -> Routine[None]:
-        requests = [
-            self._comm.Irecv([piece, self._mpi.BYTE], source=source, tag=tag)
-            for view in views
-            for piece in _pieces(view)
-        ]
+        requests = [self._irecv(piece, source, tag) for piece in _pieces(views, note)]
         self._moving += 1
         try:
+            if note is not None:
+                yield from self._receive_directly(source, views[note[0]], tag, note)
             for request in requests[:-1]:
                 yield from complete([request])
                 yield Wait.AGAIN
@@ -249,6 +268,22 @@ class Channel:
         finally:
             self._moving -= 1
         self._deliver(source, topic, value, tensors)
+
+    def _send_directly(self, rank: int, view: NDArray[np.uint8], tag: int) -> Routine[None]:
+        def by_mpi() -> Routine[None]:
+            return complete([self._isend(piece, rank, tag) for piece in _pieces([view])])
+
+        self._helping += 1
+        try:
+            yield from self._direct.send(rank, view, by_mpi)
+        finally:
+            self._helping -= 1
+
+    def _receive_directly(self, source: int, view: NDArray[np.uint8], tag: int, note: Note) -> Routine[None]:
+        def by_mpi() -> Routine[None]:
+            return complete([self._irecv(piece, source, tag) for piece in _pieces([view])])
+
+        yield from self._direct.receive(source, note[1], view, by_mpi)
 
 
 Description = int | tuple[torch.dtype, tuple[int, ...]]
@@ -267,8 +302,18 @@ def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return raw_view(tensor).view(np.uint8)
 
 
-def _describe(tensor: torch.Tensor) -> Description:
-    return len(tensor) if _is_plain(tensor) else (tensor.dtype, tuple(tensor.shape))
+def _describe(tensors: Sequence[torch.Tensor]) -> tuple[list[NDArray[np.uint8]], list[Description]]:
+    """Their bytes, and what the receiver makes them from."""
+    views: list[NDArray[np.uint8]] = []
+    descriptions: list[Description] = []
+    for tensor in tensors:
+        if _is_plain(tensor):
+            views.append(view := tensor.numpy())
+            descriptions.append(view.nbytes)
+        else:
+            views.append(raw_view(tensor).view(np.uint8))
+            descriptions.append((tensor.dtype, tuple(tensor.shape)))
+    return views, descriptions
 
 
 def _make(description: Description) -> torch.Tensor:
@@ -278,5 +323,11 @@ def _make(description: Description) -> torch.Tensor:
     return fresh(shape, dtype)
 
 
-def _pieces(view: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    return [view[start : start + PIECE_BYTES] for start in range(0, view.nbytes, PIECE_BYTES)]
+def _pieces(views: Sequence[NDArray[np.uint8]], note: Note | None = None) -> list[NDArray[np.uint8]]:
+    """The MPI messages of a payload; note: without the view that goes another way."""
+    return [
+        view[start : start + PIECE_BYTES]
+        for place, view in enumerate(views)
+        if note is None or place != note[0]
+        for start in range(0, view.nbytes, PIECE_BYTES)
+    ]

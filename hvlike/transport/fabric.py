@@ -11,6 +11,7 @@ from hvlike.transport import cores, segment
 from hvlike.transport.allocations import Allocations
 from hvlike.transport.channel import Channel, MessageCounters
 from hvlike.transport.clock import agree_on_clock
+from hvlike.transport.direct_copy import SLOT_WORDS, DirectCopies
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.group import Group
 from hvlike.transport.loop import Loop
@@ -37,14 +38,20 @@ class Fabric:
         self.traffic = Traffic()
         self.allocations = Allocations()
         size = world.local_size
-        board = segment.share(world.node_comm, size * BELL_BYTES + 8 * size * size)
+        counts, slots = size * BELL_BYTES, size * BELL_BYTES + 8 * size * size
+        board = segment.share(world.node_comm, slots + 8 * SLOT_WORDS * size)
         local = next(node for node in world.nodes if world.rank in node)
         self.local_ranks = local
         self.bells = {rank: Doorbell(board, index, self.fence) for index, rank in enumerate(local)}
         self.bell = self.bells[world.rank]
         self.bell.initialise(os.getpid())
+        places = {rank: index for index, rank in enumerate(local)}
+        direct = DirectCopies(
+            segment.words(board, slots, SLOT_WORDS * size), places, self.bells, world.rank, self.fence
+        )
         affinities = world.node_comm.allgather(cores.available())
         world.comm.Barrier()
+        direct.enabled = all(world.node_comm.allgather(direct.reaches(local[(world.local_rank + 1) % size])))
         self.cores = cores.cores_per_rank(affinities, world.local_rank)
         self.recorder = Recorder(world.rank, world.size, world.host, agree_on_clock(world))
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
@@ -55,12 +62,8 @@ class Fabric:
             remote=size < world.size,
             tick=self._tick,
         )
-        counters = MessageCounters(
-            segment.words(board, size * BELL_BYTES, size * size),
-            {rank: index for index, rank in enumerate(local)},
-            world.rank,
-        )
-        self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic)
+        counters = MessageCounters(segment.words(board, counts, size * size), places, world.rank)
+        self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
         self.mailbox = Mailbox(self.channel, _LETTERS_TOPIC)
 
     def share(self, group: Group, key: Any, nbytes: int) -> Routine[Segment | None]:

@@ -109,6 +109,12 @@ class Loop:
         self.post(lambda: self._tasks.append(task), wake=wake)
         return task
 
+    def begin(self, routine: Routine[Any]) -> None:
+        """`start` from inside the loop, with the first step at once."""
+        task = Task(routine, None)
+        self._tasks.append(task)
+        self._step(task)
+
     def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done()`, driving the loop if nobody does; False when `seconds` ran out first."""
         deadline = None if seconds is None else time.monotonic() + seconds
