@@ -54,6 +54,10 @@ def times(weight: Any, factor: Tensor) -> Tensor:
     return product
 
 
+def has_grad(weight: Any) -> bool:
+    return weight.local_value().grad is not None
+
+
 @pytest.fixture(autouse=True)
 def forget(rpc: ModuleType) -> Iterator[None]:
     """Each test begins with an empty record on all workers."""
@@ -107,6 +111,7 @@ def test_a_step_that_fails_on_one_owner(rpc: ModuleType, autograd: ModuleType) -
                 failing.step(context_id)
             assert [weight.to_here()[0].item() for weight in parameters] == [-3.0] * last + [1.0]
             assert [rpc.rpc_sync(rank, ended_here) for rank in range(last)] == [["step"]] * last
+            assert not any(rpc.rpc_sync(rank, has_grad, (weight,)) for rank, weight in enumerate(parameters))
             good.step(context_id)
             assert [weight.to_here()[0].item() for weight in parameters] == [-7.0] * last + [-3.0]
 
