@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import allreduce, rpc, scaling, simulate, step, waiting
+from hvlike.bench import allreduce, autograd, rpc, scaling, simulate, step, waiting
 from hvlike.bench.benchmark import Benchmark
 
-_ALL = (allreduce.BENCHMARK, step.BENCHMARK, scaling.BENCHMARK, simulate.BENCHMARK, waiting.BENCHMARK, rpc.BENCHMARK)
-BENCHMARKS: dict[str, Benchmark] = {each.name: each for each in _ALL}
+_ALL = (allreduce, step, scaling, simulate, waiting, rpc, autograd)
+BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _ALL}
 
 
 def main(arguments: list[str]) -> int:

@@ -69,10 +69,14 @@ class Pair:
 
     def measure(self, work: Work) -> list[float]:
         """Let them do some work; returns what it has measured. Raises: HvlikeError."""
+        return self.ask(as_message(work))
+
+    def ask(self, request: Message) -> list[float]:
+        """The same for work as a message, of a kind that hvlike/bench/rpc_peer.py knows."""
         self._signal(signal.SIGCONT)
         caller = self._ends[0]
         try:
-            caller.say(as_message(work))
+            caller.say(request)
             answer = self._hear(caller)
         except OSError as error:
             raise self._failure("do not answer") from error

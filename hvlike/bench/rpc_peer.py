@@ -1,4 +1,4 @@
-"""One of the two processes of torch.distributed.rpc over TensorPipe that bench rpc compares with.
+"""One of the two processes of torch.distributed.rpc over TensorPipe that bench rpc and bench autograd compare with.
 
 Started and stopped by hvlike/bench/rpc_pair.py; its arguments are its rank, the file where both meet, and the file
 descriptor of its end of a conversation. Rank 0 answers requests for work; the main thread of rank 1 sleeps until the
@@ -13,8 +13,10 @@ import sys
 import warnings
 from typing import Any
 
+import torch.distributed.autograd
 import torch.distributed.rpc
 
+from hvlike.bench import autograd_work
 from hvlike.bench.conversation import Conversation, Message
 from hvlike.bench.rpc_work import from_message
 from hvlike.errors import HvlikeError
@@ -39,6 +41,9 @@ def main(rank: int, meeting: str, descriptor: int) -> None:
 def answer(request: Message) -> Message:
     """Do some work and say what it has measured, or what went wrong."""
     try:
+        if request["kind"] == autograd_work.KIND:
+            step = autograd_work.from_message(request)
+            return {"samples": step.measure(torch.distributed.rpc, torch.distributed.autograd)}
         return {"samples": from_message(request).measure(torch.distributed.rpc)}
     except (HvlikeError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
