@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hvlike.autograd.graph import Edges
-from hvlike.autograd.selective import evaluate, fit
+from hvlike.autograd.selective import evaluate
 
 Catch = Callable[[Node, int, Tensor], None]
 _Gradients = tuple[Tensor | None, ...]
@@ -78,7 +78,7 @@ class Boundary:
                 complete = changed if isinstance(changed, tuple) else (changed,)
         for place in self._places:
             child, number = self._edges[place]
-            if child is not None and (gradient := fit(complete[place], child, number)) is not None:
+            if child is not None and (gradient := complete[place]) is not None:
                 self._catch(child, number, gradient)
         if not self._theirs:
             return None

@@ -54,11 +54,11 @@ def evaluate(
         door = _enter(key, inside)
     inputs = [get_gradient_edge(key), *wanted]
     torch.autograd.grad([door], inputs, [torch.ones((), device="cpu")], retain_graph=True, allow_unused=True)
-    return {place: results[place] for place in places}
+    return {place: _fit(results[place], *edge) for place, edge in zip(places, wanted, strict=True)}
 
 
-def fit(gradient: Tensor | None, node: Node, number: int) -> Tensor | None:
-    """Give a gradient the shape and dtype that input `number` of the node has, as the engine does between nodes."""
+def _fit(gradient: Tensor | None, node: Node, number: int, *_: object) -> Tensor | None:
+    """Give a gradient the shape and dtype that input `number` of the node has, as the engine does before hooks."""
     if gradient is None:
         return None
     expected: Any = node._input_metadata[number]

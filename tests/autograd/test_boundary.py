@@ -144,6 +144,23 @@ def test_hooks_of_a_boundary_and_around_it_run_once_with_all_there_is(operation:
     torch.testing.assert_close(world.workers[1].gradients[p], 2 * (q.detach() * weights()) ** 2)
 
 
+def test_hooks_see_gradients_of_the_shape_of_their_place() -> None:
+    """The gradient of what was broadcast is summed before a hook sees it, which may not be linear."""
+
+    def broadcast(left: Tensor, right: Tensor) -> Tensor:
+        outcome = left + right[0]
+        node: Any = outcome.grad_fn
+        node.register_hook(lambda inner, outer: tuple(gradient.square() for gradient in inner))
+        return outcome
+
+    world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
+    world.backward([forward(world, p, q, broadcast)])
+    twins = [leaf.detach().clone().requires_grad_() for leaf in (p, q)]
+    torch.autograd.backward(forward(OneProcess(), twins[0], twins[1], broadcast))
+    torch.testing.assert_close(world.workers[1].gradients[p], twins[0].grad)
+    torch.testing.assert_close(world.workers[0].gradients[q], twins[1].grad)
+
+
 def test_one_blocked_child_leads_to_the_other() -> None:
     """Both are needed by what runs: captured together, the engine would run the one that leads to the other."""
     world, p, q = LocalWorld(), rectangle().requires_grad_(), rectangle().requires_grad_()
