@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from hvlike.autograd.letter import Gradients, Letter
 from hvlike.autograd.protocol import Mode
 from hvlike.rpc.message import Packed
 from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.tensors import NAMES, Hold, Row, build, lay_out
+from hvlike.rpc.tensors import NAMES, SHORT_BYTES, Hold, Row, build, lay_out
 
 LETTER = 52
 """The kind of these notices."""
@@ -20,8 +21,11 @@ _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
 _MODE_SHIFT = 4
 _NONE = -1
 
-Tensors = tuple[list[Row | None], list[bytes]] | bytes
-"""Rows of dense tensors and their short pieces of memory; where others are among them, what pickler.pack makes."""
+_Short = tuple[str, tuple[int, ...], bytes]
+"""A contiguous tensor of a few bytes: dtype, shape, elements."""
+
+Tensors = list[_Short] | tuple[list[Row | None], list[bytes]] | bytes
+"""Short ones; rows of dense ones and their short pieces of memory; where others are among them, a pickler.pack."""
 
 
 class Heading(NamedTuple):
@@ -45,20 +49,24 @@ Answers: message, number of tensors, which of them are there (a bit each); (mess
 
 def encode(heading: Heading, letter: Letter, rank: int) -> tuple[Wire, list[Tensor]]:
     """The letter to a worker as it travels, and the memory that goes with it."""
-    flags = _ASKS * letter.asks | _DONE * letter.done | _ABORT * letter.abort | _RETAIN * heading.retain_graph
-    flags |= heading.mode << _MODE_SHIFT
+    context, number, oldest, mode, retain_graph = heading
+    flags = _ASKS * letter.asks | _DONE * letter.done | _ABORT * letter.abort | _RETAIN * retain_graph
+    flags |= mode << _MODE_SHIFT
     answers = []
     there: list[Tensor] = []
     for message, gradients in letter.gradients.items():
         if gradients is None:
             answers.append((message, _NONE, 0))
             continue
-        bits = sum(1 << place for place, gradient in enumerate(gradients) if gradient is not None)
-        there += [gradient for gradient in gradients if gradient is not None]
+        bits = 0
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                bits |= 1 << place
+                there.append(gradient)
         answers.append((message, len(gradients), bits))
     tensors, storages = _pack(there, rank) if there else (b"", [])
     rest = letter.marks, letter.acknowledged, letter.error
-    return (heading.context, heading.number, heading.oldest, flags, answers, tensors, *rest), storages
+    return (context, number, oldest, flags, answers, tensors, *rest), storages
 
 
 def heading_of(wire: Wire) -> Heading:
@@ -92,6 +100,8 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
 
 
 def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors, list[Tensor]]:
+    if all(_is_short(each) for each in tensors):
+        return [(NAMES[each.dtype], tuple(each.shape), _bytes_of(each)) for each in tensors], []
     if all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
         rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
         return (rows, cargo.short), cargo.storages
@@ -103,6 +113,38 @@ def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tenso
     if isinstance(tensors, bytes):
         received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
         return received
+    if isinstance(tensors, list):
+        return [_restored(*each) for each in tensors]
     rows, short = tensors
     hold = Hold(short, storages)
     return [build(row, hold) for row in rows if row is not None]
+
+
+def _is_short(tensor: Tensor) -> bool:
+    """Whether a copy into the letter is all that it takes: gradients share nothing that anybody relies on."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and 0 < tensor.nbytes <= SHORT_BYTES
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and tensor.dtype in NAMES
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    )
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), int(tensor.nbytes))
+
+
+def _restored(name: str, shape: tuple[int, ...], elements: bytes) -> Tensor:
+    template = _templates.get(name)
+    if template is None:
+        template = _templates[name] = torch.empty(0, dtype=getattr(torch, name), device="cpu")
+    tensor = template.new_empty(shape)
+    ctypes.memmove(tensor.data_ptr(), elements, len(elements))
+    return tensor
+
+
+_templates: dict[str, Tensor] = {}
+"""An empty tensor of each dtype met so far: `new_empty` is the quickest way to one more."""

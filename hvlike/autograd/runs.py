@@ -81,12 +81,11 @@ class Runs:
     # -- in the loop --------------------------------------------------------------------------
 
     def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
-        heading = heading_of(wire)
         with self._lock:
-            known = self._known.get(heading.context)
-            run = known.runs.get(heading.number) if known is not None else None
+            known = self._known.get(wire[0])
+            run = known.runs.get(wire[1]) if known is not None else None
         if run is None and opens(wire):
-            run = self._open(heading, source)
+            run = self._open(heading_of(wire), source)
         if run is not None:
             run.hear(source, wire, storages)
 
