@@ -26,10 +26,11 @@ print(f"rank {hvd.rank()} done", flush=True)
 def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last() -> None:
     job = run_job(PROGRAM, 3, env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1"}).check()
     assert "waiting for remainder of ranks for more than 1 seconds" in job.stderr
-    report = re.search(r"allreduce 'late': float32 \[3\]\n  waits on (.*)\n  missing: (.*)", job.stderr)
-    assert report is not None, job.stderr
-    assert re.fullmatch(r"rank 0 \(.*program.py:11, since \d s\), rank 2 \(.*program.py:11, since \d s\)", report[1])
-    assert re.fullmatch(r"rank 1, which submitted last allreduce 'early' at .*program.py:8, \d s ago", report[2])
+    # In the first report rank 2 may be missing, too, where it is late itself.
+    waits = r"rank 0 \(\S*program.py:11, since \d+ s\), rank 2 \(\S*program.py:11, since \d+ s\)"
+    missing = r"rank 1, which submitted last allreduce 'early' at \S*program.py:8, \d+ s ago"
+    report = rf"allreduce 'late': float32 \[3\]\n  waits on {waits}\n  missing: {missing}\n"
+    assert re.search(report, job.stderr), job.stderr
     assert job.stdout.count("done") == 3
 
 
@@ -56,9 +57,9 @@ def test_the_report_covers_planned_steps() -> None:
     report = re.search(r"step 'DistributedOptimizer.noname.0'(.*)\n  waits on (.*)\n  missing: (.*)", job.stderr)
     assert report is not None, job.stderr
     assert "weight" in report[1]
-    assert re.fullmatch(r"rank 0 \(.*program.py:14, since \d s\)", report[2])
+    assert re.fullmatch(r"rank 0 \(.*program.py:14, since \d+ s\)", report[2])
     assert re.fullmatch(
-        r"rank 1, which submitted last step 'DistributedOptimizer.noname.0' at .*:14, \d s ago", report[3]
+        r"rank 1, which submitted last step 'DistributedOptimizer.noname.0' at .*:14, \d+ s ago", report[3]
     )
     assert job.stdout.count("done") == 2
 

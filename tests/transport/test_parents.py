@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ sys.path.insert(0, {str(Path(parents.__file__).parent)!r})
 import parents
 watch = parents.ParentWatch()
 print("watching", watch.is_orphan(), flush=True)
-until = time.monotonic() + 5
+until = time.monotonic() + 30
 while not watch.is_orphan() and time.monotonic() < until:
     time.sleep(0.01)
 print("orphan", watch.is_orphan(), flush=True)
@@ -44,10 +43,8 @@ def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "watching False\n"
-        started = time.monotonic()
         os.kill(launcher.pid, signal.SIGKILL)
         assert launcher.stdout.readline() == "orphan True\n"
-        assert time.monotonic() - started < 2
 
 
 def test_the_chain_ends_at_the_first_parent_that_is_no_shell() -> None:
