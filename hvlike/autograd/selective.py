@@ -53,7 +53,8 @@ def evaluate(
     with torch.enable_grad():
         door = _enter(key, inside)
     inputs = [get_gradient_edge(key), *wanted]
-    torch.autograd.grad([door], inputs, [torch.ones((), device="cpu")], retain_graph=True, allow_unused=True)
+    # The gradient of a scalar is left to torch: for a given one it would import a lot at its first use.
+    torch.autograd.grad([door], inputs, retain_graph=True, allow_unused=True)
     return {place: _fit(results[place], *edge) for place, edge in zip(places, wanted, strict=True)}
 
 
