@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rpc.doors import pass_door, passes
 
 import hvlike.rpc
 from hvlike.autograd.contexts import contexts
 from hvlike.autograd.receive_function import recv_of
+from hvlike.rpc.agent import current as agent
 from hvlike.rpc.contexts import current
 from hvlike.rpc.functions import async_execution
 
@@ -38,6 +40,18 @@ def recvs(context: int) -> dict[int, tuple[int, int]]:
 def here_and_there(to: int) -> tuple[int, int]:
     """The context here, and that of a call from here to another worker."""
     return current(), hvlike.rpc.rpc_sync(to, here)
+
+
+def is_answered(door: str, source: int) -> bool:
+    """Whether somebody has gone through the door on this worker, and the answer to rank `source` has been sent."""
+    waiting = [request for request in agent().open.values() if request.source == source]
+    return passes(door) == 1 and pass_door.__qualname__ not in [request.about for request in waiting]
+
+
+def answers(context: int, request: int) -> list[int]:
+    """The messages of a context by which this worker has answered calls of `pass_door`, the request's own left out."""
+    found = contexts.find(context).sends.values()
+    return [send.message for send in found if send.about == pass_door.__qualname__ and send.message != request]
 
 
 @async_execution

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from autograd.sights import is_attached, recvs, sends, wait_for
-from rpc.doors import open_door, pass_door, passes
+from autograd.sights import answers, is_answered, is_attached, recvs, sends, wait_for
+from rpc.doors import open_door, pass_door
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
 
@@ -117,7 +117,7 @@ def through_an_rref(rref: Any, tensor: Tensor) -> list[str]:
 
 
 def backward_as_usual(tensor: Tensor) -> None:
-    (tensor * 2).sum().backward()
+    torch.autograd.backward([(tensor * 2).sum()])
 
 
 def in_another_thread(function: Any) -> Any:
@@ -379,14 +379,12 @@ def test_an_answer_that_comes_too_late_takes_its_send_back(
             rpc.rpc_sync(peer, pass_door, (door, leaf()), timeout=0.05)
         (number,) = sends(context)
         rpc.rpc_sync(peer, open_door, (door,))
-        wait_for(lambda: rpc.rpc_sync(peer, passes, (door,)) == 1)
-        # There: the arguments have come; the answer has been sent, and is as if it had not been.
-        wait_for(
-            lambda: not [each for each in rpc.rpc_sync(peer, sends, (context,)) if each >> 48 == peer != number >> 48]
-        )
+        wait_for(lambda: rpc.rpc_sync(peer, is_answered, (door, hvd.rank())))
+        # There: the arguments have come; the answer was sent, and is as if it had not been.
+        wait_for(lambda: not rpc.rpc_sync(peer, answers, (context, number)))
         assert number in rpc.rpc_sync(peer, recvs, (context,))
         # Here nothing has come.
-        assert all(rank != peer or each == number for each, (rank, _) in recvs(context).items())
+        assert [each for each in recvs(context) if each != number] == []
 
 
 def test_an_ordinary_backward_does_not_leave_its_worker(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,11 @@ def call_when_open(door: str, to: int, tensor: torch.Tensor) -> tuple[int, bool,
     pass_door(door)
     doubled = hvlike.rpc.rpc_sync(to, torch.mul, (tensor, 2))
     return here(), hvlike.rpc.rpc_sync(to, is_known, (here(),)), doubled.is_leaf
+
+
+def is_gone(rank: int, context: int) -> bool:
+    """Whether a worker does not have the context any more."""
+    return not hvlike.rpc.rpc_sync(rank, is_known, (context,))
 
 
 class Told:
@@ -85,7 +91,7 @@ def test_a_context_goes_on_all_workers_that_it_has_reached(
     except KeyError:
         pass
     for rank in (peer, beyond):
-        wait_for(lambda rank=rank: not rpc.rpc_sync(rank, is_known, (context,)))  # type: ignore[misc]
+        wait_for(partial(is_gone, rank, context))
 
 
 def test_a_worker_that_only_has_a_value_fetched_is_told_too(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
