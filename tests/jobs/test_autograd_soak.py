@@ -1,0 +1,15 @@
+"""A few hundred training steps over RPC on three ranks; autograd_soak.py takes a larger number by hand."""
+
+from pathlib import Path
+
+import pytest
+from job import run_job
+
+pytestmark = pytest.mark.job
+
+SOAK = Path(__file__).with_name("autograd_soak.py")
+
+
+def test_steps_of_all_kinds_leave_nothing_behind() -> None:
+    job = run_job(SOAK, 3, args=["300"]).check()
+    assert "all well" in job.stdout, job.describe()
