@@ -17,6 +17,7 @@ from torch import Tensor
 from hvlike.autograd.distributed_context import DistributedContext
 from hvlike.autograd.identifiers import Identifiers, end_of, giver_of
 from hvlike.autograd.recording import record_recv, record_send
+from hvlike.autograd.timeline import show_send
 from hvlike.rpc import contexts as seam
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
@@ -156,6 +157,9 @@ class Contexts:
             return context, NO_MESSAGE
         message = self._message_ids.new()
         record_send(found, message, rank, about, graded)
+        agent = self.agent
+        if agent is not None and agent.fabric.recorder.on:
+            show_send(agent.fabric.recorder, context, found.sends[message])
         return context, message
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:

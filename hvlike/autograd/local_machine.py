@@ -12,6 +12,7 @@ from hvlike.autograd.letter import Gradients
 from hvlike.autograd.local_backward import LocalBackward
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.autograd.messages import Heading
+from hvlike.autograd.segment import Segment
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]
 Emit = Callable[[int, int, Gradients | None], None]
@@ -29,14 +30,19 @@ class LocalMachine:
         roots: Roots,
         emit: Emit,
         rank: int,
+        ran: Callable[[Sequence[Segment]], None] | None,
     ) -> None:
-        """backward: told of what happens in the context from the first call on. rank: of this worker."""
+        """backward: told of what happens in the context from the first call on. rank: of this worker.
+
+        ran: told of the segments that have run, after each step.
+        """
         self._context = context
         self._backward = backward
         self._heading = heading
         self._roots = roots
         self._emit = emit
         self._rank = rank
+        self._ran = ran
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Recv] = {}
         self._graph: LocalGraph | None = None
@@ -88,6 +94,8 @@ class LocalMachine:
         """Run what can run. Raises: what the user's code raises."""
         if self._local is not None:
             self._local.step()
+            if self._ran is not None:
+                self._ran(self._local.segments)
 
     def unused(self, message: int) -> str:
         """What to say in FAST of a message that was sent from here and that the backward does not lead to."""

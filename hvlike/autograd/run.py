@@ -21,6 +21,7 @@ from hvlike.autograd.letter import Gradients, Letter
 from hvlike.autograd.local_machine import LocalMachine, Roots
 from hvlike.autograd.messages import LETTER, Heading, Wire, decode, encode
 from hvlike.autograd.protocol import Part, State
+from hvlike.autograd.timeline import Observed
 from hvlike.rpc.agent import Agent
 
 logger = logging.getLogger("hvlike")
@@ -51,7 +52,10 @@ class Run:
         """At the root: what was raised on this worker, where that was the end of it."""
         self._keeper = keeper
         self._agent = agent = keeper.agent
-        machine = LocalMachine(context, self, heading, roots, self._emit, agent.rank)
+        recorder = agent.fabric.recorder
+        self._observed = Observed(recorder, heading) if recorder.on else None
+        ran = self._observed.ran if self._observed is not None else None
+        machine = LocalMachine(context, self, heading, roots, self._emit, agent.rank, ran)
         self.part = Part(agent.rank, heading.mode, machine)
         self._events: deque[Event] = deque()
         self._lock = threading.Lock()
@@ -154,6 +158,9 @@ class Run:
             while letters:
                 self._send(letters)
                 letters = self._letters_about_lost(letters)
+        if self._observed is not None and self.is_over:
+            self._observed.ended(self.part.error)
+            self._observed = None
         if self.part.state is State.FAILED and not self._keeper.is_live(self.context):
             self._keeper.forget(self)
 
@@ -169,6 +176,8 @@ class Run:
         # Who is about to wait, or to listen again, sends them without waking anybody.
         now = self.is_over if self._is_root else bool(self._events)
         for rank, letter in letters.items():
+            if self._observed is not None:
+                self._observed.letter(letter, to=rank)
             wire, storages = encode(self.heading, letter, rank)
             self._agent.post(rank, LETTER, wire, storages, now=now)
 
@@ -180,7 +189,10 @@ class Run:
         return self.part.take_letters()
 
     def _open(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
-        self.part.hear(source, decode(wire, storages, source))
+        letter = decode(wire, storages, source)
+        if self._observed is not None:
+            self._observed.letter(letter, source=source)
+        self.part.hear(source, letter)
 
     def _emit(self, message: int, rank: int, gradients: Gradients | None) -> None:
         self.part.emit(message, rank, gradients)

@@ -54,10 +54,10 @@ class Stay:
         if self._counts:
             self.recorder.begin(self._row, name, arguments, at)
 
-    def end(self, arguments: dict[str, Any] | None = None) -> None:
+    def end(self, arguments: dict[str, Any] | None = None, at: int | None = None) -> None:
         """The phase that began last ends."""
         if self._counts:
-            self.recorder.end(self._row, arguments)
+            self.recorder.end(self._row, arguments, at)
 
     def leave(self) -> None:
         """The row is free for something else."""
