@@ -61,7 +61,7 @@ class Hosts:
         ranks_per_host: int | Sequence[int],
         *,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60,
+        timeout: float = 100,
         args: Sequence[str] = (),
     ) -> Job:
         """Run a Python program (path or text) to its end, with so many ranks on each host; ranks fill host by host."""

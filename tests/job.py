@@ -111,7 +111,7 @@ class RunningJob:
         """Live processes of the job except mpirun itself: pid -> command line."""
         return {pid: line for pid, line in marked_processes(self._token).items() if pid != self.launcher_pid}
 
-    def wait_for_output(self, text: str, timeout: float = 30) -> None:
+    def wait_for_output(self, text: str, timeout: float = 60) -> None:
         """Wait until the job has printed `text` to stdout; AssertionError when it ends or time runs out first."""
         end = time.monotonic() + timeout
         while text not in self.output():
@@ -119,7 +119,7 @@ class RunningJob:
                 raise AssertionError(f"{text!r} was not printed\n{self.output()}\n{self.errors()}")
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 60) -> Job:
+    def wait(self, timeout: float = 100) -> Job:
         """Wait for mpirun to end, kill what is left of the job after a short grace, and return the record of it."""
         timed_out = False
         try:
@@ -181,7 +181,7 @@ def run_job(
     ranks: int,
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 100,
     args: Sequence[str] = (),
     flags: Sequence[str] = (),
 ) -> Job:
