@@ -17,8 +17,8 @@ class Marking:
         self.goes_on = False
         self.parent: int | None = None
         """Whose letter is acknowledged at the end; None at the root."""
-        self.unacknowledged = 0
-        """Letters of this worker's own."""
+        self.unacknowledged: dict[int, int] = {}
+        """How many letters of this worker's own, by receiver."""
 
     def begin(self, parent: int | None) -> bool:
         """A letter with marks has come, or at the root the backward begins; False: acknowledge it now."""
@@ -27,6 +27,17 @@ class Marking:
         self.goes_on = True
         self.parent = parent
         return True
+
+    def sent(self, rank: int) -> None:
+        """A letter with marks leaves for a worker."""
+        self.unacknowledged[rank] = self.unacknowledged.get(rank, 0) + 1
+
+    def acknowledged(self, rank: int, letters: int) -> None:
+        """A worker has followed some of them to their ends."""
+        if letters:
+            left = self.unacknowledged.pop(rank) - letters
+            if left:
+                self.unacknowledged[rank] = left
 
     def ends(self) -> bool:
         """Whether it has just ended here, for now."""

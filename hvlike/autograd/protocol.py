@@ -176,19 +176,22 @@ class Part:
     def take_letters(self) -> dict[int, Letter]:
         """What is to be sent now, by rank."""
         letters, self._letters = self._letters, {}
-        self._marking.unacknowledged += sum(1 for letter in letters.values() if letter.marks)
+        for rank, letter in letters.items():
+            if letter.marks:
+                self._marking.sent(rank)
         self._written_to.update(letters)
         return letters
 
     @property
     def open(self) -> list[int]:
-        """The workers that this one waits for: those it has asked, those that have not answered a message."""
-        return sorted(self.engagement.asked.union(self._waits.values()) - {self.rank})
+        """The workers that this one waits for: those it has asked, those that have not answered a letter or message."""
+        waited_for = self.engagement.asked.union(self._waits.values(), self._marking.unacknowledged)
+        return sorted(waited_for - {self.rank})
 
     # -- marks ----------------------------------------------------------------------------------
 
     def _hear_marks(self, source: int, letter: Letter) -> None:
-        self._marking.unacknowledged -= letter.acknowledged
+        self._marking.acknowledged(source, letter.acknowledged)
         if letter.marks:
             first = self._marking.begin(source)
             self._mark(letter.marks)

@@ -1,0 +1,123 @@
+"""Workers that are killed, silent or gone in a backward: the others hear of it by name in time, and can go on."""
+
+import pytest
+from job import run_job
+
+pytestmark = pytest.mark.job
+
+PREAMBLE = """
+import os, signal, sys, time
+import torch
+import hvlike as hvd
+from hvlike import autograd, rpc
+from hvlike.rpc.agent import current
+
+hvd.init()
+rank = hvd.rank()
+rpc.init_rpc(f"worker{rank}", rpc_timeout=5)
+
+def square(value):
+    return value * value
+
+def call_on(ranks, value):
+    return rpc.rpc_sync(ranks[0], call_on, (ranks[1:], value)) if ranks else square(value)
+
+def error_of(context, root, mode):
+    start = time.monotonic()
+    try:
+        autograd.backward(context, [root], retain_graph=True, mode=mode)
+    except RuntimeError as error:
+        assert time.monotonic() - start < 30, error
+        return str(error)
+    raise AssertionError("no error")
+
+def check_that_the_rest_goes_on(other):
+    leaf = torch.full((2,), 3.0, requires_grad=True)
+    with autograd.context() as context:
+        autograd.backward(context, [rpc.rpc_sync(other, square, (leaf,)).sum()])
+        assert autograd.get_gradients(context)[leaf].tolist() == [6, 6]
+
+def say(text):
+    # One write: the lines of several ranks must not be mixed.
+    sys.stdout.write(f"rank {rank}: {text}\\n")
+    sys.stdout.flush()
+
+leaf = torch.ones(2, requires_grad=True)
+"""
+
+LEAVES = """
+if rank == 0:
+    with autograd.context() as context:
+        direct = rpc.rpc_sync(2, square, (leaf,)).sum()
+        behind = call_on([1, 2], leaf).sum()
+        hvd.barrier()
+        while 2 not in current().lost:
+            time.sleep(0.01)
+        for mode in ("fast", "safe", "smart"):
+            text = error_of(context, direct, mode)
+            assert text.startswith("Error on Node 0: ") and "worker2 (rank 2)" in text, text
+        text = error_of(context, behind, "smart")
+        assert "worker2 (rank 2)" in text, text
+    check_that_the_rest_goes_on(1)
+    hvd.barrier()
+    rpc.shutdown()
+else:
+    hvd.barrier()
+    if rank == 2:
+        rpc.shutdown(graceful=False)
+    hvd.barrier()
+    if rank == 1:
+        rpc.shutdown()
+say("done")
+"""
+
+SILENT = """
+if rank == 0:
+    pid = rpc.rpc_sync(2, os.getpid)
+    with autograd.context() as context:
+        direct = rpc.rpc_sync(2, square, (leaf,)).sum()
+        rpc._set_rpc_timeout(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        for mode in ("safe", "smart"):
+            text = error_of(context, direct, mode)
+            assert "RPC ran for more than" in text and "worker2 (rank 2)" in text, text
+    rpc._set_rpc_timeout(5)
+    check_that_the_rest_goes_on(1)
+    os.kill(pid, signal.SIGCONT)
+    check_that_the_rest_goes_on(2)
+rpc.shutdown()
+say("done")
+"""
+
+LEAVES_MEANWHILE = """
+class Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        # Of this backward nothing comes any more.
+        rpc.shutdown(graceful=False)
+        return gradient
+
+def leaving(value):
+    return Leaving.apply(value)
+
+if rank == 0:
+    with autograd.context() as context:
+        root = call_on([1], rpc.rpc_sync(2, leaving, (leaf,))).sum()
+        text = error_of(context, root, "safe")
+        assert "worker2 (rank 2)" in text, text
+    check_that_the_rest_goes_on(1)
+hvd.barrier()
+if rank != 2:
+    rpc.shutdown()
+say("done")
+"""
+
+
+@pytest.mark.parametrize("program", [LEAVES, SILENT, LEAVES_MEANWHILE], ids=["leaves", "silent", "leaves meanwhile"])
+def test_a_worker_that_is_not_there_is_named_and_the_rest_goes_on(program: str) -> None:
+    job = run_job(PREAMBLE + program, 3, timeout=60).check()
+    assert sorted(job.stdout.split("\n")[:-1]) == [f"rank {rank}: done" for rank in range(3)], job.describe()
