@@ -3,7 +3,7 @@
 import gc
 import weakref
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +44,7 @@ class Told:
         self.hearers: dict[int, Any] = {}
         self.notices: list[tuple[int, int, tuple[int, int]]] = []
         self.when_lost: list[Any] = []
+        self.fabric = SimpleNamespace(recorder=SimpleNamespace(on=False))
 
     def hear(self, kind: int, hearer: Any) -> None:
         self.hearers[kind] = hearer
