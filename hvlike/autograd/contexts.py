@@ -235,7 +235,8 @@ class Contexts:
         agent = self.agent
         if agent is not None:
             for rank in released.reached.difference((source, giver_of(released.id), self._rank)):
-                agent.notify(rank, RELEASE, (released.id, oldest))
+                # Sent by this thread if it can: the next call would have to wait for one that is woken to send it.
+                agent.post(rank, RELEASE, (released.id, oldest), [])
         released.release()
 
 

@@ -52,6 +52,10 @@ class Told:
     def notify(self, rank: int, kind: int, value: tuple[int, int]) -> None:
         self.notices.append((rank, kind, value))
 
+    def post(self, rank: int, kind: int, value: tuple[int, int], storages: list[Any]) -> None:
+        assert not storages
+        self.notify(rank, kind, value)
+
     def submit(self, work: Any) -> None:
         work()
 
