@@ -29,13 +29,29 @@ def accumulate(gradients: dict[Tensor, Tensor], leaf: Tensor, gradient: Tensor, 
 
 def is_sole(tensor: Tensor) -> bool:
     """Whether a variable of the caller is all that refers to the tensor and to its memory; False where unsure."""
-    return tensor.layout is torch.strided and _counts(tensor) == _sole_counts()
+    if tensor.layout is not torch.strided:
+        return False
+    if not tensor._is_view():
+        return _counts(tensor) == _sole_counts()
+    # Most gradients of weights: the product that the engine has made, seen transposed.
+    return _covers(tensor) and _counts_of_view(tensor) == _sole_counts_of_view()
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether the tensor is all of its memory: a part would keep the rest alive."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _counts(tensor: Any) -> tuple[int, int, int]:
     """How many refer to the Python object, to the tensor behind it, to its memory; with those that ask."""
     storage = tensor.untyped_storage()
     return sys.getrefcount(tensor), tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+def _counts_of_view(tensor: Any) -> tuple[tuple[int, int, int], ...]:
+    """The same for a view, and for the tensor that it is a view of."""
+    base = tensor._base
+    return _counts(tensor), _counts(base)
 
 
 @cache
@@ -47,6 +63,19 @@ def _sole_counts() -> tuple[int, int, int]:
         seen.append(_counts(tensor))
 
     tensor = torch.empty(1, device="cpu")
+    ask(tensor)
+    return seen[0]
+
+
+@cache
+def _sole_counts_of_view() -> tuple[tuple[int, int, int], ...]:
+    """The same for a view that is all that refers to its base."""
+    seen = []
+
+    def ask(tensor: Tensor) -> None:
+        seen.append(_counts_of_view(tensor))
+
+    tensor = torch.empty(1, device="cpu").t()
     ask(tensor)
     return seen[0]
 

@@ -9,6 +9,7 @@ import torch
 from autograd.local_world import LocalWorld
 from torch import Tensor
 
+from hvlike.autograd import accumulation
 from hvlike.autograd.accumulation import accumulate, is_sole
 
 pytestmark = pytest.mark.pure
@@ -90,6 +91,28 @@ def test_who_else_refers_to_a_tensor() -> None:
     graph = kept.exp()
     assert not is_sole(graph)
     assert not is_sole(sparse(1.0))
+
+
+def test_a_view_is_nobody_elses_when_only_it_refers_to_what_it_is_a_view_of() -> None:
+    whole = torch.ones(2, 3)
+    view = whole.t()
+    assert not is_sole(view)
+    del whole
+    assert is_sole(view)
+    same = view.t()
+    assert not is_sole(view)
+    assert not is_sole(same)
+    assert not is_sole(torch.ones(1).expand(4))
+
+
+def test_the_gradients_of_a_linear_layer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, layer = LocalWorld(), torch.nn.Linear(5, 7)
+    monkeypatch.setattr(accumulation, "_copy", None)
+    world.backward([layer(torch.ones(3, 5)).exp().sum()])
+    gradients = world.workers[0].gradients
+    layer(torch.ones(3, 5)).exp().sum().backward()
+    for parameter in layer.parameters():
+        assert torch.equal(gradients[parameter], parameter.grad)
 
 
 class Remembers(torch.autograd.Function):
