@@ -119,5 +119,5 @@ say("done")
 
 @pytest.mark.parametrize("program", [LEAVES, SILENT, LEAVES_MEANWHILE], ids=["leaves", "silent", "leaves meanwhile"])
 def test_a_worker_that_is_not_there_is_named_and_the_rest_goes_on(program: str) -> None:
-    job = run_job(PREAMBLE + program, 3, timeout=60).check()
+    job = run_job(PREAMBLE + program, 3).check()
     assert sorted(job.stdout.split("\n")[:-1]) == [f"rank {rank}: done" for rank in range(3)], job.describe()
