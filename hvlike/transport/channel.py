@@ -146,7 +146,7 @@ class Channel:
         if not all(request.Test() for request in requests):
             self._sending.append((requests, message, tensors))
         if note is not None:
-            self._loop.start(self._send_directly(rank, views[note[0]], tag), wake=False)
+            self._loop.begin(self._send_directly(rank, views[note[0]], tag))
 
     @property
     def quiet(self) -> bool:
