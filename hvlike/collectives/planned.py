@@ -24,17 +24,18 @@ import torch
 from hvlike.collectives.bucket import Settings
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.context import current
+from hvlike.collectives.lane_agreement import agree_on_lane
 from hvlike.collectives.places import place_of_caller
 from hvlike.collectives.plan import BucketSizes, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average
-from hvlike.collectives.request import Request, Signature, order_in_memory
+from hvlike.collectives.request import order_in_memory
 from hvlike.collectives.schedule import Schedule
+from hvlike.collectives.shadow import Keep, PlanShadow, Shadow
 from hvlike.collectives.sparse import SparseSum
-from hvlike.collectives.submission import submit
 from hvlike.collectives.trace import exposed
 from hvlike.collectives.waits import STEP
-from hvlike.errors import HorovodInternalError
+from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
 from hvlike.transport.task import Task
@@ -97,7 +98,13 @@ class PlannedReducer:
         self._unfinished = 0
         self._error: BaseException | None = None
         self._step = 0
-        self._membership.shadows.reducers.add(self)
+        self._keep: Keep | None = None
+        self._membership.shadows.planned.add(self)
+
+    @property
+    def active(self) -> int:
+        """How many ranks took part in the last step with tensors of their own; 0 where that is not known."""
+        return self.schedule.active if self.schedule is not None else 0
 
     @property
     def busy(self) -> bool:
@@ -108,6 +115,18 @@ class PlannedReducer:
     def wants_marks(self) -> bool:
         """True while every tensor is to be marked ready; else the first one of a step is enough."""
         return self.overlaps or self.schedule is None
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the agreed plan; None while there is none."""
+        return None if self.schedule is None else self.schedule.serial
+
+    def keep_results(self, keep: Keep | None) -> None:
+        """Have `keep(tensors by entry, active ranks)` called after each step that this rank stands in for.
+
+        In the loop, while it has joined; the tensors are used again for the next step as soon as it returns. Local.
+        """
+        self._keep = keep
 
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
@@ -183,11 +202,33 @@ class PlannedReducer:
         self._step = 0
         self._bucket_of = {}
 
+    # -- what a join needs ----------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """What the compressor remembers, in short."""
+        memory = self._settings.memory
+        return Mark() if memory is None else memory.mark()
+
+    def shadow(self) -> Shadow:
+        """See Planned."""
+        assert self.schedule is not None
+        return PlanShadow(self.schedule, self._keep)
+
+    def adopt(self, lane: Lane, agreed: Proposal) -> Shadow:
+        """See Planned."""
+        # Other entries have other indices.
+        keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
+        return PlanShadow(self._follow(lane, agreed), keep)
+
+    def fail(self, error: BaseException) -> None:
+        """End a step that can never be completed; in the loop."""
+        if self.schedule is not None:
+            self.schedule.lane.fail(error)
+
     # -- the plan -------------------------------------------------------------------------------
 
     def _agree(self, tensors: Sequence[torch.Tensor]) -> Schedule:
         """Propose what this rank has; the schedule that all ranks derive from all proposals."""
-        memory = self._settings.memory
         proposal = Proposal(
             names=tuple(entry.name for entry in self._entries),
             shapes=tuple(entry.shape for entry in self._entries),
@@ -197,22 +238,17 @@ class PlannedReducer:
             order=tuple(dict.fromkeys([*self._marked, *range(len(tensors))])),
             sizes=self.sizes,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
-            memory=memory.mark() if memory is not None else Mark(),
-            spare_lane=self._membership.lanes.propose(),
+            memory=self.mark(),
             portable=self._settings if self._settings.is_portable else None,
         )
-        handle = submit(self._membership, Signature("plan", detail=proposal), self.name, [], _outputs_of, wake=False)
-        lanes = self._membership.lanes
-        try:
-            lane, agreed = handle.result()
-        except BaseException:
-            lanes.give_back(proposal.spare_lane)
-            raise
-        if lane.number != proposal.spare_lane:
-            lanes.give_back(proposal.spare_lane)
-        if memory is not None:
-            memory.align(agreed.memory)
-        self._release = weakref.finalize(self, lanes.give_back, lane.number)
+        lane, agreed = agree_on_lane(self._membership, "plan", self.name, proposal)
+        self._release = weakref.finalize(self, self._membership.lanes.give_back, lane.number)
+        return self._follow(lane, agreed)
+
+    def _follow(self, lane: Lane, agreed: Proposal) -> Schedule:
+        """Keep to what was agreed from now on."""
+        if self._settings.memory is not None:
+            self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, lane, self._settings)
         self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
         return schedule
@@ -232,7 +268,7 @@ class PlannedReducer:
                 self._start(schedule, number, schedule.buckets[number].pick(tensors), wake=False)
         negotiator = self._membership.negotiator
         key = (STEP, self.name)
-        negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self._stop)
+        negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self.fail)
         try:
             with exposed(schedule.lane.recorder, self.name, self._step):
                 negotiator.wait(key, lambda: self._unfinished == 0, None)
@@ -264,11 +300,6 @@ class PlannedReducer:
         with self._lock:
             self._unfinished -= 1
 
-    def _stop(self, error: HorovodInternalError) -> None:
-        """End a wait that can never succeed; in the loop."""
-        if self.schedule is not None:
-            self.schedule.lane.fail(error)
-
 
 def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Tensor]:
     """Sparse tensors where the plan has dense ones are reduced as dense ones and take their place."""
@@ -277,7 +308,3 @@ def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Ten
         for index, tensor in enumerate(tensors)
         if tensor.is_sparse and index not in plan.sparse
     }
-
-
-def _outputs_of(request: Request) -> Any:
-    return request.outputs

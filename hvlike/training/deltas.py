@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from hvlike.collectives.allreduce import allreduce
 from hvlike.collectives.context import current
-from hvlike.collectives.planned import PlannedReducer
 from hvlike.collectives.reductions import check_adasum
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
-from hvlike.training.gradients import Gradients
+from hvlike.training.gradients import Gradients, Reducer
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot
 
@@ -115,7 +114,7 @@ class Deltas(Gradients):
         else:
             self._starts = [value.clone() for value in values]
 
-    def _reduce_changes(self, reducer: PlannedReducer) -> None:
+    def _reduce_changes(self, reducer: Reducer) -> None:
         """Make the parameters their start plus the reduced change; leave them at the start if that fails."""
         deltas = self._values()
         torch._foreach_sub_(deltas, self._starts)

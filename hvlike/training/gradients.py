@@ -1,4 +1,4 @@
-"""The gradients of one optimizer between backward and step: who has arrived, what is reduced, what may happen when.
+"""The gradients of some parameters between backward and step: who has arrived, what is reduced, what may happen when.
 
 IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in optimizer.py)
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hvlike.collectives.context import Context, current, is_running
 from hvlike.collectives.planned import PlannedReducer
 from hvlike.errors import UsageError
+from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
 from hvlike.training.autotune.tuner import Tuner, tune
 from hvlike.training.hooks import GradientHooks
@@ -40,6 +40,35 @@ class Phase(enum.Enum):
     SYNCHRONIZED = "all gradients are reduced"
 
 
+class Grouped(Protocol):
+    """What has parameters in groups: every torch optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; each has its parameters under "params"."""
+
+
+class Reducer(Protocol):
+    """What reduces a list of tensors, the same one over and over: a PlannedReducer."""
+
+    @property
+    def wants_marks(self) -> bool:
+        """True while every tensor is to be marked ready; else the first one of a step is enough."""
+
+    @property
+    def active(self) -> int:
+        """How many ranks took part in the last step with tensors of their own; 0 where that is not known."""
+
+    def mark_ready(self, index: int, tensor: Tensor) -> None:
+        """Tensor `index` is final for this step."""
+
+    def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Wait until all are reduced, in place; those that take the place of others, by index."""
+
+    def close(self) -> None:
+        """Forget what was agreed."""
+
+
 class Gradients:
     """Reduces the gradients of an optimizer's parameters over the ranks.
 
@@ -48,13 +77,15 @@ class Gradients:
     """
 
     def __init__(
-        self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+        self, optimizer: Grouped, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
         self.phase = Phase.IDLE
         self.keep_local = False
         """Inside no_sync(): arrivals are not reduced."""
         self.backward_passes_per_step = check_passes(backward_passes_per_step)
         self.reduction = reduction
+        self.divides_by_active = False
+        """Averages are those over the ranks that have not joined; else the others count as zeros."""
         self.name: str | None = None
         """What the ranks match this optimizer by; known from its first reduction on."""
         self._optimizer = optimizer
@@ -64,7 +95,7 @@ class Gradients:
         self._parameters: list[Tensor] = []
         """Those of the slots."""
         self._hooks: GradientHooks[Gradients, Slot] = GradientHooks(self, type(self).arrived)
-        self._reducer: PlannedReducer | None = None
+        self._reducer: Reducer | None = None
         self._tuner: Tuner | None = None
         self._waiting: list[Slot] = []
         self._collects = False
@@ -266,13 +297,27 @@ class Gradients:
             if reducer is not None:
                 if arrived is None or self.reduction.sparse_as_dense:
                     arrived = [self._contribution(slot) for slot in self._slots]
-                self._take_back(reducer.finish(arrived))
-                if self._tuner is not None:
+                self._take_back(self._finish(reducer, arrived))
+                if self.divides_by_active:
+                    self._leave_out_joined(reducer)
+                if self._tuner is not None and isinstance(reducer, PlannedReducer):
                     self._tuner.step_ended(reducer)
         except BaseException:
             self._abandon()
             raise
         return misuse.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
+
+    def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
+        """Reduce these tensors, one for each slot; those that could not be reduced in place, by index."""
+        return reducer.finish(tensors)
+
+    def _leave_out_joined(self, reducer: Reducer) -> None:
+        """Make averages over all ranks, in which those that have joined count as zeros, averages over the others."""
+        size = self.reduction.size(current())
+        if self.reduction.op is ReduceOp.AVERAGE and 0 < reducer.active < size:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(size / reducer.active)
 
     def _all_arrived(self) -> list[Tensor] | None:
         """The gradients, if all have arrived and are still where they were."""
@@ -299,20 +344,14 @@ class Gradients:
             if slot.handed_over is None or slot.parameter.grad is slot.handed_over:
                 slot.take_back(replacements.get(slot.index))
 
-    def _ready_reducer(self) -> PlannedReducer | None:
+    def _ready_reducer(self) -> Reducer | None:
         """Return the reducer, made at the first need; None where there is nobody to reduce with."""
         context = current()
         if self._context is not context:
             self._drop_reducer()
             self._context, self.name, self._tuner = context, None, None
-        if self._reducer is None and self._slots and not self.reduction.is_local(context):
-            if self.name is None:
-                self.name = self.reduction.automatic_name(context)
-            self._reducer = self.reduction.reducer(
-                self.name, [slot.name for slot in self._slots], [slot.parameter for slot in self._slots]
-            )
-            if context.knobs.autotune:
-                self._tuner = tune(self._tuner, self._reducer, self.name, self.reduction.process_set)
+        if self._reducer is None and self._slots:
+            self._reducer = self._new_reducer(context)
         waiting, self._waiting = self._waiting, []
         if self._reducer is not None:
             for slot in waiting:
@@ -320,6 +359,17 @@ class Gradients:
                     tensor = slot.to_reduce(slot.handed_over, densify=self.reduction.sparse_as_dense)
                     self._reducer.mark_ready(slot.index, tensor)
         return self._reducer
+
+    def _new_reducer(self, context: Context) -> Reducer | None:
+        """Return what reduces the gradients of the slots; None where there is nobody to reduce with."""
+        if self.reduction.is_local(context):
+            return None
+        if self.name is None:
+            self.name = self.reduction.automatic_name(context)
+        reducer = self.reduction.reducer(self.name, [slot.name for slot in self._slots], self._parameters)
+        if context.knobs.autotune:
+            self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
+        return reducer
 
     def _abandon(self) -> None:
         """A reduction failed: forget this step, so that the next backward pass starts cleanly."""

@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer are reduced: everything that is decided when it is wrapped."""
+"""How the gradients of one optimizer or module are reduced: everything that is decided when it is wrapped."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hvlike.collectives.compression import (
     check_compressor,
 )
 from hvlike.collectives.context import Context, current
+from hvlike.collectives.plan import BucketSizes
 from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.errors import UsageError
@@ -26,7 +27,7 @@ from hvlike.training.grouping import Groups, group_indices
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction that a DistributedOptimizer is given; immutable, pickles.
+    """The reduction that a DistributedOptimizer, or a module, is given; immutable, pickles.
 
     Raises: UsageError for an op that gradients cannot be reduced with, and for factors that do not fit the op.
     """
@@ -37,13 +38,16 @@ class Reduction:
     groups: Groups = None
     sparse_as_dense: bool = False
     process_set: ProcessSet | None = None
+    owner: str = "DistributedOptimizer"
+    """What it belongs to, for names and errors."""
+    bucket_bytes: int | None = None
+    """How much is reduced together; None: what the knobs or hvlike choose."""
 
     def __post_init__(self) -> None:
         op = reduce_op(self.op)
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise UsageError(
-                f"DistributedOptimizer: op {op_name(op)} is not supported for gradients; expected Average, Sum or "
-                "Adasum."
+                f"{self.owner}: op {op_name(op)} is not supported for gradients; expected Average, Sum or Adasum."
             )
         object.__setattr__(self, "op", op)
         if self.predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
@@ -73,18 +77,24 @@ class Reduction:
             return process_set is None and context.world.size == 1
         return not process_set.included() or process_set.size() == 1
 
+    def size(self, context: Context) -> int:
+        """How many ranks reduce together."""
+        return (self.process_set and self.process_set.size()) or context.world.size
+
     def automatic_name(self, context: Context) -> str:
-        """Return a name for the next optimizer that reduces in this set; the same on all its ranks.
+        """Return a name for the next owner that reduces in this set; the same on all its ranks.
 
         Counted when an optimizer first reduces, which all ranks do in the same order. Copies and optimizers that
         only some ranks make (to write a checkpoint, say) do not count.
         """
-        membership = context.membership(self.process_set, "DistributedOptimizer")
-        number = membership.negotiator.optimizer_names.next("optimizer")
-        return f"DistributedOptimizer.{number}"
+        membership = context.membership(self.process_set, self.owner)
+        number = membership.negotiator.optimizer_names.next(self.owner)
+        return f"{self.owner}.{number}"
 
-    def reducer(self, name: str, names: Sequence[str], parameters: Sequence[Tensor]) -> PlannedReducer:
-        """Return a reducer for the gradients of these parameters. Local; needs init()."""
+    def reducer(
+        self, name: str, names: Sequence[str], parameters: Sequence[Tensor], extra: Sequence[Entry] = ()
+    ) -> PlannedReducer:
+        """Return a reducer for the gradients of these parameters, and what else there is. Local; needs init()."""
         current()
         if self.memory is not None:
             self.memory.claim(self)
@@ -92,8 +102,8 @@ class Reduction:
             Entry(name=each, shape=tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device)
             for each, parameter in zip(names, parameters, strict=True)
         ]
-        return PlannedReducer(
-            entries,
+        reducer = PlannedReducer(
+            [*entries, *extra],
             name=name,
             op=self.op,
             process_set=self.process_set,
@@ -102,3 +112,6 @@ class Reduction:
             compression=check_compressor(self.compression),
             groups=group_indices(self.groups, parameters),
         )
+        if self.bucket_bytes is not None:
+            reducer.resize(BucketSizes(self.bucket_bytes, self.bucket_bytes))
+        return reducer

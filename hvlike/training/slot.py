@@ -1,4 +1,4 @@
-"""One parameter of a distributed optimizer and where its gradient is on its way."""
+"""One parameter of a distributed optimizer or module and where its gradient is on its way."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Slot:
     """Its place in the reducer's list; -1 when it is not reduced."""
     passes: int = 0
     """Backward passes since the last step that reached it, those under no_sync() left out."""
+    reached: bool = False
+    """Some backward pass since the last reduction has reached it, for those who want to know."""
     handed_over: Tensor | None = None
     """The gradient that was given away to be reduced; it must still be there when that is done."""
     version: int = 0
@@ -106,5 +108,6 @@ def reset(slots: Iterable[Slot]) -> None:
     """Begin a new step."""
     for slot in slots:
         slot.passes = 0
+        slot.reached = False
         slot.handed_over = None
         slot.wire = None
