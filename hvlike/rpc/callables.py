@@ -1,8 +1,9 @@
-"""Functions and classes travel by name."""
+"""Functions and classes travel by name; how people read it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -13,6 +14,8 @@ from hvlike.errors import UsageError
 
 _known: dict[Any, Any] = {}
 """Functions of the module torch that were asked for, and how they travel."""
+
+_find_operator: Callable[[Any], str | None] = getattr(torch.jit._builtins, "_find_builtin", lambda func: None)
 
 
 def reduce_builtin(function: BuiltinFunctionType) -> Any:
@@ -33,6 +36,11 @@ def _torch_function(name: str) -> Any:
         return getattr(torch, name)
     except AttributeError as error:
         raise missing_name(error) from error
+
+
+def name_of(func: Any) -> str:
+    """A function as reports, drawings and profiles call it: operators of torch by their names there (aten::mul)."""
+    return str(_find_operator(func) or getattr(func, "__qualname__", type(func).__qualname__))
 
 
 def missing_name(error: AttributeError | ImportError) -> RuntimeError:

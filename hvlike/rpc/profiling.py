@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc import remote_events
 from hvlike.rpc.agent import Agent
+from hvlike.rpc.callables import name_of
 from hvlike.rpc.functions import async_execution, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import Packed, Request
@@ -209,13 +210,6 @@ def observed_request(agent: Agent, request: Request, func: Any, args: Any) -> tu
         return returned
 
     return ObservedRequest(request, stay), async_execution(run) if is_async(func) else run
-
-
-def name_of(func: Any) -> str:
-    """A function as profiles call it: operators of torch by their names there."""
-    find = getattr(torch.jit._builtins, "_find_builtin", None)
-    operator = find(func) if find is not None else None
-    return str(operator or getattr(func, "__qualname__", type(func).__qualname__))
 
 
 def bytes_of(packed: Packed) -> int:

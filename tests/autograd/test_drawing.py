@@ -74,6 +74,7 @@ def test_a_sum_on_another_worker(rpc: ModuleType, autograd: ModuleType) -> None:
         assert shapes == [("house", "cds")] * 2
         names = [tuple(end.partition("n")[0] for end in edge) for edge in found.crossing]
         assert sorted(names) == sorted([("w0", f"w{last}"), (f"w{last}", "w0")])
+        assert all("aten::add" in label for shape, label in found.nodes.values() if shape == "cds")
 
 
 @pytest.mark.mpi(min_size=3)

@@ -17,6 +17,7 @@ from hvlike.rpc import calls, contexts
 from hvlike.rpc import rref as rref_module
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
+from hvlike.rpc.callables import name_of
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
 from hvlike.rpc.functions import is_async, run
 from hvlike.rpc.futures import Promise
@@ -157,7 +158,7 @@ def _create(session: Session, request: Request) -> None:
     except Exception as error:
         fail(error)
         return
-    entry.what = request.about = getattr(func, "__qualname__", None) or repr(func)
+    entry.what = request.about = name_of(func)
     if is_recorded(session.agent.fabric.recorder):
         request, func = observed_request(session.agent, request, func, args)
         fail = partial(_fail, session, request, entry)
