@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvlike.collectives.joining import JOIN_KEY, Joined, why_not
+from hvlike.collectives.joining import JOIN_KEY, PLANNED_KINDS, Joined, why_not
+from hvlike.collectives.lane_proposal import find_lane_mismatch, merge_lane_proposals
 from hvlike.collectives.plan import find_plan_mismatch, merge_proposals
 from hvlike.collectives.request import Key, Signature
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError
@@ -45,8 +46,17 @@ class Agreement:
 
     @property
     def joined(self) -> Collection[int]:
-        """The positions of the members that have joined."""
+        """The positions of the members that have joined and need not ask for anything."""
+        return self.joins.excused("")
+
+    @property
+    def away(self) -> Collection[int]:
+        """The positions of the members that others stand in for in what is planned."""
         return self.joins.requests.keys()
+
+    def excused(self, key: Key) -> Collection[int]:
+        """The positions of the members that need not ask for `key`."""
+        return () if key == JOIN_KEY else self.joins.excused(key[0])
 
     def submit(self, position: int, key: Key, signature: Signature, now: float = 0.0) -> Verdict | None:
         """The member at `position` asks; the verdict if it was the last one."""
@@ -64,8 +74,7 @@ class Agreement:
 
     def _decide(self, key: Key) -> Verdict | None:
         asked = self.pending[key]
-        excused = () if key == JOIN_KEY else self.joined
-        if len(asked) + len([each for each in excused if each not in asked]) < len(self.ranks):
+        if len(asked) + len([each for each in self.excused(key) if each not in asked]) < len(self.ranks):
             return None
         self.withdraw(key, decided=True)
         return self.judge(key, asked)
@@ -87,26 +96,29 @@ class Agreement:
         if error is not None:
             return Verdict(key, first, None, error, uniform)
         extra = summarise(signatures)
-        if first.kind == "plan":
+        if first.kind in PLANNED_KINDS:
             self.plans += 1
             self.joins.planned(self.plans)
             extra = extra._replace(serial=self.plans, spare_lane=self.joins.take_lane(extra.spare_lane))
+        if first.kind == "plan":
+            extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
         return Verdict(key, first, extra, None, uniform)
 
     def _refuse_while_joined(self, key: Key, signature: Signature) -> HorovodInternalError | None:
-        reason = why_not(signature)
+        reason = why_not(signature, known=self.joins.knows(key[1]))
         if reason is None:
             return None
-        joined = name_ranks(self.ranks[position] for position in self.joined)
+        excused = list(self.excused(key))
+        how = self.joins.requests[excused[0]].how
+        joined = name_ranks(self.ranks[position] for position in excused)
         return HorovodInternalError(
-            f"{key[0]} {key[1]!r} cannot run: {joined} called hvd.join() and takes no part. {reason}. Call it before "
-            "any rank joins, or after hvd.join() has returned on all ranks."
+            f"{key[0]} {key[1]!r} cannot run: {joined} {how} and takes no part. {reason}. Call it before any rank "
+            "has joined, or after all ranks have."
         )
 
     def missing(self, key: Key) -> list[int]:
         """The ranks that have not asked for `key` yet and are not excused."""
-        asked = self.pending.get(key, {})
-        excused = () if key == JOIN_KEY else self.joined
+        asked, excused = self.pending.get(key, {}), self.excused(key)
         return [rank for position, rank in enumerate(self.ranks) if position not in asked and position not in excused]
 
     def withdraw(self, key: Key, *, decided: bool = False) -> None:
@@ -122,6 +134,8 @@ def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[Signatur
     kind = signatures[0].kind
     if kind == "plan":
         return find_plan_mismatch(name, ranks, [signature.detail for signature in signatures])
+    if kind == "lane":
+        return find_lane_mismatch(name, ranks, [signature.detail for signature in signatures])
     for check in _CHECKS:
         if kind in check.kinds or not check.kinds:
             values = [check.value(signature) for signature in signatures]
@@ -139,6 +153,8 @@ def summarise(signatures: Sequence[Signature]) -> Any:
         return tuple(tuple(shape[0] if shape else 1 for shape in signature.shapes) for signature in signatures)
     if first.kind == "plan":
         return merge_proposals([signature.detail for signature in signatures])
+    if first.kind == "lane":
+        return merge_lane_proposals([signature.detail for signature in signatures])
     # Tensors whose elements lie in the same order in memory on all ranks can be reduced in that order.
     return tuple(
         all(signature.strides[index] == stride for signature in signatures)

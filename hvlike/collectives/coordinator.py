@@ -17,7 +17,7 @@ from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import Counts, Waiting, WaitTable
 from hvlike.errors import DeadlockError, HorovodInternalError
 
-NEVER_NUMBERED = ("plan", "join", "process_set")
+NEVER_NUMBERED = ("plan", "lane", "join", "process_set")
 """Kinds whose signatures hardly come twice."""
 
 Announcement = tuple[list[tuple[Verdict, int | None]], Counts]
@@ -66,7 +66,7 @@ class Coordinator:
             else:
                 self._doom(verdicts, key)
         self._announce(verdicts)
-        if self.agreement.joined:
+        if self.agreement.away:
             # The others may have been waiting for a while: with one rank less they can be stuck for good.
             self._check_deadlock()
 
@@ -139,8 +139,7 @@ class Coordinator:
         return number
 
     def _check_deadlock(self) -> None:
-        joined = self.agreement.joined
-        if not self.waits.deadlocked(self._missing, joined):
+        if not self.waits.deadlocked(self._missing, self.agreement.joined, self.agreement.away):
             return
         error = DeadlockError(
             f"no rank can go on: {self.waits.describe()}. Every rank has to call the same operations under the same "

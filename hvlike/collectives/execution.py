@@ -26,6 +26,7 @@ JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
     "allreduce": allreduce_job,
     "alltoall": alltoall_job,
     "broadcast": broadcast_job,
+    "lane": plan_job,
     "plan": plan_job,
     "reducescatter": reducescatter_job,
 }

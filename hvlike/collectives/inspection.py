@@ -144,7 +144,7 @@ class Inspection:
         return [
             each
             for each in sorted([*silent, *(position for position, step in steps.items() if step < most)])
-            if each not in agreement.joined
+            if each not in agreement.away
         ]
 
     def _where(self, position: int, key: Key) -> str:

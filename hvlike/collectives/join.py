@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from hvlike.collectives.compression import Mark
 from hvlike.collectives.context import current
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.joining import JOIN_KEY, JoinEnd, JoinRequest
 from hvlike.collectives.membership import Membership
 from hvlike.collectives.request import Signature
-from hvlike.collectives.shadow import raise_first
+from hvlike.collectives.shadows import raise_first
 from hvlike.collectives.submission import submit
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.planes.lane import Job
@@ -30,16 +33,17 @@ def join(device: int = -1) -> int:
     context = current()
     memberships = [context.registry.memberships[number] for number in sorted(context.registry.memberships)]
     for membership in memberships:
-        for reducer in membership.shadows.reducers:
-            if reducer.busy:
+        for each in list(membership.shadows.planned):
+            if each.busy:
                 raise UsageError(
-                    f"hvd.join() between backward and step: some gradients of {reducer.name!r} are being reduced. Call "
+                    f"hvd.join() between backward and step: {each.name!r} is being reduced. Call "
                     "optimizer.step() or optimizer.synchronize() first."
                 )
+    marks = [membership.shadows.marks() for membership in memberships]
     for membership in memberships:
         _set_away(membership, True)
     try:
-        handles = [_start(membership) for membership in memberships]
+        handles = [_start(*each) for each in zip(memberships, marks, strict=True)]
         ends: list[JoinEnd] = [handle.result() for handle in handles]
         _settle(memberships, ends)
     except HorovodInternalError:
@@ -57,10 +61,13 @@ def _set_away(membership: Membership, away: bool) -> None:
         membership.express.set_away(away)
 
 
-def _start(membership: Membership) -> Handle:
+def _start(membership: Membership, marks: Mapping[str, Mark]) -> Handle:
     shadows = membership.shadows
     request = JoinRequest(
-        membership.negotiator.names.counts(), shadows.plans(), frozenset(membership.lanes.spare_numbers())
+        membership.negotiator.names.counts(),
+        shadows.plans(),
+        frozenset(membership.lanes.spare_numbers()),
+        marks,
     )
     ends: list[JoinEnd] = []
 

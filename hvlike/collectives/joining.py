@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.collectives.operand import row_by_row
 from hvlike.collectives.request import Key, Signature
 from hvlike.planes.ops import ReduceOp, identity
 
 JOIN_KEY: Key = ("join", "join")
 
-EXCUSED_KINDS = ("allreduce", "barrier", "plan")
+PLANNED_KINDS = ("plan", "lane")
+"""Kinds that are agreed once and then go on without a message."""
+
+EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)
 """What runs without the ranks that have joined: they contribute nothing, or count as arrived."""
+
+
+class Scope(enum.Enum):
+    """What a rank that has joined stands in for."""
+
+    EVERYTHING = "whatever the others do"
+    PLANS = "what is planned; it asks for all else itself"
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +38,11 @@ class JoinRequest:
     plans: frozenset[int]
     """The planned reductions it takes part in, by their serial numbers."""
     spare_lanes: frozenset[int] = frozenset()
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    """What it could plan anew: names, and what is remembered of each."""
+    scope: Scope = Scope.EVERYTHING
+    how: str = "called hvd.join()"
+    """What the rank has done, for the errors of others; the same on all ranks, or they do not belong together."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,20 @@ class Joined:
         self.new_plans[position] = set()
         self.spare_lanes[position] = set(request.spare_lanes)
 
+    def excused(self, kind: str) -> Collection[int]:
+        """Who need not ask for a request of this kind."""
+        if kind in PLANNED_KINDS:
+            return self.requests.keys()
+        return [position for position, each in self.requests.items() if each.scope is Scope.EVERYTHING]
+
+    def knows(self, name: str) -> bool:
+        """Whether all that have joined can plan `name` themselves."""
+        return all(name in each.marks for each in self.requests.values())
+
+    def merge_mark(self, name: str, mark: Mark) -> Mark:
+        """What all can go on from, those that have joined included."""
+        return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
+
     def take_lane(self, number: int) -> int:
         """The lane `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
         if not all(number in lanes for lanes in self.spare_lanes.values()):
@@ -82,14 +113,19 @@ class Joined:
         return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
 
 
-def why_not(signature: Signature) -> str | None:
-    """Why a request cannot run while some ranks have joined; None if it can."""
+def why_not(signature: Signature, *, known: bool = False) -> str | None:
+    """Why a request cannot run while some ranks have joined; None if it can.
+
+    known: they could plan it themselves.
+    """
     if signature.kind not in EXCUSED_KINDS:
         return f"{signature.kind.capitalize()} is not supported with Join at this time"
     if signature.kind == "allreduce" and signature.op == ReduceOp.PRODUCT and signature.prescale != 1:
         return "op Product with a prescale_factor has no neutral contribution; scale the tensor before the call"
-    if signature.kind == "plan" and signature.detail.portable is None:
+    if signature.kind == "plan" and signature.detail.portable is None and not known:
         return "The first step of an optimizer with such a compressor needs all ranks"
+    if signature.kind == "lane" and not known:
+        return "What begins here has to be made on all ranks"
     return None
 
 

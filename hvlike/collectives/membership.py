@@ -9,7 +9,7 @@ from hvlike.collectives.execution import Executor
 from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
-from hvlike.collectives.shadow import Shadows
+from hvlike.collectives.shadows import Shadows
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
 from hvlike.errors import HorovodInternalError

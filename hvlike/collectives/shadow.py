@@ -1,135 +1,165 @@
-"""What takes part in the planned reductions of the others for a rank that has joined."""
+"""What takes part in a planned operation of the others for a rank that has joined. Lives in the loop."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableSet
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from hvlike.collectives.agreement import Verdict
-from hvlike.collectives.negotiator import Negotiator, stand_in
-from hvlike.collectives.request import Request
+import torch
+
+from hvlike.collectives.compression import Mark
 from hvlike.collectives.schedule import Schedule
-from hvlike.errors import HorovodInternalError, ShutdownError
-from hvlike.planes.lane import Lanes
+from hvlike.errors import ShutdownError
+from hvlike.planes.lane import Lane
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
-if TYPE_CHECKING:
-    from hvlike.collectives.planned import PlannedReducer
+CountingJob = Callable[[Plane], Routine[int]]
+"""What a rank does on a lane in one step; returns how many ranks were active in it, as `end_count` says."""
+
+Keep = Callable[[Mapping[int, torch.Tensor], int], None]
+"""Told, in the loop, the reduced tensors of a step by entry, and how many ranks were active in it."""
 
 
-class Shadow:
-    """Runs the steps of one plan with zeros, until a step has no active rank. Lives in the loop."""
+class Shadow(ABC):
+    """Runs the steps of one plan, until a step has no active rank."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.finished = not schedule.buckets
+    def __init__(self, lane: Lane, serial: int) -> None:
+        """serial: the number of the plan."""
+        self.lane = lane
+        self.serial = serial
+        self.finished = False
         self.error: BaseException | None = None
+        self.steps = 0
+        """Steps with an active rank: those that this rank has missed."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Enter the next step; it ends when all ranks have entered it."""
+
+    def cancel(self) -> None:
+        """Leave for good: the others have given this plan up."""
+        self.stop(ShutdownError("the ranks that go on have given this planned operation up"))
+
+    def stop(self, error: BaseException) -> None:
+        """Leave for good because of `error`."""
+        if not self.finished:
+            self.finished = True
+            self.lane.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank can no longer stand in."""
+        self.error = self.error or error
+        self.stop(error)
+
+
+class PlanShadow(Shadow):
+    """Contributes zeros to a planned reduction."""
+
+    def __init__(self, schedule: Schedule, keep: Keep | None = None) -> None:
+        """keep: told the results of every step; without it they are dropped."""
+        super().__init__(schedule.lane, schedule.serial)
+        self.finished = not schedule.buckets
+        self._schedule = schedule
+        self._keep = keep
         self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
         self._left = 0
 
     def begin(self) -> None:
-        """Enter the next step; it ends when all ranks have entered it."""
+        """See Shadow."""
         self._left = len(self._tensors)
         for number, tensors in enumerate(self._tensors):
-            self.schedule.start(number, tensors, self._ended, active=False, wake=False)
-
-    def cancel(self) -> None:
-        """Leave for good: the others have given this plan up."""
-        if not self.finished:
-            self.finished = True
-            self.schedule.lane.fail(ShutdownError("the ranks that go on have given this planned reduction up"))
+            self._schedule.start(number, tensors, self._ended, active=False, wake=False)
 
     def _ended(self, task: Task[None]) -> None:
         self._left -= 1
         self.error = self.error or task.error
         if self._left or self.finished:
             return
-        if self.error is not None or not self.schedule.active:
+        if self.error is not None or not self._schedule.active:
             self.finished = True
-            self.schedule.roll_back()
+            self._schedule.roll_back()
             return
-        self.schedule.commit()
+        self.steps += 1
+        self._schedule.commit()
+        if self._keep is not None:
+            try:
+                self._keep(self._results(), self._schedule.active)
+            except Exception as error:
+                self.fail(error)
+                return
         for tensors in self._tensors:
             for tensor in tensors:
                 tensor.zero_()
         self.begin()
 
+    def _results(self) -> dict[int, torch.Tensor]:
+        return {
+            index: tensor
+            for bucket, tensors in zip(self._schedule.plan.buckets, self._tensors, strict=True)
+            for index, tensor in zip(bucket, tensors, strict=True)
+        }
 
-class Shadows:
-    """The shadows of one process set while this rank has joined."""
 
-    def __init__(self, lanes: Lanes, negotiator: Negotiator) -> None:
-        self.reducers: MutableSet[PlannedReducer] = weakref.WeakSet()
-        """The planned reductions of this rank."""
-        self._lanes = lanes
-        self._negotiator = negotiator
-        self._by_name: dict[str, Shadow] = {}
-        negotiator.stand_in = self._stand_in
+class LaneShadow(Shadow):
+    """Runs on a planned lane what its owner has for a rank that has joined."""
 
-    def plans(self) -> frozenset[int]:
-        """The serial numbers of the plans this rank takes part in."""
-        return frozenset(each.schedule.serial for each in self.reducers if each.schedule is not None)
+    def __init__(self, lane: Lane, serial: int, stand_in: Callable[[], CountingJob]) -> None:
+        """stand_in: makes the job of a step."""
+        super().__init__(lane, serial)
+        self._stand_in = stand_in
+        self._active = 0
 
     def begin(self) -> None:
-        """Take part in everything that is planned; in the loop."""
-        for reducer in self.reducers:
-            if reducer.schedule is not None:
-                self._add(reducer.name, reducer.schedule)
+        """See Shadow."""
+        try:
+            job = self._stand_in()
+        except Exception as error:
+            self.fail(error)
+            return
 
-    def settled(self, plans: frozenset[int]) -> bool:
-        """True when all shadows of these plans have seen the step without an active rank."""
-        return all(each.finished for each in self._by_name.values() if each.schedule.serial in plans)
+        def run(plane: Plane) -> Routine[None]:
+            self._active = yield from job(plane)
 
-    def end(self, plans: frozenset[int], spare_lanes: frozenset[int]) -> None:
-        """All have joined: go on alike. Plans are forgotten on every rank, their lanes spare on every rank.
+        self.lane.submit(run, self._ended, wake=False)
 
-        In the loop.
-        """
-        shadows, self._by_name = self._by_name, {}
-        healthy = set(spare_lanes)
-        for shadow in shadows.values():
-            if shadow.schedule.serial in plans and shadow.error is None:
-                healthy.add(shadow.schedule.lane.number)
-            else:
-                shadow.cancel()
-        for reducer in self.reducers:
-            reducer.forget()
-        self._lanes.set_spare(healthy)
-        self._negotiator.steps.clear()
-
-    def give_up(self) -> None:
-        """The join failed."""
-        for shadow in self._by_name.values():
-            shadow.cancel()
-        self._by_name = {}
-        for reducer in self.reducers:
-            reducer.forget()
-
-    def error(self) -> BaseException | None:
-        """What went wrong in a shadow."""
-        return next((each.error for each in self._by_name.values() if each.error is not None), None)
-
-    def _add(self, name: str, schedule: Schedule) -> None:
-        before = self._by_name.get(name)
-        if before is not None:
-            before.cancel()
-        shadow = self._by_name[name] = Shadow(schedule)
-        shadow.begin()
-
-    def _stand_in(self, verdict: Verdict) -> Request | None:
-        if verdict.key[0] != "plan":
-            return stand_in(verdict)
-        return Request(verdict.key[1], verdict.signature, [], self._adopt)
-
-    def _adopt(self, request: Request) -> Any:
-        """The others have made a plan: take part in it."""
-        lane, agreed = request.outputs
-        self._add(request.name, Schedule(agreed, lane, agreed.portable))
+    def _ended(self, task: Task[None]) -> None:
+        self.error = self.error or task.error
+        if self.finished:
+            return
+        if self.error is not None or not self._active:
+            self.finished = True
+            return
+        self.steps += 1
+        self.begin()
 
 
-def raise_first(errors: list[BaseException | None]) -> None:
-    """Raise the first error, if there is one."""
-    for error in errors:
-        if error is not None:
-            raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
+class Planned(Protocol):
+    """What agrees once with the other ranks and then runs step after step on a lane of its own."""
+
+    name: str
+
+    @property
+    def busy(self) -> bool:
+        """True while a step is under way on this rank."""
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the agreed plan; None while there is none."""
+
+    def mark(self) -> Mark:
+        """What is remembered from step to step, in short."""
+
+    def shadow(self) -> Shadow:
+        """What takes part in the agreed plan while this rank has joined. In the loop."""
+
+    def adopt(self, lane: Lane, agreed: Any) -> Shadow:
+        """The others have agreed anew while this rank has joined: what takes part in that. In the loop."""
+
+    def fail(self, error: BaseException) -> None:
+        """End a step that can never be completed; in the loop."""
+
+    def forget(self) -> None:
+        """Forget the plan; what becomes of its lane is up to the caller."""

@@ -52,21 +52,27 @@ class WaitTable:
         for position in [each for each, waiting in self.waits.items() if waiting.key == key]:
             del self.waits[position]
 
-    def deadlocked(self, missing: Callable[[Key], Sequence[int]], joined: Collection[int] = ()) -> bool:
+    def deadlocked(
+        self,
+        missing: Callable[[Key], Sequence[int]],
+        joined: Collection[int] = (),
+        away: Collection[int] | None = None,
+    ) -> bool:
         """True when all members wait and each lacks another; those that have joined are in nobody's way.
 
-        missing(key): who has not asked for a named request.
+        missing(key): who has not asked for a named request. away: who is in nobody's way in what is planned; None:
+        the same.
         """
         waits = [waiting for position, waiting in self.waits.items() if position not in joined]
         return (
             bool(waits)
             and len(waits) == len(self.ranks) - len(joined)
             and all(each.certain for each in waits)
-            and all(self.lacking(each, missing, joined) for each in waits)
+            and all(self.lacking(each, missing, joined if away is None else away) for each in waits)
         )
 
     def lacking(
-        self, waiting: Waiting, missing: Callable[[Key], Sequence[int]], joined: Collection[int] = ()
+        self, waiting: Waiting, missing: Callable[[Key], Sequence[int]], away: Collection[int] = ()
     ) -> list[int]:
         """The ranks without which this wait cannot end, as far as it is known."""
         kind, name = waiting.key
@@ -76,7 +82,7 @@ class WaitTable:
         return [
             self.ranks[position]
             for position, other in self.waits.items()
-            if position not in joined and other.steps.get(name, 0) < entered
+            if position not in away and other.steps.get(name, 0) < entered
         ]
 
     def waited_for(self) -> list[Key]:
