@@ -6,7 +6,8 @@ from job import IS_OPEN_MPI, Job, run_job
 pytestmark = pytest.mark.job
 
 PREAMBLE = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
+from functools import partial
 import torch
 import hvlike as hvd
 from hvlike import autograd, rpc
@@ -19,6 +20,8 @@ rpc.init_rpc(f"worker{rank}", rpc_timeout=5)
 def square(value):
     return value * value
 
+going_on = threading.Event()
+
 class Signalling(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, pid, number):
@@ -27,8 +30,19 @@ class Signalling(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        os.kill(*ctx.signal)
+        pid, number = ctx.signal
+        os.kill(pid, number)
+        # A signal takes its time: nothing must be answered before it has arrived.
+        wait = going_on.wait if number == signal.SIGSTOP else partial(wait_until_gone, pid)
+        wait()
         return gradient, None, None
+
+def wait_until_gone(pid):
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+
+def go_on():
+    going_on.set()
 
 def signalling(value, pid, number):
     return Signalling.apply(value, pid, number)
@@ -86,8 +100,6 @@ say("done")
 """
 
 SILENT = """
-import threading
-
 awake = threading.Event()
 
 def wake(pid):
@@ -104,10 +116,11 @@ if rank == 0:
         for root, mode in ((falls_silent, "safe"), (direct, "safe"), (direct, "smart")):
             text = error_of(context, root, mode)
             assert "RPC ran for more than" in text and "worker2 (rank 2)" in text, text
-    rpc._set_rpc_timeout(5)
+    rpc._set_rpc_timeout(60)
     check_that_the_rest_goes_on(1)
-    # Again and again: on a busy machine it may take its gradient, and fall silent, only now.
+    # Again and again: on a busy machine it may begin that backward, and fall silent, only now.
     threading.Thread(target=wake, args=(pid,), daemon=True).start()
+    rpc.rpc_sync(2, go_on)
     check_that_the_rest_goes_on(2)
 rpc.shutdown()
 awake.set()
