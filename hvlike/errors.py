@@ -5,6 +5,7 @@
     ├── ForkedProcessError                              a call from a child process of a rank
     ├── HostsUpdatedInterrupt      (also RuntimeError)  elastic.run shall start again with the state as it is
     ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
+    │   ├── DataParallelError      (also RuntimeError)  a DistributedDataParallel cannot work in this way
     │   ├── DuplicateNameError                          the name is already in flight on this rank
     │   └── UnknownHandleError                          never created here, or already synchronised
     └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
@@ -45,6 +46,10 @@ class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
 
 class UsageError(HvlikeError, ValueError):
     """A wrong argument. Raised on the calling rank only, before anything is sent."""
+
+
+class DataParallelError(UsageError, RuntimeError):
+    """A DistributedDataParallel was used in a way that cannot work, for which torch's raises a RuntimeError."""
 
 
 class DuplicateNameError(UsageError):

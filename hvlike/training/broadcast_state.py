@@ -35,7 +35,7 @@ def broadcast_parameters(params: Parameters, root_rank: int, process_set: Proces
     tensors = named_tensors(params)
     forms = {name: str(TensorForm.of(tensor)) for name, tensor in tensors.items()}
     check_same("broadcast_parameters", forms, root_rank, process_set, ShapeMismatchError)
-    _broadcast_tensors("broadcast_parameters", tensors, root_rank, process_set)
+    broadcast_tensors("broadcast_parameters", tensors, root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -79,7 +79,7 @@ def broadcast_optimizer_state(
         device = next((each.device for each in parameters if each.device.type != "cpu"), torch.device("cpu"))
         tensors = [_empty(form, device) for form in forms]
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-    _broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
+    broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
     if not is_root:
         state, options, shared = unpack(data, parameters, tensors)
         _adopt(optimizer, state, options)
@@ -116,9 +116,7 @@ def named_tensors(params: object) -> dict[str, Tensor]:
     return tensors
 
 
-def _broadcast_tensors(
-    call: str, tensors: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None
-) -> None:
+def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None) -> None:
     """Broadcast all tensors in place, all of them in flight together."""
     handles = [
         broadcast_async_(tensor.detach(), root_rank, name=f"{call}.{name}", process_set=process_set)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hvlike.collectives.context import Context, current, is_running
-from hvlike.collectives.planned import PlannedReducer
+from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
@@ -105,6 +105,14 @@ class Gradients:
         self._context: Context | None = None
         self._lock = threading.Lock()
         self._refresh()
+
+    def take_name(self) -> None:
+        """Be matched between ranks by the place in their order of now, not of the first reduction. Local; needs init().
+
+        All ranks do so in the same order.
+        """
+        self._context = current()
+        self.name = self.reduction.automatic_name(self._context)
 
     def arrived(self, slot: Slot) -> None:
         """The hook: backward has finished a gradient. Runs in backward's thread."""
@@ -315,9 +323,13 @@ class Gradients:
         """Make averages over all ranks, in which those that have joined count as zeros, averages over the others."""
         size = self.reduction.size(current())
         if self.reduction.op is ReduceOp.AVERAGE and 0 < reducer.active < size:
-            for parameter in self._parameters:
+            for parameter in self._averages():
                 if parameter.grad is not None:
                     parameter.grad.mul_(size / reducer.active)
+
+    def _averages(self) -> list[Tensor]:
+        """The parameters whose gradients are averages, once all are reduced."""
+        return self._parameters
 
     def _all_arrived(self) -> list[Tensor] | None:
         """The gradients, if all have arrived and are still where they were."""
@@ -366,10 +378,15 @@ class Gradients:
             return None
         if self.name is None:
             self.name = self.reduction.automatic_name(context)
-        reducer = self.reduction.reducer(self.name, [slot.name for slot in self._slots], self._parameters)
+        names = [slot.name for slot in self._slots]
+        reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
         if context.knobs.autotune:
             self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
         return reducer
+
+    def _extra_entries(self) -> Sequence[Entry]:
+        """What is reduced together with the gradients; `_finish` adds the tensors."""
+        return ()
 
     def _abandon(self) -> None:
         """A reduction failed: forget this step, so that the next backward pass starts cleanly."""

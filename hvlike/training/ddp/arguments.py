@@ -1,0 +1,112 @@
+"""The arguments of DistributedDataParallel, checked on this rank before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.errors import DataParallelError, UsageError
+from hvlike.training.ddp import misuse
+
+_MEBI = 1 << 20
+
+
+def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
+    """Return the parameters of the module that take part, by name.
+
+    Raises: UsageError for what is no module or lies on several kinds of devices; DataParallelError where nothing
+    requires a gradient, or a parameter has no shape yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
+    parameters: dict[str, Tensor] = {
+        name: parameter for name, parameter in module.named_parameters() if name not in ignored
+    }
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise DataParallelError(misuse.NOT_NEEDED)
+    lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise DataParallelError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+            f"pass to correctly initialize the modules. Parameter {lazy[0]!r} has no shape yet."
+        )
+    kinds = sorted({parameter.device.type for parameter in parameters.values()})
+    if len(kinds) > 1:
+        raise UsageError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {kinds}."
+        )
+    return parameters
+
+
+def check_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    parameters: Mapping[str, Tensor],
+) -> torch.device | None:
+    """Return the device that inputs are moved to; None where they are used as they come.
+
+    Raises: UsageError for several devices, and for any where the module is not on a single GPU.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise UsageError(f"device_ids can only be None or contain a single element. Got {list(device_ids)}.")
+    devices = {parameter.device for parameter in parameters.values()}
+    (kind,) = {device.type for device in devices}
+    if kind == "cpu" or len(devices) > 1 or not device_ids:
+        if device_ids or output_device is not None:
+            raise UsageError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                f"{device_ids}, output_device {output_device}, and module parameters "
+                f"{sorted(map(str, devices))}. Leave both out."
+            )
+        return None
+    (device_id,) = device_ids
+    return torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+
+
+def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
+    """Return how many bytes are reduced together; None: hvlike chooses. Raises: UsageError unless above 0."""
+    if bucket_cap_mb is None:
+        return None
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise UsageError(f"bucket_cap_mb must be a number of MiB above 0, or None; got {bucket_cap_mb!r}.")
+    return max(1, int(bucket_cap_mb * _MEBI))
+
+
+def check_ranks(process_set: object, process_group: object) -> ProcessSet | None:
+    """Return the set of ranks, None for all; it may come under torch's name of the argument.
+
+    Raises: UsageError for anything but one registered ProcessSet that this rank is in.
+    """
+    if process_set is not None and process_group is not None and process_set is not process_group:
+        raise UsageError("DistributedDataParallel: process_set and process_group are two names of one argument.")
+    chosen = process_group if process_set is None else process_set
+    if chosen is None or chosen is global_process_set:
+        return None
+    if not isinstance(chosen, ProcessSet) or chosen.process_set_id is None:
+        raise UsageError(
+            "DistributedDataParallel: process_set must be a ProcessSet that was passed to init(process_sets=[...]) or "
+            f"returned by add_process_set, got {chosen!r}."
+        )
+    if not chosen.included():
+        raise UsageError(f"DistributedDataParallel: this rank is not among the ranks {chosen.ranks} of process_set.")
+    return chosen
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same value with all tensors in nested lists, tuples and dicts on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, moved(item, device)) for key, item in value.items())
+    return value

@@ -1,0 +1,154 @@
+"""DistributedDataParallel: a module whose gradients are averages over the ranks when backward() returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+from torch._compile import _disable_dynamo as untraced
+
+from hvlike.collectives.context import current
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.training.ddp.arguments import check_bucket_cap, check_devices, check_module, check_ranks, moved
+from hvlike.training.ddp.module_gradients import ModuleGradients
+from hvlike.training.ddp.start import start_alike
+from hvlike.training.misuse import warn_user
+from hvlike.training.reduction import Reduction
+
+OWNER = "DistributedDataParallel"
+
+
+class DistributedDataParallel(nn.Module):
+    """A module that is trained on the data of all ranks: `.grad` holds averages when backward() returns.
+
+    module: the same on every rank; kept as `.module`. device_ids, output_device: one GPU, or None. dim: accepted for
+    torch's sake. broadcast_buffers: False leaves buffers to each rank, at the start too; forward_sync_buffers: the same
+    without the start. init_sync: compare the ranks' modules and start from rank 0's. process_set (or process_group):
+    the ranks, None for all. bucket_cap_mb: MiB that are reduced together; None: HVLIKE_BUCKET_BYTES, or hvlike's
+    choice. find_unused_parameters: parameters may be left out; what no rank has used keeps its `.grad`.
+    gradient_as_bucket_view: gradients are reduced where they are, so there is no copy to save: makes no difference.
+    static_graph: parameters are used alike in every iteration, which lets reentrant checkpoints share some.
+
+    A backward pass that comes through an output of a forward outside of no_sync() reduces, once, at its end; others
+    add up on this rank. Reduction starts beside backward where cores are spare. At the start of a forward that follows
+    a synchronised one, buffers become those of the first rank. Parameters added later are not reduced; those whose
+    requires_grad changes are followed, on all ranks alike.
+
+    Collective: every rank of the set makes it, and calls it as often. Blocks.
+    Raises: UsageError for wrong arguments, DataParallelError (a RuntimeError) for a module that cannot be trained so;
+    MismatchError, on every rank, where the modules differ. Forward: DataParallelError for parameters that the iteration
+    before has not reached.
+    Source: torch.nn.parallel.DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessSet | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        forward_sync_buffers: bool | None = None,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        context = current()
+        ranks = check_ranks(process_set, process_group)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = check_module(module, ignored)
+        device = check_devices(device_ids, output_device, parameters)
+        reduction = Reduction(process_set=ranks, owner=OWNER, bucket_bytes=check_bucket_cap(bucket_cap_mb))
+        super().__init__()
+        if check_reduction:
+            warn_user("The `check_reduction` argument in `DistributedDataParallel` is deprecated.", FutureWarning)
+        self.module = module
+        self.dim = dim
+        self.device = next(iter(parameters.values())).device
+        self.device_ids = None if device is None else [device.index]
+        self.output_device = self.device_ids[0] if self.device_ids and output_device is None else output_device
+        self.parameters_to_ignore = ignored
+        self.bucket_cap_mb = bucket_cap_mb
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
+        self._gradients = self._new_gradients(reduction)
+        self._gradients.take_name()
+        if init_sync and not reduction.is_local(context):
+            given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._buffers_to_sync()
+            start_alike(parameters, given, (self.process_set.ranks or [0])[0], ranks)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self._gradients.reduction.process_set or global_process_set
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective over the process set, and blocks, where buffers are synchronised."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        return self._after_forward(self.module(*inputs, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the module and the arguments; a reduction under way is not among them."""
+        state = self.__dict__.copy()
+        state["_gradients"] = state["_gradients"].reduction
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        reduction = state.pop("_gradients")
+        self.__dict__.update(state)
+        self._gradients = self._new_gradients(reduction)
+
+    def _new_gradients(self, reduction: Reduction) -> ModuleGradients:
+        parameters = check_module(self.module, self.parameters_to_ignore)
+        unused = self.find_unused_parameters
+        return ModuleGradients(parameters, reduction, find_unused=unused, static_graph=self.static_graph)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes through forwards that are made inside only add up gradients on this rank. Local.
+
+        The next synchronised pass reduces the sums. Source: torch DistributedDataParallel.no_sync.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @untraced
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._gradients.before_forward()
+        if self.device_ids:
+            inputs, kwargs = moved(inputs, self.device), moved(kwargs, self.device)
+        return inputs, kwargs
+
+    @untraced
+    def _after_forward(self, output: Any) -> Any:
+        synchronised = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if synchronised:
+            self._gradients.after_forward(output)
+        self.require_forward_param_sync = synchronised
+        return output
+
+    def _buffers_to_sync(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}

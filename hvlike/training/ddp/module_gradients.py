@@ -1,0 +1,220 @@
+"""The gradients of a module: reduced by the end of each backward pass that comes through a synchronised forward.
+
+    forward          outputs get a hook, unless inside no_sync()
+    backward         the hook of an output arms: gradients that arrive are handed over
+    its last node    what is left is reduced; then backward returns
+
+No graph is searched for parameters that are not used: they are those that have not arrived when backward has ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.context import Context
+from hvlike.collectives.lifecycle import rank
+from hvlike.collectives.planned import Entry
+from hvlike.errors import UsageError
+from hvlike.training.ddp import misuse
+from hvlike.training.ddp.end_of_backward import EndOfBackward, is_inside_backward
+from hvlike.training.ddp.outputs import tensors_in
+from hvlike.training.gradients import Gradients, Phase, Reducer
+from hvlike.training.reduction import Reduction
+from hvlike.training.slot import Slot
+
+_USED = "(which parameters were used)"
+
+
+@dataclass
+class Module:
+    """The parameters of a module, in the form in which optimizers have theirs."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class ModuleGradients(Gradients):
+    """Gradients that are reduced when backward() returns."""
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, Tensor],
+        reduction: Reduction,
+        *,
+        find_unused: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        """named_parameters: by the names of the module. find_unused: leave those alone that no rank has used."""
+        self.static_graph = static_graph
+        self.find_unused = find_unused or static_graph
+        self._pending = False
+        """A synchronised forward has been made; nothing of it is reduced yet."""
+        self._under_way = False
+        """A backward pass that reduces has begun and not come to its end."""
+        self._missing: dict[Slot, None] | None = None
+        """What no backward pass since the last synchronised forward has reached; None: there was none."""
+        self._expected: dict[Slot, int] = {}
+        """With a static graph: how often each gradient arrives in a backward pass."""
+        self._twice: list[str] = []
+        self._flags = torch.empty(0)
+        self._weight = 1
+        self._end = EndOfBackward(self, ModuleGradients._ended)
+        self._arm = _arming(self)
+        groups = [{"params": list(named_parameters.values())}]
+        names = {parameter: name for name, parameter in named_parameters.items()}
+        super().__init__(Module(groups), reduction, names, 1)
+
+    def before_forward(self) -> None:
+        """A synchronised forward begins. Collective where the last backward failed; else local.
+
+        Raises: DataParallelError where gradients were missing since the forward before, after they were reduced.
+        """
+        if is_inside_backward():
+            return
+        ended = not self._under_way
+        if not ended:
+            self._complete()
+        missing, self._missing = self._missing, None
+        self._pending = True
+        if (missing and not self.find_unused) or not ended:
+            raise misuse.not_finished(rank(), [slot.name for slot in missing or {}], ended=ended)
+
+    def after_forward(self, output: Any) -> None:
+        """Let the gradients be reduced by every backward pass that comes through these outputs. Local."""
+        tensor: Any
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._arm)
+
+    def arrived(self, slot: Slot) -> None:
+        """The hook: backward has finished a gradient, or with a static graph one of several parts of it."""
+        if self.static_graph and self._is_reducing():
+            slot.passes += 1
+            if slot.passes < self._expected.get(slot, 0) or slot not in self._expected:
+                return
+        super().arrived(slot)
+
+    def _take_in(self, slot: Slot, gradient: Tensor) -> None:
+        if not self._is_reducing():
+            slot.reached = True
+        elif slot.handed_over is not None:
+            # Said when the pass has ended, so that the other ranks are not left waiting.
+            self._twice.append(slot.name)
+        elif slot.index >= 0:
+            self._hand_over(slot, gradient)
+
+    def _is_reducing(self) -> bool:
+        """Whether the backward pass under way is one that reduces; an arrival may be the first that is seen of it."""
+        if not self._end.armed and self._pending:
+            self.arm()
+        return self._end.armed
+
+    def arm(self) -> None:
+        """Reduce when the backward pass under way has ended. In it."""
+        if self._end.armed:
+            return
+        if self._under_way:
+            # An earlier pass has failed half way: the other ranks may wait for the rest.
+            self._complete()
+        self._under_way = True
+        self._end.arm()
+
+    def _ended(self) -> None:
+        """The backward pass has ended. Collective; blocks."""
+        twice = self._complete()
+        if twice:
+            raise (misuse.graph_changed if self.static_graph else misuse.ready_twice)(twice)
+
+    def _complete(self) -> list[str]:
+        """Reduce all gradients; those that have arrived too often, by name."""
+        self._pending = self._under_way = False
+        twice, self._twice = self._twice, []
+        try:
+            self.synchronize("backward()")
+        except UsageError:
+            # Who comes twice has also been changed since it came first.
+            if not twice:
+                raise
+        finally:
+            self.phase = Phase.IDLE
+        return list(dict.fromkeys(twice))
+
+    def _all_arrived(self) -> list[Tensor] | None:
+        arrived = super()._all_arrived()
+        unreached: dict[Slot, None] = {}
+        if arrived is None:
+            unreached = {slot: None for slot in self._slots if not _is_reached(slot)}
+        if self._missing is not None:
+            unreached = {slot: None for slot in self._missing if slot in unreached}
+        self._missing = unreached
+        if self.static_graph and not self._expected:
+            self._expected = {slot: slot.passes for slot in self._slots if slot.passes}
+        return arrived
+
+    def _contribution(self, slot: Slot) -> Tensor:
+        if not self.find_unused or _is_reached(slot):
+            return super()._contribution(slot)
+        # The gradient itself stays as it is, if it turns out that no rank has used the parameter.
+        gradient = slot.parameter.grad
+        slot.wire = slot.nothing() if gradient is None else gradient.detach().clone()
+        return slot.wire
+
+    def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
+        if not self.find_unused:
+            return super()._finish(reducer, tensors)
+        # An average of so much for each rank that has used it: the number of these ranks.
+        self._flags.fill_(self._weight)
+        for index, slot in enumerate(self._slots):
+            if not _is_reached(slot):
+                self._flags[index] = 0
+        return super()._finish(reducer, [*tensors, self._flags])
+
+    def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
+        if not self.find_unused:
+            super()._take_back(replacements)
+            return
+        used = self._flags.tolist()
+        for slot in self._slots:
+            if used[slot.index] and (slot.wire is not None or slot.index in replacements):
+                slot.take_back(replacements.get(slot.index))
+
+    def _averages(self) -> list[Tensor]:
+        if not self.find_unused:
+            return super()._averages()
+        return [slot.parameter for slot, used in zip(self._slots, self._flags.tolist(), strict=True) if used]
+
+    def _new_reducer(self, context: Context) -> Reducer | None:
+        reducer = super()._new_reducer(context)
+        self._weight = self.reduction.size(context)
+        self._flags = torch.empty(len(self._slots), dtype=torch.int32, device="cpu")
+        return reducer
+
+    def _extra_entries(self) -> Sequence[Entry]:
+        if not self.find_unused:
+            return ()
+        return [Entry(_USED, (len(self._slots),), torch.int32, torch.device("cpu"))]
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._twice = []
+
+
+def _is_reached(slot: Slot) -> bool:
+    return slot.handed_over is not None or slot.reached or slot.passes > 0
+
+
+def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
+    """Return the hook of outputs; a graph may keep it, so it does not keep the gradients."""
+    reference = weakref.ref(gradients)
+
+    def output_is_reached(_: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.arm()
+
+    return output_is_reached
