@@ -1,0 +1,1 @@
+"""ZeroRedundancyOptimizer: each rank keeps the state of its share of the parameters and updates those."""

@@ -1,0 +1,112 @@
+"""What the ranks tell each other while some of them are absent: out of data, and standing in for what the others do.
+
+All in the lane of the optimizer: who is there, what comes next, and the gradients that an absent rank needs to go on
+updating its share. Sent only while a rank is absent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.reductions import Max, Sum, arithmetic_of
+from hvlike.planes.plane import Plane
+from hvlike.training.zero.options import Options
+from hvlike.transport.routine import Routine
+
+REDUCE, CLIP, UPDATE = "reduce", "clip", "update"
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped."""
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+
+
+NO_CLIPPING = Clipping(float("inf"), 2.0, False)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What comes next, as the highest active rank tells it."""
+
+    kind: str
+    options: Options = field(default_factory=list)
+    """The options of the parameter groups for an update."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keywords of the wrapped step()."""
+    without_gradient: frozenset[int] = frozenset()
+    """The parameters that have no gradient, by place."""
+    clipping: Clipping = NO_CLIPPING
+
+
+def who_is_there(plane: Plane, rank: int, size: int, *, active: bool) -> Routine[list[int]]:
+    """Return the active ranks, in rising order, on every rank."""
+    flags = torch.zeros(size, dtype=torch.int32)
+    flags[rank] = int(active)
+    yield from plane.allreduce([flags], arithmetic_of(torch.int32, Sum, size, 1.0, 1.0))
+    return [each for each, there in enumerate(flags.tolist()) if there]
+
+
+def tell(plane: Plane, leader: int, rank: int, command: Command | None) -> Routine[Command]:
+    """Return the leader's command on every rank."""
+    data = pickle.dumps(command, protocol=5) if rank == leader else b""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    yield from plane.gather([length.view(torch.uint8)], [leader])
+    payload = torch.empty(int(length), dtype=torch.uint8)
+    if rank == leader:
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    yield from plane.gather([payload], [leader])
+    told: Command = pickle.loads(payload.numpy().data)
+    return told
+
+
+def send_gradients(plane: Plane, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]) -> Routine[None]:
+    """Give the parameters of the absent ranks the leader's gradients there.
+
+    shares: for each rank the parameters whose gradients it needs; none for those that are active.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
+    receives = [nothing] * len(shares)
+    mine = shares[rank]
+    if mine:
+        receives[leader] = torch.empty(sum(_bytes(parameter) for parameter in mine), dtype=torch.uint8)
+    yield from plane.alltoall(sends, receives)
+    if mine:
+        for parameter, part in zip(mine, torch.split(receives[leader], [_bytes(each) for each in mine]), strict=True):
+            # A copy: the parts of a flat tensor need not lie where their dtype may.
+            gradient = part.clone().view(parameter.dtype).view(parameter.shape)
+            parameter.grad = gradient.to(parameter.device)
+
+
+def total_norm(plane: Plane, size: int, gradients: Sequence[Tensor], norm_type: float) -> Routine[Tensor]:
+    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64."""
+    norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).cpu().double() for gradient in gradients]
+    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+    largest = norm_type == float("inf")
+    part = (own if largest else own**norm_type).reshape(1)
+    yield from plane.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
+    return part[0] if largest else part[0] ** (1.0 / norm_type)
+
+
+def _bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """The gradients one after the other, row by row, dense, as bytes."""
+    flats = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            flats.append(dense.to("cpu", parameter.dtype).contiguous().view(-1).view(torch.uint8))
+    return torch.cat(flats)

@@ -1,0 +1,53 @@
+"""What a ZeroRedundancyOptimizer says to calls in the wrong order: each text names the cause and the fix."""
+
+from __future__ import annotations
+
+from hvlike.errors import UsageError
+
+
+def not_consolidated(rank: int, *, is_stale: bool) -> RuntimeError:
+    """state_dict() where the state of the other ranks is not known, or no longer."""
+    since = " It has changed since it was consolidated here." if is_stale else ""
+    return RuntimeError(
+        "Optimizer state has not been consolidated on this rank. Please call "
+        f"`consolidate_state_dict(to={rank})` on all ranks beforehand if you meant to save the global state.{since}"
+    )
+
+
+def not_initialized() -> RuntimeError:
+    """A method that needs the shares of an optimizer that overlaps with DDP, before they are known."""
+    return RuntimeError(
+        "This method should not be called until this ZeroRedundancyOptimizer instance has been fully initialized. "
+        "With overlap_with_ddp=True that is once DistributedDataParallel has fixed its buckets, after the first "
+        "iterations."
+    )
+
+
+def one_group_only() -> RuntimeError:
+    """Groups cannot be added where buckets are dealt."""
+    return RuntimeError("ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group")
+
+
+def backward_after_reduction() -> UsageError:
+    """Gradients have arrived beside those that are reduced already."""
+    return UsageError(
+        "ZeroRedundancyOptimizer: a backward pass ran after the gradients were reduced (by hvlike.clip_grad_norm_ or a "
+        "GradScaler) and before step(). Run all backward passes of a step first, then clip, then step; to start anew "
+        "call optimizer.zero_grad()."
+    )
+
+
+def not_reducing(call: str) -> UsageError:
+    """A call that makes sense only where the optimizer owns the reduction."""
+    return UsageError(
+        f"{call} expects a ZeroRedundancyOptimizer with reduce_gradients=True. Where DistributedDataParallel reduces, "
+        "gradients are complete after backward(): use torch.nn.utils.clip_grad_norm_."
+    )
+
+
+def scaler_with_absent_ranks() -> UsageError:
+    """A GradScaler has unscaled gradients, but none of those that absent ranks own."""
+    return UsageError(
+        "ZeroRedundancyOptimizer with reduce_gradients=True cannot use a GradScaler while some ranks are out of data: "
+        "nobody unscales their share of the gradients. Reduce with hvlike.nn.DistributedDataParallel instead."
+    )

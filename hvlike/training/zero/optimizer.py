@@ -1,0 +1,346 @@
+"""ZeroRedundancyOptimizer: any torch optimizer, its state and its work dealt to the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+from torch._compile import _disable_dynamo as untraced
+from torch.optim import Optimizer
+
+from hvlike.collectives.context import current
+from hvlike.collectives.planned_lane import PlannedLane
+from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.collectives.request import order_in_memory
+from hvlike.errors import UsageError
+from hvlike.training.closure import after
+from hvlike.training.scaler import is_read_by_grad_scaler
+from hvlike.training.zero import misuse
+from hvlike.training.zero.arguments import check_parameters, check_type
+from hvlike.training.zero.consolidation import States, consolidate
+from hvlike.training.zero.gradient_reduction import GradientReduction
+from hvlike.training.zero.options import Options, copy_options, options_of
+from hvlike.training.zero.parameter_exchange import ParameterExchange
+from hvlike.training.zero.shares import Shares
+from hvlike.training.zero.steps import Steps, stand_in_of
+from hvlike.transport.dtypes import dtype_name
+
+_log = logging.getLogger("hvlike")
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
+
+    The parameters are dealt to the ranks by size, whole tensors, the same on every rank. In step() each rank updates
+    those it owns, in a plain optimizer of its own (`optim`), and all ranks get the updated parameters. `param_groups`
+    has the groups of all parameters; options that are changed there (by a learning rate scheduler, say) reach `optim`
+    with the next step, and what `optim` changes reaches `param_groups`. `state` holds this rank's share.
+
+    params: an iterable of tensors, all dense, of one dtype, or of dicts, which become parameter groups.
+    optimizer_class: class of the plain optimizer; `defaults` are its keywords. process_set: ranks to share among, None
+    for all (process_group: torch's name for it). parameters_as_bucket_view: the parameters of each owner become views
+    of one flat tensor, which travels as it is. overlap_with_ddp: the update is done by a communication hook of
+    DistributedDataParallel (hvlike.optim.hook_with_zero_step), step() does nothing.
+    reduce_gradients: False: gradients are the same on all ranks when step() is called, as DistributedDataParallel
+    leaves them. True: they are this rank's own; step() averages them over the ranks, each on the rank that owns its
+    parameter, and drops the others (p.grad is None afterwards). Parameters without a gradient count as zeros then.
+
+    Collective over the set, also for a rank without data; blocks.
+    Raises: TypeError, UsageError (a ValueError) for wrong parameters; MismatchError, on every rank, where the ranks
+    have different parameters or settings; NotInitializedError.
+    Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al. 2020, ZeRO (stages 1 and 2).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: type[Optimizer],
+        process_set: ProcessSet | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        reduce_gradients: bool = False,
+        process_group: ProcessSet | None = None,
+        **defaults: Any,
+    ) -> None:
+        accepted = check_parameters(params)
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise UsageError(
+                "ZeroRedundancyOptimizer: optimizer_class must be a subclass of torch.optim.Optimizer, got "
+                f"{optimizer_class!r}. Pass the class, and its arguments as keywords."
+            )
+        if overlap_with_ddp and reduce_gradients:
+            raise UsageError(
+                "ZeroRedundancyOptimizer: overlap_with_ddp=True leaves the reduction to DistributedDataParallel, "
+                "reduce_gradients=True claims it. Choose one."
+            )
+        self.initialized = False
+        self._groups: list[dict[str, Any]] = []
+        super().__init__(accepted, defaults)
+        self.process_set = process_set or process_group
+        group = current().membership(self.process_set, "ZeroRedundancyOptimizer").group
+        self.rank, self.world_size = group.rank, group.size
+        """Place of this rank in the process set, and the size of that."""
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.reduces_gradients = reduce_gradients
+        self.overlaps_with_ddp = overlap_with_ddp
+        self._shares = Shares(self._groups, self.world_size)
+        self.optim: Optimizer = optimizer_class(self._shares.groups_of(self.rank), **defaults)
+        """The plain optimizer of this rank's share."""
+        self.state = self.optim.state
+        copy_options(self.optim.param_groups, self._groups)
+        self._version = 0
+        """How often the state has changed."""
+        self._consolidated: tuple[int, States] | None = None
+        """The state of all ranks and the version it is of."""
+        self._scaled = False
+        """A GradScaler has read the reduced gradients of this step."""
+        self._prepare()
+        self.initialized = True
+
+    # The step
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's share of the parameters and get the others'.
+
+        closure: evaluates the model and leaves gradients; passed on. kwargs: passed on to the plain optimizer.
+        Collective over the process set; blocks. Returns what the plain optimizer returns.
+        Raises: UsageError for gradients that arrived after they were reduced; PeerLeftError, MismatchError.
+        Source: torch.distributed.optim.ZeroRedundancyOptimizer.step.
+        """
+        if self.overlaps_with_ddp:
+            _log.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
+            return None
+        if closure is None:
+            self._reduce()
+        elif self.reduces_gradients:
+            closure = after(closure, self._after_closure)
+        result = self.step_share(closure, kwargs)
+        self.share(kwargs)
+        return result
+
+    def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+        """Update this rank's share alone. Local."""
+        copy_options(self._groups, self.optim.param_groups)
+        self._version += 1
+        try:
+            if closure is None:
+                return self.optim.step(**arguments)
+            return self.optim.step(closure=closure, **arguments)
+        finally:
+            copy_options(self.optim.param_groups, self._groups)
+
+    def share(self, arguments: dict[str, Any]) -> None:
+        """Give all ranks the updated parameters. Collective; blocks.
+
+        arguments: the keywords of the step, for ranks that are out of data and update their share now.
+        """
+        if self.world_size == 1:
+            return
+        active = self._steps.update(options_of(self._groups), arguments)
+        scaled, self._scaled = self._scaled, False
+        if scaled and active < self.world_size:
+            raise misuse.scaler_with_absent_ranks()
+
+    def _reduce(self) -> None:
+        """Average the gradients where this optimizer owns that, unless it is done."""
+        if not self.reduces_gradients or self.world_size == 1:
+            return
+        if not self._steps.is_reduced:
+            self._steps.reduce()
+            return
+        own = set(self._shares.owned(self.rank))
+        if any(each.grad is not None for place, each in enumerate(self._shares.parameters) if place not in own):
+            raise misuse.backward_after_reduction()
+
+    def _after_closure(self, loss: Any) -> Any:
+        self._steps.is_reduced = False
+        self._reduce()
+        return loss
+
+    def _step_absent(self, options: Options, arguments: dict[str, Any]) -> None:
+        """Update this rank's share while it is out of data; in the loop."""
+        copy_options(options, self._groups)
+        self.step_share(None, arguments)
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters. Local. Source: torch.optim.Optimizer.zero_grad."""
+        self._steps.is_reduced = False
+        super().zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Reduce the gradients and clip their norm over all shares; see hvlike.clip_grad_norm_.
+
+        Collective; blocks. Returns the norm before, a 0-dim tensor. Raises: UsageError unless this optimizer owns the
+        reduction, and for a norm that is not positive.
+        """
+        if not self.reduces_gradients:
+            raise misuse.not_reducing("hvlike.clip_grad_norm_")
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise UsageError(f"hvlike.clip_grad_norm_: norm_type must be > 0 for shared gradients, got {norm_type}.")
+        parameters = self._shares.parameters
+        if self.world_size == 1:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite).detach()
+        self._reduce()
+        norm = self._steps.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        return norm.to(parameters[0].dtype)
+
+    # Groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parameters, on every rank."""
+        self.before_groups_are_read()
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._groups = value
+
+    def before_groups_are_read(self) -> None:
+        """A GradScaler that reads the groups finds reduced gradients, and infinities on all ranks or on none.
+
+        Collective then; local for other readers.
+        """
+        if not (self.__dict__.get("initialized") and self.reduces_gradients and is_read_by_grad_scaler()):
+            return
+        if self.world_size == 1 or self._scaled:
+            return
+        self._reduce()
+        self._scaled = True
+        infinity = float("inf")
+        norm = self._steps.clip(infinity, infinity, error_if_nonfinite=True)
+        parameter = self._shares.parameters[next(iter(self._shares.owned(self.rank)), 0)]
+        if parameter.grad is None:
+            # A rank that owns nothing has something to look at, too.
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        if not norm.isfinite():
+            parameter.grad.fill_(infinity)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; they go to the ranks that hold least so far, the others stay where they are.
+
+        Collective over the process set, but in the constructor; blocks. Every rank adds the same.
+        Raises: as the constructor; RuntimeError with overlap_with_ddp. Source: torch.optim.Optimizer.add_param_group.
+        """
+        if self.initialized and self.overlaps_with_ddp:
+            raise misuse.one_group_only()
+        super().add_param_group(param_group)
+        if not self.initialized:
+            return
+        try:
+            check_type([parameter for group in self._groups for parameter in group["params"]])
+        except UsageError:
+            self._groups.pop()
+            raise
+        self._lane.close()
+        self._shares = Shares(self._groups, self.world_size)
+        self.optim.add_param_group(self._shares.groups_of(self.rank)[-1])
+        copy_options(self.optim.param_groups, self._groups)
+        self._version += 1
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what depends on the parameters, and agree about them with the other ranks."""
+        described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
+        for number, group in enumerate(self._groups):
+            described[f"number of parameters in group {number}"] = len(group["params"])
+            for index, each in enumerate(group["params"]):
+                name = f"parameter {index} of group {number}"
+                described[f"shape of {name}"] = tuple(each.shape)
+                described[f"dtype of {name}"] = dtype_name(each.dtype)
+                described[f"order in memory of {name}"] = order_in_memory(each)
+                described[f"requires_grad of {name}"] = each.requires_grad
+        described["optimizer_class"] = type(self.optim).__qualname__
+        described["reduce_gradients"] = self.reduces_gradients
+        described["parameters_as_bucket_view"] = self.parameters_as_bucket_view
+        self._lane = PlannedLane(
+            "ZeroRedundancyOptimizer",
+            self.process_set,
+            described,
+            advice="Build the same model and the same optimizer on every rank.",
+        )
+        exchange = ParameterExchange(self._shares, self.rank, as_buckets=self.parameters_as_bucket_view)
+        reduction = GradientReduction(self._shares, self.rank) if self.reduces_gradients else None
+        # Nothing below refers back: what is dropped is gone at once, on every rank.
+        step_absent: WeakMethod[Callable[[Options, dict[str, Any]], None]] = WeakMethod(self._step_absent)
+        self._steps = Steps(self._lane, self._shares, self.rank, exchange, reduction, step_absent)
+        self._lane.stand_in = stand_in_of(self._steps)
+        if self.world_size > 1:
+            self._lane.agree()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, as the plain optimizer would have it in one process. Local.
+
+        Raises: RuntimeError where the state of the other ranks is not here: after `consolidate_state_dict(to)` it is
+        on the rank `to`, until the next step. With one rank nothing is needed.
+        Source: torch.distributed.optim.ZeroRedundancyOptimizer.state_dict.
+        """
+        state = super().state_dict()
+        if self.world_size == 1:
+            return state
+        if self._consolidated is None or self._consolidated[0] != self._version:
+            raise misuse.not_consolidated(self.rank, is_stale=self._consolidated is not None)
+        return {**state, "state": dict(sorted(self._consolidated[1].items()))}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks to one, in host memory, where `state_dict()` returns it then.
+
+        to: place of that rank in the process set. One rank after the other sends; beside the result there are never
+        more than two parts of 16 MiB in memory. Collective over the process set; blocks.
+        Raises: UsageError for a rank that does not exist.
+        Source: torch.distributed.optim.ZeroRedundancyOptimizer.consolidate_state_dict.
+        """
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
+            raise UsageError(f"consolidate_state_dict: expected a rank from 0 to {self.world_size - 1}, got {to!r}.")
+        copy_options(self._groups, self.optim.param_groups)
+        self._consolidated = None
+        own = super().state_dict()["state"]
+        states = consolidate(own, to, self.rank, self.world_size, self.process_set)
+        self._consolidated = None if states is None else (self._version, states)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all parameters, from this class or from the plain optimizer; this rank keeps its share.
+
+        Local; every rank loads the same. The dict is not changed.
+        Raises: ValueError for groups that do not fit. Source: torch.optim.Optimizer.load_state_dict.
+        """
+        own = set(self._shares.owned(self.rank))
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        mine = {number for place, number in enumerate(numbers) if place in own}
+        kept = {key: value for key, value in state_dict["state"].items() if key in mine}
+        super().load_state_dict({**state_dict, "state": kept})
+        copy_options(self._groups, self.optim.param_groups)
+        self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
+        self.state = self.optim.state
+        copy_options(self.optim.param_groups, self._groups)
+        self._version += 1
+
+    # Join
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._shares.parameters[0].device
+
+    @property
+    def join_process_group(self) -> ProcessSet:
+        """The ranks that share the work."""
+        return self.process_set or global_process_set

@@ -1,0 +1,243 @@
+"""What the ranks do on the lane of a ZeroRedundancyOptimizer, and what one does that is absent.
+
+    reduce    each rank gets the gradients of its share          (only where the optimizer owns the reduction)
+    clip      the norm over all shares, and each rank scales its own
+    update    each rank has stepped its share; the parameters go to all ranks
+
+While all ranks are active nothing travels but the data and, with it, the count of active ranks. An absent rank guesses
+what is next: there is only one thing it can be. The count tells all ranks that somebody is absent; from then on each
+job begins with the question who is there, and the highest of those says what follows and what is needed for it:
+
+    update    the options and, where others reduce, the gradients; absent ranks step their share, all are gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.planned_lane import PlannedLane
+from hvlike.collectives.shadow import CountingJob
+from hvlike.planes.plane import Plane
+from hvlike.training.zero.absence import (
+    CLIP,
+    REDUCE,
+    UPDATE,
+    Clipping,
+    Command,
+    send_gradients,
+    tell,
+    total_norm,
+    who_is_there,
+)
+from hvlike.training.zero.gradient_reduction import GradientReduction
+from hvlike.training.zero.options import Options
+from hvlike.training.zero.parameter_exchange import ParameterExchange
+from hvlike.training.zero.shares import Shares
+from hvlike.transport.routine import Routine
+
+
+class Steps:
+    """The jobs of one rank; see the head of this file."""
+
+    def __init__(
+        self,
+        lane: PlannedLane,
+        shares: Shares,
+        rank: int,
+        exchange: ParameterExchange,
+        reduction: GradientReduction | None,
+        step_share: WeakMethod[Callable[[Options, dict[str, Any]], None]],
+    ) -> None:
+        """step_share: lets this rank, while it is absent, update its share with these options and keywords."""
+        self.divides_by_active = False
+        """Gradients are divided by the number of active ranks, not of all."""
+        self.is_reduced = False
+        """Gradients have been reduced and not been used yet."""
+        self._lane = lane
+        self._shares = shares
+        self._rank = rank
+        self._exchange = exchange
+        self._reduction = reduction
+        self._step_share = step_share
+        self._own = [shares.parameters[place] for place in shares.owned(rank)]
+        self._incomplete: int | None = None
+        """The serial number of the lane on which a rank is known to be absent."""
+
+    # What an active rank does
+
+    def reduce(self) -> int:
+        """Reduce the gradients. Collective; blocks; how many ranks were active."""
+        active = self._lane.run(self._reduce)
+        self.is_reduced = True
+        return active
+
+    def clip(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of all shares; the norm before, 0-dim, float64. Collective; blocks."""
+        clipping = Clipping(max_norm, norm_type, error_if_nonfinite)
+        norms: list[Tensor] = []
+
+        def job(plane: Plane) -> Routine[int]:
+            present = yield from self._begin(plane, Command(CLIP, clipping=clipping))
+            norms.append((yield from self._clip(plane, clipping)))
+            return present
+
+        self._lane.run(job)
+        return norms[0]
+
+    def update(self, options: Options, arguments: dict[str, Any]) -> int:
+        """Give all ranks the parameters that each has updated. Collective; blocks; how many ranks were active.
+
+        options, arguments: what an absent rank updates its share with.
+        """
+        active = self._lane.run(lambda plane: self._update(plane, options, arguments))
+        self.is_reduced = False
+        return active
+
+    # What one does that is absent
+
+    def follow(self, plane: Plane) -> Routine[int]:
+        """The job of an absent rank: do what the others need, whatever it is."""
+        if not self._knows_of_absence:
+            return (yield from self._guess(plane))
+        present, command = yield from self._ask(plane, None)
+        if command is None:
+            return 0
+        if command.kind == REDUCE and self._reduction is not None:
+            yield from self._reduction.run(plane, active=False)
+            self._divide(len(present))
+        elif command.kind == CLIP:
+            yield from self._clip(plane, command.clipping)
+        else:
+            yield from self._catch_up(plane, present, command)
+        return len(present)
+
+    def _guess(self, plane: Plane) -> Routine[int]:
+        """All were there so far: what comes next without a word."""
+        plane.begin_count(active=False)
+        if self._reduction is not None and not self.is_reduced:
+            yield from self._reduction.run(plane, active=False)
+            present = yield from plane.end_count()
+            self._note(present)
+            self._divide(present)
+            return present
+        yield from self._exchange.run(plane)
+        present = yield from plane.end_count()
+        self.is_reduced = False
+        self._note(present)
+        if present:
+            there, command = yield from self._ask(plane, None)
+            if command is not None:
+                yield from self._catch_up(plane, there, command)
+        return present
+
+    # The jobs
+
+    def _reduce(self, plane: Plane) -> Routine[int]:
+        assert self._reduction is not None
+        if self._knows_of_absence:
+            present = yield from self._begin(plane, Command(REDUCE))
+            yield from self._reduction.run(plane, active=True)
+        else:
+            plane.begin_count(active=True)
+            yield from self._reduction.run(plane, active=True)
+            present = yield from plane.end_count()
+            self._note(present)
+        self._divide(present)
+        return present
+
+    def _update(self, plane: Plane, options: Options, arguments: dict[str, Any]) -> Routine[int]:
+        if not self._knows_of_absence:
+            plane.begin_count(active=True)
+            yield from self._exchange.run(plane)
+            present = yield from plane.end_count()
+            self._note(present)
+            if present == self._shares.ranks:
+                return present
+        places = frozenset(place for place, each in enumerate(self._shares.parameters) if each.grad is None)
+        there, command = yield from self._ask(plane, Command(UPDATE, options, arguments, places))
+        if command is not None:
+            yield from self._catch_up(plane, there, command)
+        return len(there)
+
+    def _catch_up(self, plane: Plane, present: Sequence[int], command: Command) -> Routine[None]:
+        """Absent ranks update their shares, and all parameters are gathered."""
+        is_absent = self._rank not in present
+        if self._reduction is None:
+            shares: list[list[Tensor]] = [
+                []
+                if rank in present
+                else [
+                    self._shares.parameters[place]
+                    for place in self._shares.owned(rank)
+                    if place not in command.without_gradient
+                ]
+                for rank in range(self._shares.ranks)
+            ]
+            if is_absent:
+                for parameter in self._own:
+                    parameter.grad = None
+            yield from send_gradients(plane, present[-1], self._rank, shares)
+        if is_absent:
+            step_share = self._step_share()
+            assert step_share is not None
+            step_share(command.options, command.arguments)
+        yield from self._exchange.run(plane)
+
+    def _clip(self, plane: Plane, clipping: Clipping) -> Routine[Tensor]:
+        gradients = [each.grad.detach() for each in self._own if each.grad is not None]
+        norm = yield from total_norm(plane, self._shares.ranks, gradients, clipping.norm_type)
+        factor = float(clipping.max_norm / (norm + 1e-6))
+        if (norm.isfinite() or not clipping.error_if_nonfinite) and not factor >= 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+    # Who is there
+
+    @property
+    def _knows_of_absence(self) -> bool:
+        """All ranks know that one is absent. A lane that was opened anew begins without."""
+        return self._incomplete is not None and self._incomplete == self._lane.serial
+
+    def _note(self, present: int) -> None:
+        if 0 < present < self._shares.ranks:
+            self._incomplete = self._lane.serial
+
+    def _begin(self, plane: Plane, command: Command) -> Routine[int]:
+        """Begin a job that is the same on absent ranks once they know of it."""
+        if not self._knows_of_absence:
+            plane.begin_count(active=True)
+            return (yield from plane.end_count())
+        there, _ = yield from self._ask(plane, command)
+        return len(there)
+
+    def _ask(self, plane: Plane, command: Command | None) -> Routine[tuple[list[int], Command | None]]:
+        """Who is there, and what the highest of them says; `command`: what this rank would, None: it is absent."""
+        there = yield from who_is_there(plane, self._rank, self._shares.ranks, active=command is not None)
+        if not there:
+            self._incomplete = None
+            self.is_reduced = False
+            return there, None
+        return there, (yield from tell(plane, there[-1], self._rank, command))
+
+    def _divide(self, present: int) -> None:
+        if self.divides_by_active and 0 < present < self._shares.ranks:
+            gradients = [each.grad.detach() for each in self._own if each.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, self._shares.ranks / present)
+
+
+def stand_in_of(steps: Steps) -> Callable[[], CountingJob]:
+    """What makes the job of an absent rank, as long as there are `steps`: their lane does not keep them alive."""
+    reference = ref(steps)
+
+    def stand_in() -> CountingJob:
+        alive = reference()
+        assert alive is not None
+        return alive.follow
+
+    return stand_in
