@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,14 +15,13 @@ import hvlike
 from hvlike import autograd, rpc
 from hvlike.bench.autograd_analysis import Analysis, analyse
 from hvlike.bench.autograd_report import ALONE, OURS, TENSORPIPE, Result, as_text, panels
-from hvlike.bench.autograd_work import CALLEE, Step, alone, as_message
+from hvlike.bench.autograd_work import Step, alone, as_message
 from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.conditions import describe
+from hvlike.bench.conditions import runs_on_two_ranks
 from hvlike.bench.options import add_common, left_out
 from hvlike.bench.plot import draw
-from hvlike.bench.rpc import start_pair
 from hvlike.bench.rpc_pair import Pair
-from hvlike.transport.raw import RawMpi
+from hvlike.bench.rpc_session import Setting, let_rank_0_end, session, tensorpipe
 
 STEPS = {
     "small": Step(16, 8, 2),
@@ -57,52 +53,28 @@ def _steps(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print on rank 0. Collective; two ranks. Returns the exit status."""
-    hvlike.init()
-    if hvlike.size() != 2:
-        if hvlike.rank() == 0:
-            print("bench autograd is for two ranks: mpirun -n 2 python -m hvlike bench autograd", file=sys.stderr)
-        hvlike.shutdown()
+    if not runs_on_two_ranks("autograd"):
         return 2
-    raw = RawMpi()
-    conditions = describe("autograd", raw)
-    raw.free()
-    cores = hvlike.allgather_object(sorted(os.sched_getaffinity(0)), name="bench.autograd.cores")
-    rpc.init_rpc(f"worker{hvlike.rank()}")
-    if hvlike.rank() == 0:
-        compare(options, conditions, cores)
-        rpc.rpc_sync(CALLEE, _end)
-    else:
-        _ended.wait()
-    rpc.shutdown()
-    hvlike.shutdown()
+    with session("autograd") as setting:
+        if hvlike.rank() == 0:
+            compare(options, setting)
+        let_rank_0_end()
     return 0
 
 
-_ended = threading.Event()
-"""Set on rank 1 when rank 0 is through: until then its main thread sleeps."""
-
-
-def _end() -> None:
-    _ended.set()
-
-
-def compare(options: argparse.Namespace, conditions: dict[str, Any], cores: Sequence[Sequence[int]]) -> None:
-    """Measure everything with all contestants and show it. On rank 0."""
+def compare(options: argparse.Namespace, setting: Setting) -> None:
+    """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
     turns: dict[str, Turn] = {mode: partial(_ours, mode) for mode in OURS}
     turns[ALONE] = alone
     analyses = [analyse(nodes) for nodes in NODES]
-    pair = start_pair(cores, left_out(options.no_tensorpipe, "--no-tensorpipe"))
-    if isinstance(pair, Pair):
-        turns[TENSORPIPE] = partial(_theirs, pair)
-        reasons = [f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."]
-    else:
-        reasons = [f"Without {TENSORPIPE}: {pair}."]
-    try:
-        results = measure(options, turns)
-    finally:
+    with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
         if isinstance(pair, Pair):
-            pair.close()
-    show(options, {**conditions, "left_out": reasons}, results, analyses)
+            turns[TENSORPIPE] = partial(_theirs, pair)
+            reasons = [f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."]
+        else:
+            reasons = [f"Without {TENSORPIPE}: {pair}."]
+        results = measure(options, turns)
+    show(options, {**setting.conditions, "left_out": reasons}, results, analyses)
 
 
 def _ours(mode: str, step: Step) -> list[float]:

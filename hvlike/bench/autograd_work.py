@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from hvlike.bench.conversation import Message
+from hvlike.bench.rpc_work import CALLEE
 from hvlike.errors import HvlikeError
 
 KIND = "step"
 """What messages about this work say that they are."""
 
-CALLEE = 1
 _TOLERANCE = 1e-4
 _WARM_UPS = 3
 _SECONDS_PER_TURN = 0.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -26,6 +27,25 @@ def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
         "machine": platform.machine(),
         "mpi": raw.library,
     }
+
+
+def describe_alone(benchmark: str) -> dict[str, Any]:
+    """The same where plain MPI is no contestant. Collective."""
+    raw = RawMpi()
+    conditions = describe(benchmark, raw)
+    raw.free()
+    return conditions
+
+
+def runs_on_two_ranks(benchmark: str) -> bool:
+    """Start hvlike for a benchmark of two ranks; on another number say so on rank 0, and end it. Collective."""
+    hvlike.init()
+    if hvlike.size() == 2:
+        return True
+    if hvlike.rank() == 0:
+        print(f"bench {benchmark} is for two ranks: mpirun -n 2 python -m hvlike bench {benchmark}", file=sys.stderr)
+    hvlike.shutdown()
+    return False
 
 
 def heading(conditions: dict[str, Any]) -> str:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import rpc as torch_rpc
-
 import hvlike
 from hvlike import rpc
 from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.conditions import describe
+from hvlike.bench.conditions import runs_on_two_ranks
 from hvlike.bench.options import add_common, left_out
 from hvlike.bench.plot import draw
 from hvlike.bench.rpc_floor import Floor
 from hvlike.bench.rpc_pair import Pair
 from hvlike.bench.rpc_report import MPI, OURS, TENSORPIPE, Result, as_text, panels
+from hvlike.bench.rpc_session import Setting, let_rank_0_end, session, tensorpipe
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work
 from hvlike.bench.sizes import parse_sizes
-from hvlike.errors import LaunchError
-from hvlike.transport.raw import RawMpi
 
 DEFAULT_SIZES = "1KiB,4MiB,256MiB"
 IN_FLIGHT = (1, 64)
@@ -57,60 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print on rank 0. Collective; two ranks. Returns the exit status."""
-    hvlike.init()
-    if hvlike.size() != 2:
-        if hvlike.rank() == 0:
-            print("bench rpc is for two ranks: mpirun -n 2 python -m hvlike bench rpc", file=sys.stderr)
-        hvlike.shutdown()
+    if not runs_on_two_ranks("rpc"):
         return 2
-    raw = RawMpi()
-    conditions = describe("rpc", raw)
-    raw.free()
-    cores = hvlike.allgather_object(sorted(os.sched_getaffinity(0)), name="bench.rpc.cores")
-    rpc.init_rpc(f"worker{hvlike.rank()}")
-    floor = Floor()
-    if hvlike.rank() == 0:
-        compare(options, conditions, cores, floor)
-        floor.end()
-    else:
-        floor.wait()
-    floor.close()
-    rpc.shutdown()
-    hvlike.shutdown()
+    with session("rpc") as setting:
+        floor = Floor()
+        if hvlike.rank() == 0:
+            compare(options, setting, floor)
+        let_rank_0_end()
+        floor.close()
     return 0
 
 
-def compare(
-    options: argparse.Namespace, conditions: dict[str, Any], cores: Sequence[Sequence[int]], floor: Floor
-) -> None:
+def compare(options: argparse.Namespace, setting: Setting, floor: Floor) -> None:
     """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
     contestants = [Contestant(OURS, lambda work: work.measure(rpc)), Contestant(MPI, floor.measure, Trip)]
-    pair = start_pair(cores, left_out(options.no_tensorpipe, "--no-tensorpipe"))
-    if isinstance(pair, Pair):
-        contestants.append(Contestant(TENSORPIPE, pair.measure))
-        reasons = []
-    else:
-        reasons = [f"Without {TENSORPIPE}: {pair}."]
-    try:
-        results = measure(options, contestants)
-    finally:
+    reasons = []
+    with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
         if isinstance(pair, Pair):
-            pair.close()
-    show(options, {**conditions, "left_out": reasons}, results)
-
-
-def start_pair(cores: Sequence[Sequence[int]], without: str | None) -> Pair | str:
-    """Start TensorPipe's processes, or return why it takes no part."""
-    if without is not None:
-        return without
-    if hvlike.local_size() != hvlike.size():
-        return "the ranks are on several nodes, its processes here are on one"
-    if not torch_rpc.is_available():
-        return "this torch was built without it"
-    try:
-        return Pair(cores)
-    except (LaunchError, OSError) as error:
-        return str(error)
+            contestants.append(Contestant(TENSORPIPE, pair.measure))
+        else:
+            reasons.append(f"Without {TENSORPIPE}: {pair}.")
+        results = measure(options, contestants)
+    show(options, {**setting.conditions, "left_out": reasons}, results)
 
 
 def measure(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Result]:

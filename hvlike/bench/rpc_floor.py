@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from hvlike import rpc
 from hvlike.bench.rpc_work import CALLEE, Trip, Work
 from hvlike.transport.raw_messages import RawMessages
@@ -13,11 +11,10 @@ EMPTY_BYTES = 64
 
 
 class Floor:
-    """Plain MPI between ranks 0 and 1, and the end of the benchmark, for which rank 1 waits. Collective."""
+    """Plain MPI between ranks 0 and 1. Collective."""
 
     def __init__(self) -> None:
         self._raw = RawMessages()
-        self._ended = threading.Event()
         _open.append(self)
 
     def measure(self, work: Work) -> list[float]:
@@ -34,18 +31,6 @@ class Floor:
         """Seconds of so many messages there and back. Both ranks."""
         return self._raw.round_trips(size, count)
 
-    def end(self) -> None:
-        """Let the main thread of rank 1 go on. On rank 0."""
-        rpc.rpc_sync(CALLEE, _end)
-
-    def wait(self) -> None:
-        """Sleep until rank 0 is through. On rank 1."""
-        self._ended.wait()
-
-    def let_go(self) -> None:
-        """Rank 0 is through."""
-        self._ended.set()
-
     def close(self) -> None:
         """Free the communicator. Collective."""
         _open.remove(self)
@@ -58,7 +43,3 @@ _open: list[Floor] = []
 
 def _take_part(size: int, count: int) -> None:
     _open[-1].trips(size, count)
-
-
-def _end() -> None:
-    _open[-1].let_go()

@@ -19,7 +19,7 @@ import torch
 import hvlike
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Summary
-from hvlike.bench.conditions import describe, heading
+from hvlike.bench.conditions import describe_alone, heading, runs_on_two_ranks
 from hvlike.bench.options import add_common
 from hvlike.bench.plot import Bars, draw
 from hvlike.bench.report import table
@@ -28,7 +28,6 @@ from hvlike.bench.waiting_measure import AGAIN, NAMED, PLANNED, latencies, ratio
 from hvlike.bench.waiting_peer import Bell
 from hvlike.bench.waiting_work import works
 from hvlike.collectives.context import current
-from hvlike.transport.raw import RawMpi
 
 FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
 _REPETITIONS = 15
@@ -54,16 +53,10 @@ def run(options: argparse.Namespace) -> int:
     os.environ["HVLIKE_OVERLAP"] = "1"
     torch.set_num_threads(1)
     sys.setswitchinterval(options.switch_interval)
-    hvlike.init()
-    if hvlike.size() != 2:
-        if hvlike.rank() == 0:
-            print("bench waiting is for two ranks: mpirun -n 2 python -m hvlike bench waiting", file=sys.stderr)
-        hvlike.shutdown()
+    if not runs_on_two_ranks("waiting"):
         return 2
     repetitions = options.repetitions or _REPETITIONS
-    raw = RawMpi()
-    conditions = {**describe("waiting", raw), "switch_interval": options.switch_interval}
-    raw.free()
+    conditions = {**describe_alone("waiting"), "switch_interval": options.switch_interval}
     bell = Bell()
     found: dict[str, dict[str, Any]] = {}
     for place in (FREE, ONE_CORE):

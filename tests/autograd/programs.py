@@ -62,21 +62,20 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Run a routine on its worker and wait; adds its values and references."""
+class Run:
+    """Run a routine on its worker with values and references of this one."""
 
     routine: int
     values: Places
     references: Places
 
 
-@dataclass(frozen=True)
-class Start:
-    """The same without waiting."""
+class Call(Run):
+    """And wait; adds its values and references."""
 
-    routine: int
-    values: Places
-    references: Places
+
+class Start(Run):
+    """Without waiting."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,8 @@ class Wait:
     started: int
 
 
-@dataclass(frozen=True)
-class Remote:
-    """Run a routine on its worker; adds one reference to its values."""
-
-    routine: int
-    values: Places
-    references: Places
+class Remote(Run):
+    """Adds one reference to its values."""
 
 
 @dataclass(frozen=True)

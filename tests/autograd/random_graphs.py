@@ -20,6 +20,7 @@ from autograd.programs import (
     Program,
     Refer,
     Remote,
+    Run,
     Start,
     Step,
     Use,
@@ -109,7 +110,7 @@ class Performance:
     def _of(self, places: Sequence[int]) -> list[Tensor]:
         return [self.values[place] for place in places]
 
-    def _arguments(self, step: Call | Start | Remote) -> Results:
+    def _arguments(self, step: Run) -> Results:
         return self._of(step.values), [self.references[place] for place in step.references]
 
     def _add(self, results: Results) -> None:

@@ -1,5 +1,6 @@
 """What tests ask other workers about contexts, and wait for."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,15 @@ def here_and_later(to: int) -> Any:
 def is_attached(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what a message has brought in a context."""
     return recv_of(tensor.grad_fn) is not None
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    """What the function returns in a thread of its own."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd.sights import here, here_and_later, here_and_there, is_known
+from autograd.sights import here, here_and_later, here_and_there, in_another_thread, is_known
 from rpc.doors import await_promise, keep_promise, open_door, pass_door
 
 import hvlike.autograd
@@ -44,15 +44,6 @@ class Asked:
     @async_execution
     def later(self) -> Any:
         return hvlike.rpc.rpc_async(hvlike.rpc.get_worker_info(), here)
-
-
-def in_another_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns in a thread of its own."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_numbers_are_ints_that_no_other_context_of_the_job_has(hvd: ModuleType, autograd: ModuleType) -> None:

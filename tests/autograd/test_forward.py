@@ -1,7 +1,6 @@
 """Arguments in a context: what leaves a send here and a recv there, and what the function gets."""
 
 import copy
-import threading
 from collections import namedtuple
 from dataclasses import dataclass
 from types import ModuleType
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd.sights import answers, is_answered, is_attached, recvs, sends, wait_for
+from autograd.sights import answers, in_another_thread, is_answered, is_attached, recvs, sends, wait_for
 from rpc.doors import open_door, pass_door
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
@@ -118,14 +117,6 @@ def through_an_rref(rref: Any, tensor: Tensor) -> list[str]:
 
 def backward_as_usual(tensor: Tensor) -> None:
     torch.autograd.backward([(tensor * 2).sum()])
-
-
-def in_another_thread(function: Any) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_a_send_and_a_recv_of_one_number_for_each_message(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd.sights import is_attached, recvs, sends
+from autograd.sights import in_another_thread, is_attached, recvs, sends
 from rpc.doors import await_promise, keep_promise, open_door, pass_door
 from torch import Tensor, nn
 
@@ -73,14 +73,6 @@ class Weighing:
 def unsendable() -> Any:
     """Has a tensor that requires grad, and something that cannot be sent."""
     return WEIGHT * 2, threading.Lock()
-
-
-def in_another_thread(function: Any) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_an_answer_leaves_a_send_there_and_a_recv_here(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from autograd.operations import CHANGES, OPERATIONS
-from autograd.programs import Apply, Call, ChangeInPlace, Fetch, Hook, Lookup, Program, Refer, Remote, Start
+from autograd.programs import Apply, ChangeInPlace, Fetch, Hook, Lookup, Program, Refer, Remote, Run, Start
 from autograd.random_graphs import run_in_one_process
 from autograd.random_programs import draw_program
 
@@ -22,7 +22,7 @@ def callers(program: Program) -> dict[int, int]:
         step.routine: number
         for number, routine in enumerate(program.routines)
         for step in routine.steps
-        if isinstance(step, Call | Start | Remote)
+        if isinstance(step, Run)
     }
 
 
@@ -49,17 +49,12 @@ def sends_a_tensor_twice(program: Program) -> bool:
         len(set(step.values)) < len(step.values)
         for routine in program.routines
         for step in routine.steps
-        if isinstance(step, Call | Start | Remote)
+        if isinstance(step, Run)
     )
 
 
 def passes_a_reference_on(program: Program) -> bool:
-    return any(
-        bool(step.references)
-        for routine in program.routines
-        for step in routine.steps
-        if isinstance(step, Call | Start | Remote)
-    )
+    return any(bool(step.references) for routine in program.routines for step in routine.steps if isinstance(step, Run))
 
 
 WANTED: dict[str, Callable[[Program], bool]] = {

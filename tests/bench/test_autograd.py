@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.some_conditions import CONDITIONS
 from torch import Tensor
 
 from hvlike.bench.autograd import NODES, STEPS
@@ -22,17 +23,6 @@ RESULTS = [
     Result(Step(4, 3, 1, unused=10), {SAFE: [4e-4] * 3, SMART: [1e-4] * 3}),
 ]
 ANALYSES = [Analysis(100, 1e-3, 1e-4, 5e-5)]
-CONDITIONS = {
-    "ranks": 2,
-    "nodes": 1,
-    "cores": 2,
-    "torch_threads": 1,
-    "hvlike": "0",
-    "torch": "2",
-    "python": "3",
-    "mpi": "Open MPI",
-    "left_out": [],
-}
 
 
 class Local:

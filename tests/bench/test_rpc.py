@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench.some_conditions import CONDITIONS
 
 from hvlike.bench.rpc_report import MPI, OURS, TENSORPIPE, Result, as_text, panels
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work, as_message, from_message
@@ -17,17 +18,6 @@ RESULTS = [
     Result(Rate(64), {OURS: [[1e-4]] * 3, TENSORPIPE: [[2e-4]] * 3}),
     Result(Idle(2.0), {OURS: [[0.001, 0.002]], TENSORPIPE: [[1.0, 0.99]]}),
 ]
-CONDITIONS = {
-    "ranks": 2,
-    "nodes": 1,
-    "cores": 2,
-    "torch_threads": 1,
-    "hvlike": "0",
-    "torch": "2",
-    "python": "3",
-    "mpi": "Open MPI",
-    "left_out": [],
-}
 
 
 class Local:

@@ -1,6 +1,7 @@
 """bench waiting: ratios are taken within a repetition, and tables and pictures show all of them."""
 
 import pytest
+from bench.some_conditions import CONDITIONS
 
 from hvlike.bench.waiting import FREE, as_json, as_text, panels
 from hvlike.bench.waiting_measure import AGAIN, NAMED, NOTHING, PLANNED, ratios
@@ -10,17 +11,6 @@ pytestmark = pytest.mark.pure
 
 SECONDS = {NOTHING: [1.0, 2.0], AGAIN: [1.0, 2.0], NAMED: [1.5, 2.0], PLANNED: [2.0, 4.0]}
 FOUND = {FREE: {"slowdown": {"matmul": ratios(SECONDS)}, "latency": {"matmul": [1e-4, 3e-4, 2e-4]}}}
-CONDITIONS = {
-    "ranks": 2,
-    "nodes": 1,
-    "cores": 2,
-    "torch_threads": 1,
-    "hvlike": "0",
-    "torch": "2",
-    "python": "3",
-    "mpi": "Open MPI",
-    "switch_interval": 0.005,
-}
 
 
 def test_ratios_pair_what_was_measured_together() -> None:
@@ -28,7 +18,7 @@ def test_ratios_pair_what_was_measured_together() -> None:
 
 
 def test_reports_show_every_wait_and_place() -> None:
-    text = as_text(CONDITIONS, FOUND)
+    text = as_text({**CONDITIONS, "switch_interval": 0.005}, FOUND)
     assert "1.250 [1.125, 1.375]" in text
     assert "2.000 [2.000, 2.000]" in text
     assert "200 us" in text

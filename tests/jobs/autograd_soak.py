@@ -6,16 +6,14 @@ no live RRef anywhere, and with memory that has stopped growing. Rank 0 prints w
 """
 
 import contextlib
-import gc
 import random
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from soaking import GROWTH_BYTES, Watch, resident_bytes, settle
 from torch import Tensor
 
 import hvlike as hvd
@@ -25,9 +23,6 @@ from hvlike.autograd.contexts import contexts
 WARM_UP = 0.4
 """The part of the steps after which memory is watched."""
 LOOKS = 60
-GROWTH_BYTES = 8 << 20
-"""What a rank may have grown by at the end, whatever the number of steps: freed memory that the allocator keeps."""
-SETTLE_SECONDS = 20.0
 SIDE = 8
 WEIGHT = torch.full((SIDE, SIDE), 0.1, requires_grad=True)
 """Of this rank; only gradients of it are looked at, so that all steps are alike."""
@@ -162,41 +157,19 @@ class Driver:
         return [self._somebody() for _ in range(self._draw.randint(1, 4))]
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
-def drive(steps: int) -> list[int]:
-    """Take so many steps; returns the resident bytes at each look."""
-    looks = []
+def drive(steps: int) -> Watch:
+    """Take so many steps; returns what the memory was meanwhile."""
+    watch = Watch(steps, warm_up=WARM_UP, looks=LOOKS)
     driver = Driver(hvd.rank())
     for step in range(steps):
         driver.step()
-        if step >= steps * (WARM_UP + len(looks) * (1 - WARM_UP) / LOOKS):
-            looks.append(resident_bytes())
-    return looks
-
-
-def growth(looks: list[int]) -> float:
-    """Bytes from the first to the last quarter of the looks, medians."""
-    quarter = max(1, len(looks) // 4)
-    first, last = (sorted(each)[len(each) // 2] for each in (looks[:quarter], looks[-quarter:]))
-    return float(last - first)
+        watch.look(step)
+    return watch
 
 
 def left() -> tuple[int, int]:
     """Contexts and values for RRefs that are still on this rank."""
     return len(contexts.live()), len(rpc.statistics().live_rrefs)
-
-
-def settle(empty: Callable[[], bool]) -> None:
-    """Wait until what is on its way has come."""
-    end = time.monotonic() + SETTLE_SECONDS
-    while not empty() and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
 
 
 def main() -> None:
@@ -207,12 +180,12 @@ def main() -> None:
     rpc.init_rpc(f"worker{hvd.rank()}")
     begun = time.monotonic()
     with open("/dev/null", "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        looks = drive(steps)
+        watch = drive(steps)
         taken = time.monotonic() - begun
         # Others still call this rank.
         rpc.api._all_gather(None)
     settle(lambda: left() == (0, 0))
-    everything = rpc.api._all_gather((growth(looks), looks[-1], *left()))
+    everything = rpc.api._all_gather((watch.growth, resident_bytes(), *left()))
     rpc.shutdown()
     if hvd.rank() == 0:
         print(f"{steps * hvd.size()} steps in {taken:.1f} s")

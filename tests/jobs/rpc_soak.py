@@ -5,18 +5,17 @@ shutdown under leak checking. CALLS counts what all ranks issue, nested calls to
 """
 
 import contextlib
-import gc
 import random
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from soaking import GROWTH_BYTES, Watch, settle
 
 import hvlike as hvd
 from hvlike import rpc
@@ -24,10 +23,7 @@ from hvlike import rpc
 WARM_UP = 0.3
 """The part of the calls after which memory is watched."""
 LOOKS = 100
-GROWTH_BYTES = 8 << 20
-"""What a rank may have grown by at the end, whatever the number of calls: freed memory that the allocator keeps."""
 SLEEP_SECONDS, PATIENCE_SECONDS = 0.2, 0.004
-SETTLE_SECONDS = 20.0
 
 
 class Issued:
@@ -232,14 +228,9 @@ class Driver:
         return [self._somebody() for _ in range(self._draw.randint(1, 4))]
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
-def drive(calls: int) -> list[tuple[int, int]]:
-    """Issue so many calls from two threads; returns (calls, resident bytes) at each look."""
-    looks: list[tuple[int, int]] = []
+def drive(calls: int) -> Watch:
+    """Issue so many calls from two threads; returns what the memory was meanwhile."""
+    watch = Watch(calls, warm_up=WARM_UP, looks=LOOKS)
     failures: list[BaseException] = []
 
     def run(driver: Driver) -> None:
@@ -255,44 +246,16 @@ def drive(calls: int) -> list[tuple[int, int]]:
     first = Driver(hvd.rank())
     while issued.total < calls and not failures:
         first.step()
-        if issued.total >= calls * (WARM_UP + len(looks) * (1 - WARM_UP) / LOOKS):
-            looks.append((issued.total, resident_bytes()))
+        watch.look(issued.total)
     second.join()
     if failures:
         raise failures[0]
-    return looks
-
-
-def growth(looks: list[tuple[int, int]]) -> tuple[float, float]:
-    """Bytes a call (least squares), and bytes from the first to the last quarter of the looks (medians)."""
-    calls, resident = zip(*looks, strict=True)
-    slope = float(torch.linalg.lstsq(*(_design(calls), _column(resident))).solution[0])
-    quarter = max(1, len(looks) // 4)
-    middle = [sorted(each)[len(each) // 2] for each in (resident[:quarter], resident[-quarter:])]
-    return slope, float(middle[1] - middle[0])
-
-
-def _design(calls: tuple[int, ...]) -> torch.Tensor:
-    column = torch.tensor(calls, dtype=torch.float64)
-    return torch.stack([column - column.mean(), torch.ones_like(column)], dim=1)
-
-
-def _column(values: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+    return watch
 
 
 def live_references() -> int:
     """How many values this rank still holds for others."""
     return len(rpc.statistics().live_rrefs)
-
-
-def settle() -> None:
-    """Wait until what nobody waits for is over and all deletions have arrived."""
-    gc.collect()
-    end = time.monotonic() + SETTLE_SECONDS
-    while live_references() and time.monotonic() < end:
-        time.sleep(0.01)
-        gc.collect()
 
 
 def main() -> None:
@@ -303,13 +266,12 @@ def main() -> None:
     begun = time.monotonic()
     # The tracebacks of failures that are asked for are no news.
     with open("/dev/null", "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        looks = drive(calls // hvd.size())
+        watch = drive(calls // hvd.size())
         taken = time.monotonic() - begun
         # Others still call this rank.
         everybody = rpc.api._all_gather((issued.total, dict(issued.kinds)))
-    settle()
-    slope, more = growth(looks)
-    everything = rpc.api._all_gather((slope, more, live_references()))
+    settle(lambda: not live_references())
+    everything = rpc.api._all_gather((watch.slope, watch.growth, live_references()))
     rpc.shutdown()
     if hvd.rank() == 0:
         print(f"{sum(total for total, _ in everybody.values())} calls in {taken:.1f} s: {dict(issued.kinds)}")
