@@ -20,6 +20,7 @@ from hvlike.errors import ShutdownError
 from hvlike.transport import patience
 from hvlike.transport.crew import Crew
 from hvlike.transport.doorbell import Doorbell
+from hvlike.transport.look import Look, new_look
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.task import Task
 
@@ -172,7 +173,7 @@ class Loop:
     def _drive_as_waiter(self, done: Callable[[], bool], deadline: float | None) -> None:
         try:
             self._enter()
-            self._drive(done, deadline, self._looks())
+            self._drive(done, deadline, self._spins)
         finally:
             self._leave()
 
@@ -236,7 +237,7 @@ class Loop:
         try:
             self._in_background = True
             self._enter()
-            self._drive(done, None, self._looks() if linger else 0)
+            self._drive(done, None, self._spins if linger else 0)
         except BaseException as error:
             self._failure = error
             raise
@@ -284,9 +285,8 @@ class Loop:
         return any(is_half_done() for is_half_done in self._half_done)
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, spins: int) -> None:
-        looks = 0
+        look: Look | None = None
         poll = patience.SHORTEST_POLL
-        look_until = 0.0
         rung = True
         self._unheard = False
         # A background thread that is called away looks first at what it was rung for: nobody else has heard it.
@@ -294,33 +294,25 @@ class Loop:
             self._wait = self._advance(rung)
             rung = False
             if self._wait is Wait.AGAIN:
-                looks, poll = 0, patience.SHORTEST_POLL
+                look, poll = None, patience.SHORTEST_POLL
                 continue
-            if looks == 0 and (spins or self._is_half_done()):
-                look_until = self._look_until(deadline)
-            looks += 1
-            if (looks <= spins or self._polls_busily) and time.monotonic() < look_until:
-                if self._crowded or looks > spins or self.crew.limit:
+            now = time.monotonic()
+            look = look or self._new_look(now, spins)
+            overdue = deadline is not None and now >= deadline
+            if not overdue and look.goes_on(now, self._polls_busily):
+                if self._crowded or look.count > spins or self.crew.limit:
                     # The rank that is waited for may need this core: the system wakes it where the ring came from.
                     os.sched_yield()
                 rung = self._bell.rung_politely() if self._in_background else self._bell.rung()
                 continue
-            if deadline is not None and time.monotonic() >= deadline:
+            if overdue:
                 return
             rung = self._sleep(done, deadline, poll)
             poll = min(2 * poll, patience.LONGEST_POLL)
 
-    def _looks(self) -> int:
-        """How often a driver looks before it sleeps."""
-        return patience.LOOKS_FOR_AN_ANSWER * self._spins if self.crew.limit else self._spins
-
-    def _look_until(self, deadline: float | None) -> float:
-        """Until when a waiter that has nothing else to do looks before it sleeps."""
-        if self._crowded:
-            return math.inf
-        seconds = patience.LOOKS_FOR_AN_ANSWER * patience.SPIN if self.crew.limit else patience.SPIN
-        until = time.monotonic() + (patience.BUSY_POLL if self._polls_busily else seconds)
-        return until if deadline is None else min(until, deadline)
+    def _new_look(self, now: float, spins: int) -> Look:
+        busily = self._polls_busily and (spins > 0 or self._is_half_done())
+        return new_look(now, spins, serves=self.crew.limit > 0, crowded=self._crowded, busily=busily)
 
     @property
     def _polls_busily(self) -> bool:

@@ -13,10 +13,17 @@ With no limit but that of looks it was 1 to 3 ms. Reductions take as long with t
 """
 
 LOOKS_FOR_AN_ANSWER = 3
-"""As many times longer while RPC runs: a short function with a large tensor is answered in less than a millisecond."""
+"""As many times more looks while RPC runs, of ranks that share cores."""
 
-HOT_LOOK = 200e-6
-"""How long a background thread looks for the next request before it sleeps, where requests follow one another."""
+HOT_LOOK = 2e-3
+"""While RPC runs: how long who waits for an answer looks before it sleeps, and a background thread for the next request
+where requests follow one another.
+
+A core that sleeps for a moment wakes late and with empty caches: the same lines then take two to three times as long.
+"""
+
+INTERRUPTION = 200e-6
+"""A look that takes longer shows that another thread wants the interpreter or the core: whoever looks goes to sleep."""
 
 BUSY_POLL = 50e-3
 """How long a waiter with a core of its own looks for the next message of another node before it sleeps between looks.
