@@ -23,6 +23,14 @@ def not_initialized() -> RuntimeError:
     )
 
 
+def not_copied() -> UsageError:
+    """A copy would need the other ranks."""
+    return UsageError(
+        "A ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to ranks that work together. Save "
+        "state_dict() after consolidate_state_dict(), make another one on every rank and load it there."
+    )
+
+
 def one_group_only() -> RuntimeError:
     """Groups cannot be added where buckets are dealt."""
     return RuntimeError("ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group")

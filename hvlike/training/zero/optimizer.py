@@ -333,6 +333,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         copy_options(self.optim.param_groups, self._groups)
         self._version += 1
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over loaded groups and state, for Optimizer.load_state_dict."""
+        self._groups = state.pop("param_groups")
+        super().__setstate__(state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise misuse.not_copied()
+
     # Join
 
     @property
