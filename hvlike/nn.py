@@ -1,5 +1,21 @@
-"""Data parallelism by modules: torch.nn.parallel's names."""
+"""Data parallelism by modules: torch.nn.parallel's names, and those of torch's communication hooks."""
 
+from hvlike.training.ddp.comm_hooks import (
+    PowerSGDState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    powerSGD_hook,
+)
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
+from hvlike.training.ddp.grad_bucket import GradBucket
 
-__all__ = ["DistributedDataParallel"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "PowerSGDState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "powerSGD_hook",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 # What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 from torch._compile import _disable_dynamo as untraced
 
-from hvlike.collectives.context import current
+from hvlike.collectives.context import Context, current
 from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.errors import DataParallelError, UsageError
 from hvlike.training.ddp.arguments import check_bucket_cap, check_devices, check_module, check_ranks, moved
+from hvlike.training.ddp.buffers import Buffers
+from hvlike.training.ddp.comm_hooks import compression_of
+from hvlike.training.ddp.end_of_backward import is_inside_backward
+from hvlike.training.ddp.hooked_reducer import Hook
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.start import start_alike
 from hvlike.training.misuse import warn_user
@@ -90,9 +96,14 @@ class DistributedDataParallel(nn.Module):
         )
         self._gradients = self._new_gradients(reduction)
         self._gradients.take_name()
+        self._buffer_sync: Buffers | None = None
+        self._has_buffers = any(True for _ in self._named_buffers())
+        self._has_hook = False
         if init_sync and not reduction.is_local(context):
-            given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._buffers_to_sync()
+            given = {} if broadcast_buffers is False and forward_sync_buffers is None else dict(self._named_buffers())
             start_alike(parameters, given, (self.process_set.ranks or [0])[0], ranks)
+        if self._syncs_buffers():
+            self._find_buffers(context).agree()
 
     @property
     def process_set(self) -> ProcessSet:
@@ -107,13 +118,16 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the module and the arguments; a reduction under way is not among them."""
         state = self.__dict__.copy()
-        state["_gradients"] = state["_gradients"].reduction
+        gradients = self._gradients
+        state["_gradients"] = gradients.reduction, gradients.hook, gradients.hook_state
+        state["_buffer_sync"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        reduction = state.pop("_gradients")
+        reduction, hook, hook_state = state.pop("_gradients")
         self.__dict__.update(state)
         self._gradients = self._new_gradients(reduction)
+        self._gradients.reduce_by(None, hook, hook_state)
 
     def _new_gradients(self, reduction: Reduction) -> ModuleGradients:
         parameters = check_module(self.module, self.parameters_to_ignore)
@@ -132,12 +146,32 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let gradients be reduced in another way; once, by every rank of the set. Local.
+
+        hook: `hook(state, bucket)` gets a GradBucket of this rank's own gradients, and returns what takes their place:
+        a tensor of as many elements, or a torch Future or hvlike Handle of one. Called in backward's thread for every
+        bucket at the end of a pass, before the first result is waited for. Those of hvlike.nn (allreduce_hook,
+        fp16_compress_hook, bf16_compress_hook, powerSGD_hook) become settings of the planned reduction instead.
+        Raises: UsageError for what cannot be called, DataParallelError for a second hook.
+        Source: torch DistributedDataParallel.register_comm_hook.
+        """
+        if not callable(hook):
+            raise UsageError(f"Communication hook must be callable, got {type(hook).__name__}.")
+        if self._has_hook:
+            raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        compression = compression_of(state, hook)
+        self._gradients.reduce_by(compression, hook if compression is None else None, state)
+        self._has_hook = True
+
     @untraced
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._gradients.before_forward()
+        if self.require_forward_param_sync and self._syncs_buffers() and not is_inside_backward():
+            self._find_buffers(current()).sync(from_highest=False)
         if self.device_ids:
             inputs, kwargs = moved(inputs, self.device), moved(kwargs, self.device)
         return inputs, kwargs
@@ -150,5 +184,22 @@ class DistributedDataParallel(nn.Module):
         self.require_forward_param_sync = synchronised
         return output
 
-    def _buffers_to_sync(self) -> dict[str, Tensor]:
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore}
+    def _syncs_buffers(self) -> bool:
+        """Whether there are buffers to synchronise at the start of forward, and ranks to do it with."""
+        return self.forward_sync_buffers and self._has_buffers and not self._gradients.reduction.is_local(current())
+
+    def _find_buffers(self, context: Context) -> Buffers:
+        if self._buffer_sync is None or self._buffer_sync.context is not context:
+            reference = weakref.ref(self)
+
+            def find() -> list[tuple[str, Tensor]]:
+                module = reference()
+                return [] if module is None else list(module._named_buffers())
+
+            self._buffer_sync = Buffers(context, self._gradients.reduction.process_set, find)
+        return self._buffer_sync
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are not to be ignored; the module may have replaced some."""
+        named = self.module.named_buffers()
+        return ((name, buffer) for name, buffer in named if name not in self.parameters_to_ignore)

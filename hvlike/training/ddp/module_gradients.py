@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvlike.collectives.compression import CompressorLike
 from hvlike.collectives.context import Context
 from hvlike.collectives.lifecycle import rank
 from hvlike.collectives.planned import Entry
 from hvlike.errors import UsageError
 from hvlike.training.ddp import misuse
 from hvlike.training.ddp.end_of_backward import EndOfBackward, is_inside_backward
+from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.ddp.outputs import tensors_in
 from hvlike.training.gradients import Gradients, Phase, Reducer
+from hvlike.training.misuse import changed_while_reducing
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot
 
@@ -63,6 +66,9 @@ class ModuleGradients(Gradients):
         self._twice: list[str] = []
         self._flags = torch.empty(0)
         self._weight = 1
+        self.hook: Hook | None = None
+        """What the user has registered to reduce by."""
+        self.hook_state: Any = None
         self._end = EndOfBackward(self, ModuleGradients._ended)
         self._arm = _arming(self)
         groups = [{"params": list(named_parameters.values())}]
@@ -188,8 +194,37 @@ class ModuleGradients(Gradients):
             return super()._averages()
         return [slot.parameter for slot, used in zip(self._slots, self._flags.tolist(), strict=True) if used]
 
+    def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
+        """Let the planned reduction compress, or a hook of the user reduce; all ranks alike. Local."""
+        if self._under_way:
+            raise changed_while_reducing("register_comm_hook()")
+        if compression is not None:
+            self.reduction = replace(self.reduction, compression=compression)
+        self.hook = hook
+        self.hook_state = state
+        self._drop_reducer()
+
+    def prepare(self) -> None:
+        """Make what reduces now, under its name; the plan follows with the first step. Local."""
+        self._refresh()
+        self._ready_reducer()
+
+    def zeros(self) -> None:
+        """Take part in a reduction of the others with a hook, without gradients of one's own. Collective; blocks."""
+        reducer = self._ready_reducer()
+        if reducer is not None:
+            parts = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
+            reducer.finish([*parts, *(torch.zeros(entry.shape, dtype=entry.dtype) for entry in self._extra_entries())])
+
     def _new_reducer(self, context: Context) -> Reducer | None:
-        reducer = super()._new_reducer(context)
+        reducer: Reducer | None = None
+        if self.hook is None:
+            reducer = super()._new_reducer(context)
+        else:
+            if self.name is None:
+                self.name = self.reduction.automatic_name(context)
+            where, size = self.reduction.process_set, self.reduction.bucket_bytes
+            reducer = HookedReducer(self.name, self._parameters, self.hook, self.hook_state, where, size)
         self._weight = self.reduction.size(context)
         self._flags = torch.empty(len(self._slots), dtype=torch.int32, device="cpu")
         return reducer
