@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -101,7 +102,8 @@ class HookedReducer:
         value = pending
         if isinstance(pending, Handle):
             value = pending.result()
-        elif isinstance(pending, Future):
+        elif isinstance(pending, torch._C.Future):
+            # The class of those that `then` makes, too.
             value = wait_for(pending)
         if isinstance(value, (list, tuple)) and len(value) == 1:
             (value,) = value
@@ -114,7 +116,7 @@ class HookedReducer:
         return value
 
 
-def wait_for(future: Future[Any]) -> Any:
+def wait_for(future: torch._C.Future[Any]) -> Any:
     """Return the value of a future; this rank takes part in communication meanwhile. Raises: its error."""
     loop = current().fabric.loop
     if not future.done():
