@@ -31,7 +31,6 @@ from hvlike.collectives.barrier import barrier
 from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvlike.collectives.compression import Compression
 from hvlike.collectives.handles import Handle, poll, synchronize
-from hvlike.collectives.join import join
 from hvlike.collectives.lifecycle import (
     cross_rank,
     cross_size,
@@ -59,6 +58,7 @@ from hvlike.collectives.shared_tensors import empty_shared
 from hvlike.collectives.sparse import sparse_allreduce_async
 from hvlike.collectives.timeline import start_timeline, stop_timeline
 from hvlike.errors import HorovodInternalError, HvlikeError
+from hvlike.join import join
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.clipping import clip_grad_norm_
 from hvlike.training.convert_batch_norm import convert_sync_batchnorm

@@ -13,6 +13,7 @@
         ├── MismatchError                               the ranks asked for different things
         │   ├── ShapeMismatchError
         │   └── DeadlockError                           every rank waits for something another one never asked for
+        ├── JoinError                                   another rank has left a Join context by an exception
         ├── PeerLeftError                               a rank needed for this has ended its program
         ├── ShutdownError                               hvlike was shut down while this was in flight
         └── StalledError                                a wait ran past its limit
@@ -78,6 +79,10 @@ class ShapeMismatchError(MismatchError):
 
 class DeadlockError(MismatchError):
     """Every rank waits for an operation that some other rank has not asked for."""
+
+
+class JoinError(HorovodInternalError):
+    """Another rank has left the Join context by an exception; the text names the rank and the exception."""
 
 
 class PeerLeftError(HorovodInternalError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvlike.collectives.joining import JOIN_KEY, PLANNED_KINDS, Joined, why_not
+from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, PLANNED_KINDS, Joined, LeaveEnd, why_not
 from hvlike.collectives.lane_proposal import find_lane_mismatch, merge_lane_proposals
 from hvlike.collectives.plan import find_plan_mismatch, merge_proposals
 from hvlike.collectives.request import Key, Signature
@@ -56,7 +56,7 @@ class Agreement:
 
     def excused(self, key: Key) -> Collection[int]:
         """The positions of the members that need not ask for `key`."""
-        return () if key == JOIN_KEY else self.joins.excused(key[0])
+        return () if key in (JOIN_KEY, LEAVE_KEY) else self.joins.excused(key[0])
 
     def submit(self, position: int, key: Key, signature: Signature, now: float = 0.0) -> Verdict | None:
         """The member at `position` asks; the verdict if it was the last one."""
@@ -86,9 +86,12 @@ class Agreement:
         signatures = [asked[position] for position in positions]
         first = signatures[0]
         if key == JOIN_KEY:
+            error = self._find_different_joins(ranks, signatures)
             end = self.joins.end(self.ranks)
             self.joins = Joined()
-            return Verdict(key, first, end, uniform=False)
+            return Verdict(key, first, end, error, uniform=False)
+        if key == LEAVE_KEY:
+            return Verdict(key, first, LeaveEnd.of([each.detail for each in signatures]), uniform=False)
         uniform = all(signature == first for signature in signatures)
         error = None if uniform else find_mismatch(key[1], ranks, signatures)
         if error is None and len(ranks) < len(self.ranks):
@@ -103,6 +106,15 @@ class Agreement:
         if first.kind == "plan":
             extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
         return Verdict(key, first, extra, None, uniform)
+
+    def _find_different_joins(
+        self, ranks: Sequence[int], signatures: Sequence[Signature]
+    ) -> HorovodInternalError | None:
+        ways = [each.detail.how for each in signatures]
+        if len(set(ways)) == 1:
+            return None
+        said = _who_said_what(ranks, ways, str).replace(" passed ", " ")
+        return MismatchError(f"Mismatched join: {said}. Join in the same way on every rank, with the same joinables.")
 
     def _refuse_while_joined(self, key: Key, signature: Signature) -> HorovodInternalError | None:
         reason = why_not(signature, known=self.joins.knows(key[1]))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hvlike.collectives.agreement import Agreement, Verdict, name_ranks
 from hvlike.collectives.inspection import Answer, Inspection
-from hvlike.collectives.joining import JOIN_KEY
+from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY
 from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import Counts, Waiting, WaitTable
@@ -45,6 +45,8 @@ class Coordinator:
         self._signatures: dict[int, Signature] = {}
         self._numbers: dict[Signature, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
+        self._failure: HorovodInternalError | None = None
+        """Why nothing runs until all ranks have left a Join context."""
 
     def collect(self, position: int, entries: list[tuple[str, Signature | int]]) -> None:
         """The member at `position` asks for these, in this order."""
@@ -55,6 +57,9 @@ class Coordinator:
             key = (signature.kind, name)
             if self._trace.recorder.on:
                 self._trace.ready(self._ranks[position], key)
+            if self._failure is not None and key != LEAVE_KEY:
+                verdicts.append(self._fail(key, self._failure))
+                continue
             if key == JOIN_KEY:
                 verdicts += self.agreement.join(position, signature)
                 self._doom(verdicts, key)
@@ -62,13 +67,29 @@ class Coordinator:
             verdict = self.agreement.submit(position, key, signature, now)
             if verdict is not None:
                 verdict.last = self._ranks[position]
-                verdicts.append(verdict)
+                verdicts.append(self._close_failure(verdict) if key == LEAVE_KEY else verdict)
             else:
                 self._doom(verdicts, key)
         self._announce(verdicts)
         if self.agreement.away:
             # The others may have been waiting for a while: with one rank less they can be stuck for good.
             self._check_deadlock()
+
+    def fail_all(self, failure: HorovodInternalError) -> None:
+        """A member has left a Join context by an exception: nothing runs until all members have left it."""
+        self._failure = failure
+        self._announce([self._fail(key, failure) for key in list(self.agreement.pending) if key != LEAVE_KEY])
+
+    @property
+    def failing(self) -> bool:
+        """True from such an exception until all have left."""
+        return self._failure is not None
+
+    def _close_failure(self, verdict: Verdict) -> Verdict:
+        """All have left: they go on from here."""
+        failure, self._failure = self._failure, None
+        end = replace(verdict.extra, failed=verdict.extra.failed or failure is not None, error=failure)
+        return replace(verdict, extra=end)
 
     def _doom(self, verdicts: list[Verdict], key: Key) -> None:
         if self._gone:
@@ -111,6 +132,8 @@ class Coordinator:
 
     def _fail(self, key: Key, error: HorovodInternalError) -> Verdict:
         self.agreement.withdraw(key)
+        if key == LEAVE_KEY:
+            self._failure = None
         return Verdict(key, Signature(key[0]), error=error, uniform=False)
 
     def _announce(self, verdicts: list[Verdict], counts: Counts | None = None) -> None:
@@ -118,7 +141,7 @@ class Coordinator:
             return
         for verdict in verdicts:
             self.waits.ended(verdict.key)
-            if verdict.key == JOIN_KEY and verdict.error is None:
+            if verdict.key in (JOIN_KEY, LEAVE_KEY) and verdict.error is None:
                 counts = verdict.extra.counts
         self._trace.cycle()
         self._tell(([(verdict, self._number(verdict)) for verdict in verdicts], counts or {}))

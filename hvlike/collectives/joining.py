@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +11,11 @@ import torch
 from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.collectives.operand import row_by_row
 from hvlike.collectives.request import Key, Signature
+from hvlike.errors import HorovodInternalError
 from hvlike.planes.ops import ReduceOp, identity
 
 JOIN_KEY: Key = ("join", "join")
+LEAVE_KEY: Key = ("join", "leave")
 
 PLANNED_KINDS = ("plan", "lane")
 """Kinds that are agreed once and then go on without a message."""
@@ -56,6 +58,34 @@ class JoinEnd:
     """The planned reductions that all ranks took part in to the end: their lanes can be used again."""
     spare_lanes: frozenset[int] = frozenset()
     """What was spare on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class LeaveRequest:
+    """What a rank says when it leaves a Join context, well or badly."""
+
+    counts: Mapping[str, int]
+    spare_lanes: frozenset[int]
+    failed: bool
+    """Steps may be half done: what was planned has to be forgotten everywhere."""
+
+
+@dataclass(frozen=True)
+class LeaveEnd:
+    """What all ranks are told when all have left."""
+
+    counts: Mapping[str, int]
+    spare_lanes: frozenset[int]
+    """What was spare on every rank."""
+    failed: bool
+    error: HorovodInternalError | None = None
+    """What the ranks that have not failed themselves shall raise."""
+
+    @staticmethod
+    def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:
+        """What follows from what all have said."""
+        spare = frozenset.intersection(*(each.spare_lanes for each in requests))
+        return LeaveEnd(merge_counts(requests), spare, any(each.failed for each in requests))
 
 
 @dataclass
@@ -104,13 +134,19 @@ class Joined:
 
     def end(self, ranks: Sequence[int]) -> JoinEnd:
         """All have joined."""
-        counts: dict[str, int] = {}
-        for request in self.requests.values():
-            for kind, count in request.counts.items():
-                counts[kind] = max(counts.get(kind, 0), count)
+        counts = merge_counts(self.requests.values())
         plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
         spare = frozenset.intersection(*(frozenset(lanes) for lanes in self.spare_lanes.values()))
         return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
+
+
+def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, int]:
+    """Counts of unnamed operations from which all can go on alike."""
+    counts: dict[str, int] = {}
+    for request in requests:
+        for kind, count in request.counts.items():
+            counts[kind] = max(counts.get(kind, 0), count)
+    return counts
 
 
 def why_not(signature: Signature, *, known: bool = False) -> str | None:

@@ -9,6 +9,7 @@ from hvlike.collectives.execution import Executor
 from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
+from hvlike.collectives.rounds import Rounds
 from hvlike.collectives.shadows import Shadows
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
@@ -56,6 +57,7 @@ class Membership:
             trace,
         )
         self.shadows = Shadows(self.lanes, self.negotiator)
+        self.rounds = Rounds(self.shadows, self.negotiator)
         switchboard.connect(group.number, self.negotiator)
 
     def _open_express(self) -> Routine[None]:

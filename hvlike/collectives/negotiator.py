@@ -19,7 +19,7 @@ from typing import Any
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.coordinator import Announcement, Coordinator
 from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
-from hvlike.collectives.joining import JOIN_KEY, neutral_tensors
+from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
@@ -42,6 +42,7 @@ _EPOCH_BITS = 32
 
 READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
+FAILURE, FAILED = "failure", "failed"
 
 Send = Callable[[int, str, Any], None]
 Runner = Callable[[list[tuple[Request, Verdict]]], None]
@@ -72,6 +73,8 @@ class Negotiator:
         """Steps of each planned reduction that this rank has entered."""
         self.stand_in: Callable[[Verdict], Request | None] = stand_in
         """Makes the request of a rank that has joined from what the others ask for."""
+        self.on_failure: Callable[[int, HorovodInternalError], None] = _ignore_failure
+        """Told in the loop which Join context, by its number, a member has left by an exception."""
         self._fabric = fabric
         self._group = group
         self._run = run
@@ -186,6 +189,10 @@ class Negotiator:
                 )
         return True
 
+    def report_failure(self, number: int, error: HorovodInternalError) -> None:
+        """This rank leaves its Join context of this number by an exception; all members are told of `error`."""
+        self._fabric.loop.post(lambda: self._report(FAILURE, (number, error)))
+
     def _know_thread(self) -> None:
         """The calling thread uses hvlike in this set."""
         self._threads.add(threading.current_thread())
@@ -226,6 +233,8 @@ class Negotiator:
             self._report(ANSWER, self._answer(value))
         elif what == END:
             self._end(value)
+        elif what == FAILED:
+            self.on_failure(*value)
         elif coordinator is not None:
             position = self._positions[rank]
             if what == READY:
@@ -236,6 +245,10 @@ class Negotiator:
                 coordinator.resumed(position)
             elif what == ANSWER:
                 coordinator.answered(position, value)
+            elif what == FAILURE and not coordinator.failing:
+                # First this, so that a member knows the reason when what it waits for fails.
+                self._tell_all(FAILED, value)
+                coordinator.fail_all(value[1])
 
     def watch(self) -> None:
         """On the coordinator, look for stalls; called about four times a second."""
@@ -305,7 +318,7 @@ class Negotiator:
 
     def _obey(self, verdicts: list[tuple[Verdict, int | None]], counts: dict[str, int]) -> None:
         self.names.align(counts)
-        if counts or any(verdict.error is not None or verdict.key == JOIN_KEY for verdict, _ in verdicts):
+        if counts or any(verdict.error is not None or verdict.key in (JOIN_KEY, LEAVE_KEY) for verdict, _ in verdicts):
             # The ranks may have asked for different numbers of things: all go on from here.
             with self.lock:
                 self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
@@ -345,6 +358,10 @@ class Negotiator:
             unfinished[key] = Submission(key, place, now - since, detail)
         last = None if self._last is None else Submission(self._last[0], self._last[1], now - self._last[2])
         return Answer(number, unfinished, last, dict(self.steps))
+
+
+def _ignore_failure(number: int, error: HorovodInternalError) -> None:
+    """Nobody here is in a Join context."""
 
 
 def stand_in(verdict: Verdict) -> Request | None:

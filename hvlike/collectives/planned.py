@@ -153,6 +153,7 @@ class PlannedReducer:
             return {}
         try:
             schedule = self.schedule or self._agree(tensors)
+            self._membership.rounds.check()
             replaced: dict[int, torch.Tensor] = {}
             sparse: dict[int, SparseSum] = {}
             if schedule.plan.sparse or any(map(_is_sparse, tensors)):

@@ -128,8 +128,10 @@ class PlannedLane:
     def start(self, job: CountingJob, *, wake: bool = True) -> LaneStep:
         """The same without waiting, but for the first step after a join. `wake=False`: the caller waits at once."""
         self.agree()
-        lane = self._lane
+        lane, membership = self._lane, self._membership
         assert lane is not None
+        assert membership is not None
+        membership.rounds.check()
         self._step += 1
         step = LaneStep(self, self._step)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableSet
+from collections.abc import Iterable, Mapping, MutableSet
 from typing import Any
 
 from hvlike.collectives.agreement import Verdict
@@ -13,7 +13,7 @@ from hvlike.collectives.negotiator import Negotiator, stand_in
 from hvlike.collectives.request import Request
 from hvlike.collectives.schedule import Schedule
 from hvlike.collectives.shadow import Planned, PlanShadow, Shadow
-from hvlike.errors import HorovodInternalError
+from hvlike.errors import HorovodInternalError, ShutdownError
 from hvlike.planes.lane import Lane, Lanes
 
 
@@ -72,13 +72,27 @@ class Shadows:
         self._lanes.set_spare(healthy)
         self._negotiator.steps.clear()
 
+    def fail(self, error: BaseException) -> None:
+        """End every planned step, also those to come, on lanes that are lost with that; in the loop."""
+        for shadow in self._by_name.values():
+            shadow.stop(error)
+        for each in list(self.planned):
+            each.fail(error)
+
     def give_up(self) -> None:
-        """The join failed."""
+        """The join failed; in the loop."""
         for shadow in self._by_name.values():
             shadow.cancel()
         self._by_name = {}
         for each in list(self.planned):
             each.forget()
+
+    def reset(self, spare_lanes: Iterable[int]) -> None:
+        """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
+        self.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
+        self.give_up()
+        self._lanes.set_spare(spare_lanes)
+        self._negotiator.steps.clear()
 
     def error(self) -> BaseException | None:
         """What went wrong in a shadow."""

@@ -16,7 +16,7 @@ from hvlike.collectives.objects import broadcast_object
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
 from hvlike.training.agreement import check_same
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.delegation import DelegatingOptimizer
 from hvlike.training.tensor_pickle import TensorForm, pack, unpack
 
 Parameters: TypeAlias = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -51,9 +51,9 @@ def broadcast_optimizer_state(
     Raises: MismatchError, on every rank, where parameter groups differ in their parameters.
     Source: horovod.torch.broadcast_optimizer_state.
     """
-    distributed: DistributedOptimizer | None = None
+    distributed: DelegatingOptimizer | None = None
     shared: dict[str, Any] | None = None
-    if isinstance(optimizer, DistributedOptimizer):
+    if isinstance(optimizer, DelegatingOptimizer):
         shared = optimizer.shared_memory("broadcast_optimizer_state")
         distributed = optimizer
         optimizer = optimizer.wrapped

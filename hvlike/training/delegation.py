@@ -30,6 +30,16 @@ class DelegatingOptimizer(Optimizer):
     def before_groups_are_read(self) -> None:
         """Called when somebody reads `param_groups`, two frames below the reader."""
 
+    def shared_memory(self, call: str) -> dict[str, Any] | None:
+        """Return what is to be equal on all ranks beside the state of the wrapped optimizer; None: nothing.
+
+        call: the name of the function that asks, for errors.
+        """
+        return None
+
+    def load_shared_memory(self, state: dict[str, Any]) -> None:
+        """Take up another rank's `shared_memory`."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
         return self._wrapped.state_dict()

@@ -157,6 +157,14 @@ class Gradients:
             self.phase = Phase.IDLE
             raise disturbed
 
+    def prepare(self) -> None:
+        """Have a name and a reducer before the first reduction, so that this rank can follow when others begin. Local.
+
+        Every rank of the process set does so, in the same order.
+        """
+        self._refresh()
+        self._ready_reducer()
+
     def discard(self) -> None:
         """Forget local sums: zero_grad(). Raises: UsageError while gradients are being reduced."""
         if self.phase is Phase.REDUCING:

@@ -121,6 +121,14 @@ def late_parameter(name: str) -> UsageError:
     )
 
 
+def joined_while_reducing() -> UsageError:
+    """The body of a Join context ended in the middle of a step."""
+    return UsageError(
+        "The body of the Join context ended after loss.backward() but before optimizer.step(): some gradients are "
+        f"being reduced. Call optimizer.step() in the same iteration, on every rank. {DROP}"
+    )
+
+
 def not_distributed(call: str, got: object) -> UsageError:
     """A plain optimizer where a DistributedOptimizer is needed."""
     return UsageError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 # What torch's own optimizers mark their methods with: torch.compile leaves them alone.
@@ -23,12 +24,15 @@ from hvlike.training.delegation import DelegatingOptimizer
 from hvlike.training.deltas import Deltas
 from hvlike.training.gradients import Gradients, Phase
 from hvlike.training.grouping import check_groups
+from hvlike.training.joining.join import Join
+from hvlike.training.joining.joinable import Joinable
+from hvlike.training.joining.optimizer_hook import OptimizerHook
 from hvlike.training.names import check_all_named, check_named_parameters
 from hvlike.training.reduction import Reduction
 from hvlike.training.scaler import is_read_by_grad_scaler
 
 
-class DistributedOptimizer(DelegatingOptimizer):
+class DistributedOptimizer(DelegatingOptimizer, Joinable):
     """A torch optimizer whose step() uses gradients that are reduced over all ranks.
 
     It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
@@ -73,7 +77,14 @@ class DistributedOptimizer(DelegatingOptimizer):
     Source: horovod.torch.DistributedOptimizer.
     """
 
-    own_attributes = DelegatingOptimizer.own_attributes | {"_gradients", "_reduced_by_user", "_skipping", "_warned"}
+    own_attributes = DelegatingOptimizer.own_attributes | {
+        "_gradients",
+        "_join_config",
+        "_join_context",
+        "_reduced_by_user",
+        "_skipping",
+        "_warned",
+    }
 
     def __init__(
         self,
@@ -108,6 +119,7 @@ class DistributedOptimizer(DelegatingOptimizer):
         self._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
 
     def _wrap(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        Joinable.__init__(self)
         self._wrapped = optimizer
         self._gradients = gradients
         self._reduced_by_user = False
@@ -140,7 +152,7 @@ class DistributedOptimizer(DelegatingOptimizer):
         Collective over the process set; blocks. Raises: as step().
         Source: horovod.torch.DistributedOptimizer.synchronize.
         """
-        self._gradients.synchronize()
+        self._synchronize("optimizer.synchronize()")
         self._reduced_by_user = True
 
     @untraced
@@ -149,7 +161,7 @@ class DistributedOptimizer(DelegatingOptimizer):
 
         call: the name of that function, for errors. Collective over the process set; blocks. Raises: as step().
         """
-        self._gradients.synchronize(call)
+        self._synchronize(call)
         self._reduced_by_user = False
 
     @contextmanager
@@ -268,6 +280,7 @@ class DistributedOptimizer(DelegatingOptimizer):
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
+            Join.notify_join_context(self)
             self._gradients.prepare_for_scaler()
             self._reduced_by_user = False
 
@@ -275,6 +288,32 @@ class DistributedOptimizer(DelegatingOptimizer):
         gradients = self._gradients
         names = gradients.given_names
         return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
+
+    # Uneven inputs
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerHook:
+        """Return the hook for one Join context.
+
+        divide_by_initial_world_size: average over all ranks, those without inputs contributing zeros; False: over the
+        ranks that have inputs. Counts with op=Average alone. kwargs: what other joinables of the context are told.
+        """
+        return OptimizerHook(self, self._gradients, divide_by_active=not divide_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of what a Join context communicates by itself."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self.process_set
+
+    def _synchronize(self, call: str) -> None:
+        gradients = self._gradients
+        if gradients.phase is not Phase.SYNCHRONIZED and not gradients.reduction.of_deltas:
+            Join.notify_join_context(self)
+        gradients.synchronize(call)
 
     # Order of calls
 
@@ -284,6 +323,7 @@ class DistributedOptimizer(DelegatingOptimizer):
             if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
                 raise misuse.not_synchronized()
         elif phase is not Phase.SYNCHRONIZED:
+            Join.notify_join_context(self)
             self._gradients.synchronize("optimizer.step()")
         elif self._reduced_by_user and not self._warned:
             self._warned = True

@@ -1,0 +1,1 @@
+"""Join: contexts that let ranks have different numbers of inputs."""
