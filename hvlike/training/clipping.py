@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from hvlike.training import misuse
 from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 
 def clip_grad_norm_(
@@ -19,6 +20,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Reduce the gradients of a DistributedOptimizer and clip their total norm; a plain optimizer.step() follows.
 
+    Also for a ZeroRedundancyOptimizer with reduce_gradients=True, where each rank holds some of the gradients.
     max_norm, norm_type, error_if_nonfinite, foreach: as in torch. The norm is taken over all parameters of the
     optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
     Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
@@ -28,6 +30,8 @@ def clip_grad_norm_(
     finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
     Source: torch.nn.utils.clip_grad_norm_.
     """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     if not isinstance(optimizer, DistributedOptimizer):
         raise misuse.not_distributed("hvlike.clip_grad_norm_", optimizer)
     optimizer.synchronize_for("hvlike.clip_grad_norm_")

@@ -14,12 +14,11 @@ def not_consolidated(rank: int, *, is_stale: bool) -> RuntimeError:
     )
 
 
-def not_initialized() -> RuntimeError:
-    """A method that needs the shares of an optimizer that overlaps with DDP, before they are known."""
-    return RuntimeError(
-        "This method should not be called until this ZeroRedundancyOptimizer instance has been fully initialized. "
-        "With overlap_with_ddp=True that is once DistributedDataParallel has fixed its buckets, after the first "
-        "iterations."
+def joined_before_step() -> UsageError:
+    """The body of a Join context ends between the reduction and the step."""
+    return UsageError(
+        "ZeroRedundancyOptimizer: the body of the Join context has ended after gradients were reduced (by "
+        "hvlike.clip_grad_norm_ or a GradScaler) and before step(). Call step() or zero_grad() first."
     )
 
 

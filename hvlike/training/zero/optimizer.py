@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
@@ -20,13 +20,17 @@ from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.request import order_in_memory
 from hvlike.errors import UsageError
 from hvlike.training.closure import after
+from hvlike.training.joining.join import Join
+from hvlike.training.joining.joinable import Joinable
 from hvlike.training.scaler import is_read_by_grad_scaler
 from hvlike.training.zero import misuse
 from hvlike.training.zero.arguments import check_parameters, check_type
 from hvlike.training.zero.consolidation import States, consolidate
 from hvlike.training.zero.gradient_reduction import GradientReduction
+from hvlike.training.zero.join_hook import ZeroHook
 from hvlike.training.zero.options import Options, copy_options, options_of
 from hvlike.training.zero.parameter_exchange import ParameterExchange
+from hvlike.training.zero.shard_files import make_shard, merge_shards
 from hvlike.training.zero.shares import Shares
 from hvlike.training.zero.steps import Steps, stand_in_of
 from hvlike.transport.dtypes import dtype_name
@@ -34,7 +38,7 @@ from hvlike.transport.dtypes import dtype_name
 _log = logging.getLogger("hvlike")
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
 
     The parameters are dealt to the ranks by size, whole tensors, the same on every rank. In step() each rank updates
@@ -82,7 +86,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             )
         self.initialized = False
         self._groups: list[dict[str, Any]] = []
-        super().__init__(accepted, defaults)
+        Optimizer.__init__(self, accepted, defaults)
+        Joinable.__init__(self)
         self.process_set = process_set or process_group
         group = current().membership(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = group.rank, group.size
@@ -95,12 +100,18 @@ class ZeroRedundancyOptimizer(Optimizer):
         """The plain optimizer of this rank's share."""
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
+        self._step = 0
+        """How many steps have been made, by other ranks for this one, too."""
         self._version = 0
         """How often the state has changed."""
+        self.is_absent = False
+        """This rank has left the body of a Join context."""
         self._consolidated: tuple[int, States] | None = None
         """The state of all ranks and the version it is of."""
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
+        self._sign: Tensor | None = None
+        """The gradient that tells it whether any rank has found an infinity."""
         self._prepare()
         self.initialized = True
 
@@ -118,6 +129,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self.overlaps_with_ddp:
             _log.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
             return None
+        Join.notify_join_context(self)
         if closure is None:
             self._reduce()
         elif self.reduces_gradients:
@@ -142,6 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         arguments: the keywords of the step, for ranks that are out of data and update their share now.
         """
+        self._step += 1
         if self.world_size == 1:
             return
         active = self._steps.update(options_of(self._groups), arguments)
@@ -157,7 +170,8 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._steps.reduce()
             return
         own = set(self._shares.owned(self.rank))
-        if any(each.grad is not None for place, each in enumerate(self._shares.parameters) if place not in own):
+        foreign = [each.grad for place, each in enumerate(self._shares.parameters) if place not in own]
+        if any(gradient is not None and gradient is not self._sign for gradient in foreign):
             raise misuse.backward_after_reduction()
 
     def _after_closure(self, loss: Any) -> Any:
@@ -169,11 +183,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Update this rank's share while it is out of data; in the loop."""
         copy_options(options, self._groups)
         self.step_share(None, arguments)
+        self._step += 1
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters. Local. Source: torch.optim.Optimizer.zero_grad."""
-        self._steps.is_reduced = False
+        self._steps.is_reduced = self._scaled = False
         super().zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -203,6 +218,11 @@ class ZeroRedundancyOptimizer(Optimizer):
     # Groups
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in the order of a state dict."""
+        return self._shares.parameters
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all parameters, on every rank."""
         self.before_groups_are_read()
@@ -229,8 +249,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if parameter.grad is None:
             # A rank that owns nothing has something to look at, too.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        self._sign = parameter.grad
         if not norm.isfinite():
-            parameter.grad.fill_(infinity)
+            self._sign.fill_(infinity)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they go to the ranks that hold least so far, the others stay where they are.
@@ -333,6 +354,26 @@ class ZeroRedundancyOptimizer(Optimizer):
         copy_options(self.optim.param_groups, self._groups)
         self._version += 1
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's share alone, for a file of its own on each rank. Local.
+
+        It also says which shard of how many it is, and after how many steps. `load_sharded_state_dict` puts the
+        shards of all ranks together, on any number of ranks.
+        """
+        copy_options(self._groups, self.optim.param_groups)
+        return make_shard(super().state_dict(), self.rank, self.world_size, self._step)
+
+    def load_sharded_state_dict(self, shards: Iterable[Mapping[str, Any]]) -> None:
+        """Load what `sharded_state_dict()` has returned on all ranks of this or another job, of any size.
+
+        shards: one after the other, in any order; a generator that reads the files has one in memory at a time. This
+        rank keeps its share. Local; every rank loads the same.
+        Raises: UsageError for shards that are missing or of different steps; ValueError for groups that do not fit.
+        """
+        state, step = merge_shards(shards, self._shares.owned(self.rank))
+        self.load_state_dict(state)
+        self._step = step
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over loaded groups and state, for Optimizer.load_state_dict."""
         self._groups = state.pop("param_groups")
@@ -342,6 +383,15 @@ class ZeroRedundancyOptimizer(Optimizer):
         raise misuse.not_copied()
 
     # Join
+
+    def join_hook(self, **kwargs: Any) -> ZeroHook:
+        """Return the hook for a Join context.
+
+        divide_by_initial_world_size (True), a keyword of the context: with reduce_gradients averages divide by the
+        number of all ranks; False: of those that have inputs.
+        """
+        divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        return ZeroHook(self, lambda: self._steps, divides_by_active=divides_by_active)
 
     @property
     def join_device(self) -> torch.device:

@@ -58,6 +58,8 @@ class Steps:
         """Gradients are divided by the number of active ranks, not of all."""
         self.is_reduced = False
         """Gradients have been reduced and not been used yet."""
+        self.is_waiting = True
+        """Of an absent rank: nothing that it stands in for is half done here."""
         self._lane = lane
         self._shares = shares
         self._rank = rank
@@ -102,9 +104,17 @@ class Steps:
 
     def follow(self, plane: Plane) -> Routine[int]:
         """The job of an absent rank: do what the others need, whatever it is."""
-        if not self._knows_of_absence:
-            return (yield from self._guess(plane))
+        try:
+            if not self._knows_of_absence:
+                return (yield from self._guess(plane))
+            return (yield from self._obey(plane))
+        finally:
+            self.is_waiting = True
+
+    def _obey(self, plane: Plane) -> Routine[int]:
+        """Somebody is known to be absent: the others say what comes next."""
         present, command = yield from self._ask(plane, None)
+        self.is_waiting = False
         if command is None:
             return 0
         if command.kind == REDUCE and self._reduction is not None:
@@ -127,6 +137,7 @@ class Steps:
             return present
         yield from self._exchange.run(plane)
         present = yield from plane.end_count()
+        self.is_waiting = False
         self.is_reduced = False
         self._note(present)
         if present:

@@ -1,0 +1,139 @@
+"""The step of a ZeroRedundancyOptimizer inside the backward pass of a DistributedDataParallel.
+
+A communication hook is wrapped: as soon as a bucket of gradients is reduced, each rank updates those of its parameters
+that are in it, while later buckets are still under way. After the last bucket all ranks get the updated parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvlike.collectives.handles import Handle
+from hvlike.errors import UsageError
+from hvlike.training.ddp.grad_bucket import GradBucket, split
+from hvlike.training.ddp.hooked_reducer import Hook, wait_for
+from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
+
+WARM_UP = 2
+"""Backward passes without an update, as in torch, which needs them to fix its buckets; one more for a static graph."""
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: torch.nn.Module,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    warm_up: int | None = None,
+) -> Hook:
+    """Return a communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
+
+    ddp: the DistributedDataParallel it will be registered with. shard_buckets: accepted; parameters are always dealt
+    one by one. warm_up: backward passes without an update; None: as many as in torch, 2, or 3 for a static graph.
+    Raises: UsageError (a ValueError) unless `zero` was made with overlap_with_ddp=True.
+    Source: torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook.
+    """
+    return _Overlap(hook, ddp, zero, warm_up, interleaved=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: torch.nn.Module,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    warm_up: int | None = None,
+) -> Hook:
+    """As `hook_with_zero_step`, but parameters are updated as soon as their own bucket is reduced."""
+    return _Overlap(hook, ddp, zero, warm_up, interleaved=True)
+
+
+class _Overlap:
+    """The wrapped hook."""
+
+    def __init__(
+        self,
+        hook: Hook,
+        ddp: torch.nn.Module,
+        zero: ZeroRedundancyOptimizer,
+        warm_up: int | None,
+        *,
+        interleaved: bool,
+    ) -> None:
+        if not zero.overlaps_with_ddp:
+            raise UsageError(
+                "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this hook properly"
+            )
+        if warm_up is None:
+            warm_up = WARM_UP + bool(getattr(ddp, "static_graph", False))
+        self._hook = hook
+        self._zero = zero
+        self._passes_left = warm_up
+        self._interleaved = interleaved
+        self._started: list[tuple[GradBucket, Any]] = []
+        self._reduced: dict[Tensor, Tensor] = {}
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        """Reduce the bucket; see the head of this file."""
+        pending = self._hook(state, bucket)
+        if self._zero.is_absent:
+            # Others' steps are stood in for; the optimizer does that by itself.
+            return pending
+        if self._passes_left:
+            self._passes_left -= bucket.is_last()
+            return pending
+        self._started.append((bucket, pending))
+        if self._interleaved or bucket.is_last():
+            try:
+                pending = self._update()
+                if bucket.is_last():
+                    self._with_gradients(self._reduced, lambda: self._zero.share({}))
+            except BaseException:
+                self._started, self._reduced = [], {}
+                raise
+        if bucket.is_last():
+            self._reduced = {}
+        return pending
+
+    def _update(self) -> Tensor:
+        """Update what the buckets hold that have been started; return the result of the last of them."""
+        result = torch.empty(0)
+        started, self._started = self._started, []
+        for bucket, pending in started:
+            result = _wait(pending)
+            parameters = bucket.parameters()
+            shapes = [parameter.shape for parameter in parameters]
+            reduced = dict(zip(parameters, split(result, shapes), strict=True))
+            self._with_gradients(reduced, lambda: self._zero.step_share(None, {}))
+            self._reduced |= reduced
+        return result
+
+    def _with_gradients(self, gradients: dict[Tensor, Tensor], work: Callable[[], object]) -> None:
+        """Do `work` while parameters have these gradients and no others."""
+        parameters = self._zero.parameters
+        kept = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = gradients.get(parameter)
+        try:
+            work()
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+
+def _wait(pending: Any) -> Tensor:
+    """Return what a hook's result is or will be."""
+    value = pending
+    if isinstance(pending, Handle):
+        value = pending.result()
+    elif isinstance(pending, torch._C.Future):
+        value = wait_for(pending)
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        (value,) = value
+    if not isinstance(value, Tensor):
+        raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")
+    return value
