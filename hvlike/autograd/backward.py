@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.contexts import contexts
 from hvlike.autograd.local_machine import Roots
@@ -84,15 +84,23 @@ def _edges(tensors: list[Tensor]) -> Roots:
     """Where backward begins, and with what. Raises: RuntimeError for tensors that cannot be roots."""
     if not tensors:
         raise RuntimeError("No tensors provided for gradient computation.")
+    edges = []
     for place, root in enumerate(tensors):
-        what = f"root {place} of backward (shape {list(root.shape)}, {root.dtype})"
-        if not root.requires_grad:
-            raise RuntimeError(f"requires_grad not set on {what}.")
-        if root.numel() != 1:
-            raise RuntimeError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
-        if root.grad_fn is None:
-            raise RuntimeError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
-    return [(get_gradient_edge(root), torch.ones_like(root)) for root in tensors]
+        node = root.grad_fn
+        if node is None or root.numel() != 1:
+            raise _no_root(place, root)
+        edges.append((GradientEdge(node, root.output_nr), torch.ones_like(root)))
+    return edges
+
+
+def _no_root(place: int, root: Tensor) -> RuntimeError:
+    """Why a tensor cannot be a root."""
+    what = f"root {place} of backward (shape {list(root.shape)}, {root.dtype})"
+    if not root.requires_grad:
+        return RuntimeError(f"requires_grad not set on {what}.")
+    if root.numel() != 1:
+        return RuntimeError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
+    return RuntimeError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
 
 
 def _begin_session(agent: Agent) -> None:

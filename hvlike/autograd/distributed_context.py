@@ -61,8 +61,8 @@ class Recv:
     """How many of its tensors require grad."""
     dummy: Tensor
     """A leaf without elements, the input of the Receive function: one for each message."""
-    edge: GradientEdge
-    """Of the dummy: to capture it makes the engine run the function."""
+    edge: GradientEdge | None = None
+    """Of the dummy: to capture it makes the engine run the function. None: nothing leads to the message."""
     run: Runner | None = None
     """What is running the engine now; set under the context's lock."""
 
@@ -75,9 +75,7 @@ def new_send(message: int, rank: int, about: str, graded: Sequence[Tensor]) -> S
 
 def new_recv(message: int, rank: int, count: int) -> Recv:
     """The recv of a message that is opened now."""
-    dummy = torch.empty(0, device="cpu", requires_grad=True)
-    edge, _ = edge_of(dummy)
-    return Recv(message, rank, count, dummy, edge)
+    return Recv(message, rank, count, torch.empty(0, device="cpu", requires_grad=True))
 
 
 _PythonNode: Any = torch._C._FunctionBase

@@ -174,8 +174,9 @@ class LocalBackward:
         start = time.perf_counter_ns()
         graph, nodes = self._graph, chosen.nodes
         leaves = [node for node in nodes if node in graph.leaves]
-        recvs = [graph.recvs.pop(node) for node in nodes if node in graph.recvs]
-        inputs = [*(recv.edge for recv in recvs), *(GradientEdge(node, 0) for node in (*chosen.partial, *leaves))]
+        doors = [node for node in nodes if node in graph.recvs]
+        recvs = [graph.recvs.pop(node) for node in doors]
+        inputs = [GradientEdge(node, 0) for node in (*doors, *chosen.partial, *leaves)]
         for recv in recvs:
             recv.run = self
         try:

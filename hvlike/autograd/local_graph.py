@@ -26,7 +26,7 @@ class LocalGraph:
         """The leaves that were reached, by the nodes that would add to their .grad."""
         self.recvs: dict[Node, Recv] = {}
         """The recvs that were reached, by the nodes of their dummies."""
-        self._doors = {recv.edge.node: recv for recv in recvs.values()}
+        self._doors = {recv.edge.node: recv for recv in recvs.values() if recv.edge is not None}
 
     def reach(self, nodes: Iterable[Node]) -> list[Recv]:
         """Go on from these nodes; return the recvs that were not reached before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,8 @@ from hvlike.autograd.letter import Gradients, Letter
 from hvlike.autograd.protocol import Mode
 from hvlike.rpc.message import Packed
 from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.tensors import NAMES, SHORT_BYTES, Hold, Row, build, lay_out
+from hvlike.rpc.single import record_of, tensor_of
+from hvlike.rpc.tensors import NAMES, Hold, Row, build, lay_out
 
 LETTER = 52
 """The kind of these notices."""
@@ -21,11 +21,11 @@ _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
 _MODE_SHIFT = 4
 _NONE = -1
 
-_Short = tuple[str, tuple[int, ...], bytes]
-"""A contiguous tensor of a few bytes: dtype, shape, elements."""
+_Simple = tuple[bytes, int, bool]
+"""Elements where they are few and single.record_of; where the record begins; whether the memory goes by itself."""
 
-Tensors = list[_Short] | tuple[list[Row | None], list[bytes]] | bytes
-"""Short ones; rows of dense ones and their short pieces of memory; where others are among them, a pickler.pack."""
+Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | bytes
+"""Simple ones; rows of dense ones and their short pieces of memory; where others are among them, a pickler.pack."""
 
 
 class Heading(NamedTuple):
@@ -100,13 +100,21 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
 
 
 def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors, list[Tensor]]:
-    if all(_is_short(each) for each in tensors):
-        return [(NAMES[each.dtype], tuple(each.shape), _bytes_of(each)) for each in tensors], []
-    if all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
-        rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
-        return (rows, cargo.short), cargo.storages
-    packed = pack(tensors, Outgoing(rank))
-    return packed.body, packed.storages
+    if not all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
+        packed = pack(tensors, Outgoing(rank))
+        return packed.body, packed.storages
+    simple: list[_Simple] = []
+    storages: list[Tensor] = []
+    for each in tensors:
+        # Gradients share nothing that anybody relies on.
+        if not each.is_cpu or (found := record_of(each, 0)) is None:
+            rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
+            return (rows, cargo.short), cargo.storages
+        record, elements, storage = found
+        simple.append((elements + record, len(elements), storage is not None))
+        if storage is not None:
+            storages.append(storage)
+    return simple, storages
 
 
 def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tensor]:
@@ -114,37 +122,8 @@ def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tenso
         received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
         return received
     if isinstance(tensors, list):
-        return [_restored(*each) for each in tensors]
+        memory = iter(storages)
+        return [tensor_of(body, start, next(memory) if apart else None) for body, start, apart in tensors]
     rows, short = tensors
     hold = Hold(short, storages)
     return [build(row, hold) for row in rows if row is not None]
-
-
-def _is_short(tensor: Tensor) -> bool:
-    """Whether a copy into the letter is all that it takes: gradients share nothing that anybody relies on."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and 0 < tensor.nbytes <= SHORT_BYTES
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and tensor.dtype in NAMES
-        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-    )
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), int(tensor.nbytes))
-
-
-def _restored(name: str, shape: tuple[int, ...], elements: bytes) -> Tensor:
-    template = _templates.get(name)
-    if template is None:
-        template = _templates[name] = torch.empty(0, dtype=getattr(torch, name), device="cpu")
-    tensor = template.new_empty(shape)
-    ctypes.memmove(tensor.data_ptr(), elements, len(elements))
-    return tensor
-
-
-_templates: dict[str, Tensor] = {}
-"""An empty tensor of each dtype met so far: `new_empty` is the quickest way to one more."""

@@ -8,9 +8,11 @@ x  <- edges of the send                 Receive function, grad_fn of the copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.distributed_context import DistributedContext, Recv, new_recv, new_send
 from hvlike.autograd.receive_function import Receive
@@ -30,9 +32,17 @@ def record_recv(context: DistributedContext, message: int, rank: int, graded: Se
     no gradient ever comes to the message.
     """
     recv = new_recv(message, rank, len(graded))
-    if torch.is_grad_enabled():
+    if graded and torch.is_grad_enabled():
         # A view as the output of a function of its own could not be changed in place.
         own = [tensor.detach().clone() if tensor._is_view() else tensor for tensor in graded]
-        graded = _attach(recv.dummy, recv, own)
+        graded = attach(recv, own)
     context.record_recv(recv)
     return graded
+
+
+def attach(recv: Recv, graded: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors of a message with the Receive function as what they come from."""
+    outputs = _attach(recv.dummy, recv, graded)
+    node: Any = outputs[0].grad_fn
+    recv.edge = GradientEdge(node.next_functions[0][0], 0)
+    return outputs

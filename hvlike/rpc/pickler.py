@@ -8,6 +8,7 @@ to build that sequence stands in a table behind the stream:
     memory                      the short pieces, as bytes; long ones go by themselves (tensors.Cargo)
     table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead;
                                 sparse.SparseRow, after the rows of its parts), and the lengths of the short pieces
+    record, its length, b"S"    instead of these where there is one simple tensor (single.py)
 
 RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
 over what the sender keeps alive for it, and lets it go.
@@ -29,7 +30,9 @@ from hvlike.rpc import contexts, sparse
 from hvlike.rpc.callables import cloud_pickler, missing_name, reduce_builtin
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
+from hvlike.rpc.single import record_of, tensor_of
 from hvlike.rpc.sparse import SparseRow
+from hvlike.rpc.storages import reduce_elsewhere, reduce_storage, reduce_typed_storage
 from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, PART, Hold, build, lay_out
 
 T = TypeVar("T")
@@ -39,6 +42,7 @@ _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
 _PROTOCOL = 5
 _END = struct.Struct("<Ic")
 _STOP = pickle.STOP[0]
+_TABLE, _SINGLE = b"T", b"S"
 _ARRAY_BYTES = 4096
 """Smaller memory of arrays stays in the stream: a message of its own would cost more than two copies."""
 _KEEP_BYTES = 1 << 16
@@ -147,7 +151,7 @@ def _noted(packed: Packed, outgoing: Outgoing) -> Packed:
 def discard(packed: Packed, incoming: Incoming) -> None:
     """Let a message go unopened: its RRefs are taken over and dropped; no code of the user runs."""
     body = packed.body
-    if body and body[-1] != _STOP:
+    if body and body[-1] == _TABLE[0]:
         _restore_ahead(table_of(body)[0], incoming)
 
 
@@ -216,7 +220,16 @@ class Walk:
         self._pickler.dump(value)
         chunks, items = self._chunks, self.items
         storages: list[Tensor] = []
-        if items:
+        only = items[0] if len(items) == 1 else None
+        if only is not None and only[1] in (0, PARAMETER) and (single := record_of(*only)) is not None:
+            record, elements, storage = single
+            if storage is not None:
+                storages.append(storage)
+            if only[0].requires_grad:
+                outgoing.graded.append(only[0])
+            chunks += (elements, record, _END.pack(len(record), _SINGLE))
+            items.clear()
+        elif items:
             rows, cargo = lay_out(items)
             storages = cargo.storages
             outgoing.graded += (
@@ -226,7 +239,7 @@ class Walk:
             )
             mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
             table = pickle.dumps((mixed, [len(piece) for piece in cargo.short]), _PROTOCOL)
-            chunks += (*cargo.short, table, _END.pack(len(table), b"T"))
+            chunks += (*cargo.short, table, _END.pack(len(table), _TABLE))
             items.clear()
             self.ahead.clear()
             self.sparse.clear()
@@ -267,6 +280,8 @@ _idle: list[Walk] = []
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Build what the stream takes as buffers, in order of appearance."""
+    if packed.body[-1] == _SINGLE[0]:
+        return _single_arrival(packed, incoming)
     rows, pieces = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
     hold = Hold(pieces, packed.storages)
@@ -294,6 +309,19 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
         for place, tensor in zip(graded, incoming.graded, strict=True):
             arrivals[place] = tensor
     return arrivals
+
+
+def _single_arrival(packed: Packed, incoming: Incoming) -> list[Any]:
+    """The same for a message of one simple tensor."""
+    body = packed.body
+    length, _ = _END.unpack_from(body, len(body) - _END.size)
+    storage = packed.storages[0] if packed.storages else None
+    arrivals: Sequence[Tensor] = [tensor_of(body, len(body) - _END.size - length, storage)]
+    graded = arrivals if arrivals[0].requires_grad else ()
+    if packed.note is not None:
+        graded = contexts.installed().came(packed.note, incoming.source, graded)
+    incoming.graded = graded
+    return list(graded or arrivals)
 
 
 def table_of(body: bytes) -> tuple[list[Any], list[bytes]]:
@@ -325,7 +353,7 @@ def _arrived(obj: Any) -> Any:
 
 def reduce_tensor(walk: Walk, tensor: Tensor) -> Any:
     if not tensor.is_cpu:
-        return _reduce_elsewhere(tensor)
+        return reduce_elsewhere(tensor)
     if tensor.dtype not in NAMES or tensor.is_nested:
         return NotImplemented
     if tensor.layout is torch.strided:
@@ -356,40 +384,14 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
     vars(obj).update(state)
 
 
-def _reduce_elsewhere(tensor: Tensor) -> Any:
-    """A tensor that is not in this machine's memory."""
-    if tensor.is_meta:
-        return NotImplemented
-    raise RuntimeError(
-        f"RPC only supports CPU tensors, got one of shape {list(tensor.shape)} on {tensor.device}: please move your "
-        f"tensors to CPU before sending them over RPC (tensor.cpu()), and back on the other worker."
-    )
-
-
-def _reduce_storage(walk: Walk, storage: torch.UntypedStorage) -> Any:
-    """The memory of a tensor that reduces itself: an instance of a subclass, or a quantized one."""
-    if storage.device.type != "cpu":
-        return NotImplemented
-    return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage),)
-
-
-def _reduce_typed_storage(walk: Walk, storage: torch.TypedStorage) -> Any:
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
-
-
-def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    make: Callable[..., torch.TypedStorage] = torch.TypedStorage
-    return make(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-
 _AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}
 """How objects are restored that stand in the table, by the name of their class."""
 
 _REDUCERS: dict[type, Callable[[Walk, Any], Any]] = {
     Tensor: reduce_tensor,
     Parameter: _reduce_parameter,
-    torch.UntypedStorage: _reduce_storage,
-    torch.TypedStorage: _reduce_typed_storage,
+    torch.UntypedStorage: lambda walk, storage: reduce_storage(storage),
+    torch.TypedStorage: lambda walk, storage: reduce_typed_storage(storage),
     BuiltinFunctionType: lambda walk, function: reduce_builtin(function),
 }
 """How objects of these very classes travel; all others as pickle has it."""

@@ -101,8 +101,6 @@ def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None
 
     items: strided CPU tensors, each with those flags that its class decides; None stays None.
     """
-    if len(items) == 1 and items[0] is not None and (alone := _lay_out_alone(*items[0])) is not None:
-        return alone
     spans: dict[int, _Span] = {}
     places = [_claim(item[0], spans) if item is not None else None for item in items]
     cargo = Cargo()
@@ -111,21 +109,6 @@ def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None
         for item, place in zip(items, places, strict=True)
     ]
     return rows, cargo
-
-
-def _lay_out_alone(tensor: Tensor, flags: int) -> tuple[list[Row | None], Cargo] | None:
-    """The same for a message of one long tensor in one piece, in a third of the time; None for any other."""
-    length = int(tensor.nbytes)
-    if length <= SHORT_BYTES or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-    if memory.nbytes() < start + length or tensor._is_zerotensor():
-        return None
-    cargo = Cargo()
-    cargo.storages.append(_BYTES.new_empty(0).set_(memory, start, (length,), (1,)))
-    if tensor.requires_grad:
-        flags |= GRADED
-    return [(0, NAMES[tensor.dtype], 0, tuple(tensor.shape), tensor.stride(), flags | ALONE)], cargo
 
 
 def _claim(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hvlike.autograd.distributed_context import Recv, Send, new_recv, new_send
 from hvlike.autograd.local_backward import LocalBackward
-from hvlike.autograd.receive_function import Receive
+from hvlike.autograd.recording import attach
 
 
 class LocalWorker:
@@ -41,7 +41,7 @@ class LocalWorld:
             number = self.messages
             self.workers[source].sends[number] = new_send(number, to, "carry", [tensors[place] for place in graded])
             recv = self.workers[to].recvs[number] = new_recv(number, source, len(graded))
-            outputs = Receive.apply(recv.dummy, recv, [copies[place].requires_grad_() for place in graded])
+            outputs = attach(recv, [copies[place].requires_grad_() for place in graded])
             for place, output in zip(graded, outputs, strict=True):
                 copies[place] = output
         return copies

@@ -21,6 +21,9 @@ def received(packed: Packed) -> Packed:
 
 def memory_bytes(packed: Packed) -> list[int]:
     """Lengths in bytes of the pieces of memory that travel, short ones first."""
+    if packed.body.endswith(b"S"):
+        # One tensor and nothing else: all that travels is its elements.
+        return [storage.numel() for storage in packed.storages] or [unpack(packed, Incoming(0)).nbytes]
     return [len(piece) for piece in table_of(packed.body)[1]] + [storage.numel() for storage in packed.storages]
 
 

@@ -1,0 +1,83 @@
+"""A message with one dense tensor in one piece, the most frequent kind: a record of a few bytes instead of a table.
+
+What is anything else (see `record_of`) travels as tensors.py has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from hvlike.rpc import tensors
+from hvlike.rpc.tensors import GRADED, PARAMETER
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""The order is that of their numbers on the way."""
+
+_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_TEMPLATES = [torch.empty(0, dtype=dtype, device="cpu") for dtype in _DTYPES]
+_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@cache
+def _record(dimensions: int) -> Struct:
+    """Number of the dtype, flags, number of dimensions, shape."""
+    return Struct(f"<BBB{dimensions}Q")
+
+
+def record_of(tensor: Tensor, flags: int) -> tuple[bytes, bytes, Tensor | None] | None:
+    """The record, elements that travel in the body, memory that goes by itself; None: the tensor is not so simple.
+
+    tensor: strided, on the CPU. flags: PARAMETER or 0. Simple is what has elements, of a common dtype, all in memory
+    and in order.
+    """
+    number = _NUMBERS.get(tensor.dtype)
+    address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
+    # No address: placeholders and memory that was freed. Negative: the imaginary part of a conjugate.
+    if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+    if memory.nbytes() < start + nbytes:
+        return None
+    if tensor.requires_grad:
+        flags |= GRADED
+    shape = tensor.shape
+    record = _record(len(shape)).pack(number, flags, len(shape), *shape)
+    if nbytes <= tensors.SHORT_BYTES:
+        return record, ctypes.string_at(address, nbytes), None
+    return record, b"", _BYTES.new_empty(0).set_(memory, start, (nbytes,), (1,))
+
+
+def tensor_of(body: bytes, start: int, storage: Tensor | None) -> Tensor:
+    """The tensor whose record begins at `start` in a body, after its elements where they are short.
+
+    storage: the memory that came by itself. Source: record_of.
+    """
+    number, flags, _, *shape = _record(body[start + 2]).unpack_from(body, start)
+    template = _TEMPLATES[number]
+    tensor: Tensor
+    if storage is None:
+        tensor = template.new_empty(shape)
+        nbytes = math.prod(shape) * template.itemsize
+        ctypes.memmove(tensor.data_ptr(), body[start - nbytes : start], nbytes)
+    else:
+        tensor = template.new_empty(0).set_(storage.untyped_storage(), 0, shape)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, bool(flags & GRADED))
+    return tensor.requires_grad_() if flags & GRADED else tensor
