@@ -7,6 +7,7 @@ import pytest
 from bench.some_conditions import CONDITIONS
 
 from hvlike.bench.rpc_report import MPI, OURS, TENSORPIPE, Result, as_text, panels
+from hvlike.bench.rpc_session import tensorpipe
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work, as_message, from_message
 from hvlike.errors import HvlikeError
 
@@ -83,6 +84,11 @@ def test_idle_time_is_a_part_of_a_core_for_each_rank() -> None:
     used = Idle(0.05).measure(rpc(Local()))
     assert len(used) == 2
     assert all(each >= 0 for each in used)
+
+
+def test_tensorpipe_is_left_out_on_request() -> None:
+    with tensorpipe([[0], [1]], "left out by --no-tensorpipe") as pair:
+        assert pair == "left out by --no-tensorpipe"
 
 
 def test_reports_show_every_contestant() -> None:

@@ -9,7 +9,7 @@ LAWS = ("allreduce_values", "allreduce_shapes", "allreduce_factors", "broadcast_
 LAWS += ("alltoall_values", "reducescatter_values", "submission_order", "random_programs", "process_sets")
 LAWS += ("adasum_allreduce",)
 
-SHORT = ("allreduce_values", "allgather_values", "alltoall_values", "random_programs")
+SHORT = ("allreduce_values", "random_programs")
 """For equal nodes, of which most is seen with unequal ones."""
 
 PROGRAM = f"""

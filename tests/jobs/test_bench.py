@@ -30,20 +30,15 @@ def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
         assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
 
 
-def test_table_is_printed_once() -> None:
-    job = run_job(MODULE, 2, args=[*QUICK, "--no-gloo"]).check()
-    assert job.stdout.count("allreduce of one tensor, op sum, in place, 2 ranks on 1 node(s)") == 1
-    assert "300 KiB" in job.stdout
-    assert "Without gloo: left out by --no-gloo." in job.stdout
-
-
-def test_averages_of_other_dtypes_and_a_picture(tmp_path: Path) -> None:
+def test_averages_of_other_dtypes_as_a_table_that_is_printed_once_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "allreduce.png"
-    options = ["--dtypes", "bfloat16,float64", "--op", "average", "--warm", "--plot", str(picture)]
+    options = ["--dtypes", "bfloat16,float64", "--op", "average", "--warm", "--no-gloo", "--plot", str(picture)]
     job = run_job(MODULE, 2, args=[*QUICK, *options]).check()
+    assert job.stdout.count("allreduce of one tensor, op average, in place, 2 ranks on 1 node(s)") == 1
     for line in (
-        "op average",
+        "300 KiB",
+        "Without gloo: left out by --no-gloo.",
         "warm caches",
         "bfloat16 ratios",
         "float64 ratios",
@@ -72,9 +67,10 @@ def test_step_in_json() -> None:
 def test_step_as_table_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "step.png"
-    job = run_job(MODULE, 2, args=[*STEP, "--no-ddp", "--plot", str(picture)]).check()
+    job = run_job(MODULE, 2, args=[*STEP, "--no-ddp", "--no-horovod", "--plot", str(picture)]).check()
     assert job.stdout.count("training step, float32, SGD, 2 ranks on 1 node(s)") == 1
     assert "Without gloo: left out by --no-ddp." in job.stdout
+    assert "Without Horovod: left out by --no-horovod." in job.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

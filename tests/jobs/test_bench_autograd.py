@@ -22,9 +22,3 @@ def test_json_has_all_that_was_measured() -> None:
     assert set(used["ratios"]) == {"safe/TensorPipe", "smart/TensorPipe", "smart/safe"}
     assert all(each["median"] > 0 for result in (used, unused) for each in result["found"].values())
     assert len(found["analysis"]) == 3
-
-
-def test_it_is_for_two_ranks() -> None:
-    job = run_job(MODULE, 1, args=SHORT)
-    assert job.returncode == 2, job.describe()
-    assert "for two ranks" in job.stderr

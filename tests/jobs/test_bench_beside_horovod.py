@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from job import CHECKOUT, run_job
+from job import CHECKOUT, STARTUP, run_job
 
 pytestmark = pytest.mark.job
 
 MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 FAKE = Path(__file__).resolve().parents[1] / "bench" / "fake_horovod"
-# job.py puts the checkout alone on the path of a job.
-PATH = {"PYTHONPATH": f"{FAKE}:{CHECKOUT}"}
+# Else job.py puts the last two on the path of a job.
+PATH = {"PYTHONPATH": f"{FAKE}:{CHECKOUT}:{STARTUP}"}
 ALLREDUCE = ["bench", "allreduce", "--sizes", "64KiB", "--repetitions", "3", "--no-gloo", "--json"]
 STEP = ["bench", "step", "--models", "small", "--repetitions", "2", "--no-ddp", "--json"]
 
@@ -45,7 +45,7 @@ def test_a_horovod_that_does_not_start_is_left_out(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "torch.py").write_text("raise ImportError('built for another torch')")
-    job = run_job(MODULE, 2, args=ALLREDUCE, env={"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}).check()
+    job = run_job(MODULE, 2, args=ALLREDUCE, env={"PYTHONPATH": f"{tmp_path}:{CHECKOUT}:{STARTUP}"}).check()
     found = json.loads(job.stdout)
     assert found["horovod"] is None
     assert "built for another torch" in found["left_out"][1]
@@ -57,8 +57,3 @@ def test_a_horovod_that_does_not_start_is_left_out(tmp_path: Path) -> None:
         "pass, shared",
         "memcpy",
     }
-
-
-def test_no_horovod_on_request() -> None:
-    job = run_job(MODULE, 1, args=[*ALLREDUCE, "--no-horovod"], env=PATH).check()
-    assert "Without Horovod: left out by --no-horovod." in json.loads(job.stdout)["left_out"]

@@ -57,12 +57,6 @@ def test_json_has_all_that_was_measured() -> None:
         assert ("hvlike/TensorPipe" in each["ratios"]) is not idle
 
 
-def test_tensorpipe_is_left_out_on_request() -> None:
-    text = run_job(MODULE, 2, args=[*SHORT, "--no-tensorpipe"]).check().stdout
-    assert "Without TensorPipe: left out by --no-tensorpipe." in text
-    assert "hvlike / MPI" in text
-
-
 def test_it_is_for_two_ranks() -> None:
     job = run_job(MODULE, 1, args=SHORT)
     assert job.returncode == 2, job.describe()

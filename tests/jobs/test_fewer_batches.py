@@ -22,8 +22,7 @@ for batch in range(batches):
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("nodes", ["one", "several"])
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, "one"), (3, "several")])
 def test_the_others_are_told_who_left(ranks: int, nodes: str) -> None:
     job = run_job(PROGRAM, ranks, env={"HVLIKE_RANKS_PER_NODE": "1"} if nodes == "several" else None, timeout=60)
     assert job.returncode != 0, job.describe()

@@ -8,7 +8,7 @@ from job import run_job
 pytestmark = pytest.mark.job
 
 PROGRAM = """
-import time
+import sys, time
 import torch
 import hvlike as hvd
 
@@ -16,7 +16,7 @@ hvd.init()
 for _ in range(8):
     early = hvd.allreduce(torch.ones(1), name="early")
 if hvd.rank() == 1:
-    time.sleep(4.0)
+    time.sleep(float(sys.argv[1]))
 total = hvd.allreduce(torch.ones(3), name="late", op=hvd.Sum)
 assert torch.equal(total, torch.full((3,), float(hvd.size())))
 print(f"rank {hvd.rank()} done", flush=True)
@@ -24,7 +24,7 @@ print(f"rank {hvd.rank()} done", flush=True)
 
 
 def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last() -> None:
-    job = run_job(PROGRAM, 3, env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1"}).check()
+    job = run_job(PROGRAM, 3, args=["4"], env={"HVLIKE_STALL_CHECK_TIME_SECONDS": "1"}).check()
     assert "waiting for remainder of ranks for more than 1 seconds" in job.stderr
     # In the first report rank 2 may be missing, too, where it is late itself.
     waits = r"rank 0 \(\S*program.py:11, since \d+ s\), rank 2 \(\S*program.py:11, since \d+ s\)"
@@ -89,11 +89,11 @@ def test_the_shutdown_limit_raises_on_every_rank() -> None:
 
 def test_the_check_can_be_switched_off() -> None:
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"}
-    assert "waiting for remainder" not in run_job(PROGRAM, 2, env=limits).check().stderr
+    assert "waiting for remainder" not in run_job(PROGRAM, 2, args=["2.5"], env=limits).check().stderr
 
 
 def test_a_wait_of_ordinary_length_is_not_worth_a_word() -> None:
-    job = run_job(PROGRAM, 2).check()
+    job = run_job(PROGRAM, 2, args=["2"]).check()
     assert "waiting for remainder" not in job.stderr
 
 

@@ -130,7 +130,7 @@ def test_process_sets() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("ranks", "overlap"), [(1, "0"), (3, "0"), (2, "1")])
+@pytest.mark.parametrize(("ranks", "overlap"), [(1, "0"), (3, "1")])
 def test_shutdown_and_init_again(ranks: int, overlap: str) -> None:
     job = run_job(AGAIN, ranks, env={"HVLIKE_OVERLAP": overlap}).check()
     assert job.stdout.count("done") == ranks
