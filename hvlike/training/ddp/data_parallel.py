@@ -13,23 +13,28 @@ from torch import Tensor, nn
 # What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 from torch._compile import _disable_dynamo as untraced
 
+from hvlike.collectives.allreduce import allreduce
 from hvlike.collectives.context import Context, current
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.errors import DataParallelError, UsageError
+from hvlike.planes.ops import ReduceOp
 from hvlike.training.ddp.arguments import check_bucket_cap, check_devices, check_module, check_ranks, moved
 from hvlike.training.ddp.buffers import Buffers
 from hvlike.training.ddp.comm_hooks import compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook
+from hvlike.training.ddp.join_hook import DataParallelHook
 from hvlike.training.ddp.module_gradients import ModuleGradients
-from hvlike.training.ddp.start import start_alike
+from hvlike.training.ddp.start import give, start_alike
+from hvlike.training.joining.join import Join
+from hvlike.training.joining.joinable import Joinable, JoinConfig
 from hvlike.training.misuse import warn_user
 from hvlike.training.reduction import Reduction
 
 OWNER = "DistributedDataParallel"
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """A module that is trained on the data of all ranks: `.grad` holds averages when backward() returns.
 
     module: the same on every rank; kept as `.module`. device_ids, output_device: one GPU, or None. dim: accepted for
@@ -76,7 +81,8 @@ class DistributedDataParallel(nn.Module):
         parameters = check_module(module, ignored)
         device = check_devices(device_ids, output_device, parameters)
         reduction = Reduction(process_set=ranks, owner=OWNER, bucket_bytes=check_bucket_cap(bucket_cap_mb))
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         if check_reduction:
             warn_user("The `check_reduction` argument in `DistributedDataParallel` is deprecated.", FutureWarning)
         self.module = module
@@ -118,6 +124,7 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the module and the arguments; a reduction under way is not among them."""
         state = self.__dict__.copy()
+        state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
         gradients = self._gradients
         state["_gradients"] = gradients.reduction, gradients.hook, gradients.hook_state
         state["_buffer_sync"] = None
@@ -129,10 +136,14 @@ class DistributedDataParallel(nn.Module):
         self._gradients = self._new_gradients(reduction)
         self._gradients.reduce_by(None, hook, hook_state)
 
+    def _parameters_to_train(self) -> dict[str, Tensor]:
+        return check_module(self.module, self.parameters_to_ignore)
+
     def _new_gradients(self, reduction: Reduction) -> ModuleGradients:
-        parameters = check_module(self.module, self.parameters_to_ignore)
         unused = self.find_unused_parameters
-        return ModuleGradients(parameters, reduction, find_unused=unused, static_graph=self.static_graph)
+        return ModuleGradients(
+            self._parameters_to_train(), reduction, find_unused=unused, static_graph=self.static_graph
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,14 +175,64 @@ class DistributedDataParallel(nn.Module):
         self._gradients.reduce_by(compression, hook if compression is None else None, state)
         self._has_hook = True
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of inputs; see hvlike.join.Join.
+
+        divide_by_initial_world_size: gradients of ranks without inputs count as zeros in averages, else not at all.
+        Source: torch DistributedDataParallel.join.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> DataParallelHook:
+        """Return what a Join context needs; of its keywords divide_by_initial_world_size counts. See Joinable."""
+        divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        return DataParallelHook(self._gradients, self._take_over, self._reduces_now, divide_by_active=divide_by_active)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See Joinable."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessSet:
+        """See Joinable."""
+        return self.process_set
+
+    def _take_over(self, root_rank: int) -> None:
+        """Give all ranks the module of one, after a Join context. Collective over the process set; blocks."""
+        buffers = dict(self._named_buffers()) if self.forward_sync_buffers else {}
+        give(self._parameters_to_train(), buffers, root_rank, self._gradients.reduction.process_set)
+        # Ranks that have left early do not know what the last forward was.
+        self.require_forward_param_sync = True
+
+    def _reduces_now(self, wanted: bool) -> bool:
+        """Say in a Join context, and hear from the others, whether this iteration's backward pass reduces.
+
+        Collective over the process set; blocks.
+        """
+        flag = torch.tensor(int(wanted))
+        where = self._gradients.reduction.process_set
+        return bool(allreduce(flag, op=ReduceOp.MAX, name=f"{self._gradients.name}.reduces", process_set=where))
+
     @untraced
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._gradients.before_forward()
+        if not is_inside_backward():
+            Join.notify_join_context(self)
         if self.require_forward_param_sync and self._syncs_buffers() and not is_inside_backward():
-            self._find_buffers(current()).sync(from_highest=False)
+            self._find_buffers(current()).sync(from_highest=self._join_config.enable)
+        if self._join_config.enable and self._gradients.hook is not None:
+            self._reduces_now(self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = moved(inputs, self.device), moved(kwargs, self.device)
         return inputs, kwargs

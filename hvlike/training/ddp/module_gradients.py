@@ -204,12 +204,7 @@ class ModuleGradients(Gradients):
         self.hook_state = state
         self._drop_reducer()
 
-    def prepare(self) -> None:
-        """Make what reduces now, under its name; the plan follows with the first step. Local."""
-        self._refresh()
-        self._ready_reducer()
-
-    def zeros(self) -> None:
+    def reduce_zeros(self) -> None:
         """Take part in a reduction of the others with a hook, without gradients of one's own. Collective; blocks."""
         reducer = self._ready_reducer()
         if reducer is not None:
@@ -234,9 +229,16 @@ class ModuleGradients(Gradients):
             return ()
         return [Entry(_USED, (len(self._slots),), torch.int32, torch.device("cpu"))]
 
+    def abandon(self) -> None:
+        """Forget the iteration that an error elsewhere has interrupted. Local."""
+        super().abandon()
+        self._missing = None
+        self._pending = False
+
     def _abandon(self) -> None:
         super()._abandon()
         self._twice = []
+        self._under_way = False
 
 
 def _is_reached(slot: Slot) -> bool:
