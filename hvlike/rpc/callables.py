@@ -43,6 +43,11 @@ def name_of(func: Any) -> str:
     return str(_find_operator(func) or getattr(func, "__qualname__", type(func).__qualname__))
 
 
+def described(about: object) -> str:
+    """What a message is about, in words: it is given as such, or as the function that is called or answered."""
+    return about if isinstance(about, str) else name_of(about)
+
+
 def missing_name(error: AttributeError | ImportError) -> RuntimeError:
     """What to raise where a name that came does not exist on this worker."""
     return RuntimeError(

@@ -12,7 +12,6 @@ import torch
 
 from hvlike.rpc import contexts, profiling, rrefs
 from hvlike.rpc.agent import Agent, current
-from hvlike.rpc.callables import name_of
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.functions import is_async, run
@@ -127,7 +126,7 @@ def packed_call(
         rank,
         cloudpickle=agent.options.cloudpickle,
         context=contexts.current(),
-        about=name_of(func),
+        about=func,
         records=torch.is_grad_enabled(),
     )
     return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
@@ -205,7 +204,7 @@ def _open(agent: Agent, request: Request) -> None:
     """Serve a call: in a thread of its own time."""
     incoming = Incoming(request.source)
     func, args, kwargs = unpack(request.packed, incoming)
-    request.about = name_of(func)
+    request.about = func
     if is_recorded(agent.fabric.recorder):
         request, func = observed_request(agent, request, func, args)
     request.answers_last = not is_async(func)

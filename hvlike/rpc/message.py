@@ -73,8 +73,8 @@ class Request:
         self.packed = packed
         self.came = came
         """When it arrived, in seconds of time.monotonic()."""
-        self.about = ""
-        """The function it asks for, once that is known; for reports."""
+        self.about: object = ""
+        """The function it asks for, once that is known, or words; for reports (callables.described)."""
         self.answers_last = False
         """The answer is the last thing that the handler does, in its own thread, which sends it when it listens again.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvlike.rpc import contexts, sparse
-from hvlike.rpc.callables import cloud_pickler, missing_name, reduce_builtin
+from hvlike.rpc.callables import cloud_pickler, described, missing_name, reduce_builtin
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
 from hvlike.rpc.single import record_of, tensor_of
@@ -57,8 +57,8 @@ class Outgoing:
     """One message being built; made by the caller of `pack`.
 
     destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle. context: that of
-    distributed autograd that it belongs to; about: the function that it calls or answers; records: whether gradients
-    may come back for its tensors.
+    distributed autograd that it belongs to; about: the function that it calls or answers, or what to say of it;
+    records: whether gradients may come back for its tensors.
     """
 
     __slots__ = ("about", "cloudpickle", "context", "destination", "graded", "records", "undo")
@@ -69,7 +69,7 @@ class Outgoing:
         *,
         cloudpickle: bool = False,
         context: int = NO_CONTEXT,
-        about: str = "",
+        about: object = "",
         records: bool = True,
     ) -> None:
         self.destination = destination
@@ -144,7 +144,7 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
 
 def _noted(packed: Packed, outgoing: Outgoing) -> Packed:
     graded = outgoing.graded if outgoing.records else ()
-    note = contexts.installed().sent(outgoing.context, outgoing.destination, outgoing.about, graded)
+    note = contexts.installed().sent(outgoing.context, outgoing.destination, described(outgoing.about), graded)
     return Packed(packed.body, packed.storages, note)
 
 

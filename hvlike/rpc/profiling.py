@@ -22,7 +22,7 @@ from torch.autograd import profiler
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc import remote_events
 from hvlike.rpc.agent import Agent
-from hvlike.rpc.callables import name_of
+from hvlike.rpc.callables import described, name_of
 from hvlike.rpc.functions import async_execution, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import Packed, Request
@@ -169,7 +169,7 @@ class ObservedRequest(Request):
 
     def __init__(self, request: Request, stay: Stay | None) -> None:
         super().__init__(request.source, request.number, request.kind, request.packed, request.came, request._respond)
-        self.about = request.about
+        self.about = described(request.about)
         self._stay = stay
 
     def answer(self, packed: Packed) -> None:

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hvlike.rpc.callables import described
+
 if TYPE_CHECKING:
     from hvlike.rpc.agent import Agent
 
@@ -31,7 +33,7 @@ def describe_state(agent: Agent) -> State:
     requests = sorted(agent.open.values(), key=lambda request: request.came)
     return State(
         parting=agent.parting.begun,
-        serving=tuple((each.source, each.about, now - each.came) for each in requests[:_MOST]),
+        serving=tuple((each.source, described(each.about), now - each.came) for each in requests[:_MOST]),
         serving_in_all=len(requests),
         waiting=tuple(sorted(agent.pending.ranks().items())),
     )

@@ -92,6 +92,7 @@ class Channel:
         self._direct = direct
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
+        self._status = mpi.Status()
         self._handlers: dict[int, Handler] = {}
         self._early: dict[int, list[tuple[int, Any, list[torch.Tensor]]]] = {}
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
@@ -210,7 +211,11 @@ class Channel:
 
     def _match(self) -> bool:
         """Begin to receive the next message, if there is one."""
-        message = self._comm.Improbe(tag=_MESSAGE_TAG, status=(status := self._mpi.Status()))
+        status = self._status
+        message = self._comm.Improbe(tag=_MESSAGE_TAG, status=status)
+        if message is None and self._expecting:
+            # The first look has MPI take in what has come and may not see it yet.
+            message = self._comm.Improbe(tag=_MESSAGE_TAG, status=status)
         if message is None:
             return False
         source = status.Get_source()
