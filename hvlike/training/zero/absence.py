@@ -68,8 +68,10 @@ def tell(plane: Plane, leader: int, rank: int, command: Command | None) -> Routi
     return told
 
 
-def send_gradients(plane: Plane, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]) -> Routine[None]:
-    """Give the parameters of the absent ranks the leader's gradients there.
+def send_gradients(
+    plane: Plane, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]
+) -> Routine[dict[Tensor, Tensor]]:
+    """Send the leader's gradients to the absent ranks; return those that came here, by parameter.
 
     shares: for each rank the parameters whose gradients it needs; none for those that are active.
     """
@@ -80,11 +82,14 @@ def send_gradients(plane: Plane, leader: int, rank: int, shares: Sequence[Sequen
     if mine:
         receives[leader] = torch.empty(sum(_bytes(parameter) for parameter in mine), dtype=torch.uint8)
     yield from plane.alltoall(sends, receives)
-    if mine:
-        for parameter, part in zip(mine, torch.split(receives[leader], [_bytes(each) for each in mine]), strict=True):
-            # A copy: the parts of a flat tensor need not lie where their dtype may.
-            gradient = part.clone().view(parameter.dtype).view(parameter.shape)
-            parameter.grad = gradient.to(parameter.device)
+    if not mine:
+        return {}
+    parts = torch.split(receives[leader], [_bytes(each) for each in mine])
+    # Copies: the parts of a flat tensor need not lie where their dtype may.
+    return {
+        parameter: part.clone().view(parameter.dtype).view(parameter.shape).to(parameter.device)
+        for parameter, part in zip(mine, parts, strict=True)
+    }
 
 
 def total_norm(plane: Plane, size: int, gradients: Sequence[Tensor], norm_type: float) -> Routine[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hvlike.collectives.context import current
 from hvlike.collectives.objects import broadcast_object
 from hvlike.training.joining.joinable import BuiltInHook
 from hvlike.training.zero import misuse
@@ -40,12 +39,6 @@ class ZeroHook(BuiltInHook):
             raise misuse.joined_before_step()
         self._optimizer.is_absent = True
 
-    def settle(self) -> None:
-        """Wait until an update that the others have finished is finished here. Local; blocks."""
-        steps = self._steps()
-        # They have finished it only once this rank had begun it, so it does not look as if it were still to come.
-        current().fabric.loop.wait(lambda: steps.is_waiting)
-
     def abandon(self) -> None:
         """See BuiltInHook."""
         self._end()
@@ -58,6 +51,7 @@ class ZeroHook(BuiltInHook):
             options = options_of(optimizer.param_groups)
             told = broadcast_object(options, self.context.authority, process_set=optimizer.process_set)
             copy_options(told, optimizer.param_groups)
+            copy_options(told, optimizer.optim.param_groups)
 
     def _end(self) -> None:
         self._steps().divides_by_active = False

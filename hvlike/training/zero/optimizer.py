@@ -28,11 +28,12 @@ from hvlike.training.zero.arguments import check_parameters, check_type
 from hvlike.training.zero.consolidation import States, consolidate
 from hvlike.training.zero.gradient_reduction import GradientReduction
 from hvlike.training.zero.join_hook import ZeroHook
+from hvlike.training.zero.lent_gradients import gradients_of
 from hvlike.training.zero.options import Options, copy_options, options_of
 from hvlike.training.zero.parameter_exchange import ParameterExchange
 from hvlike.training.zero.shard_files import make_shard, merge_shards
 from hvlike.training.zero.shares import Shares
-from hvlike.training.zero.steps import Steps, stand_in_of
+from hvlike.training.zero.steps import Steps, StepShare
 from hvlike.transport.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
@@ -179,10 +180,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._reduce()
         return loss
 
-    def _step_absent(self, options: Options, arguments: dict[str, Any]) -> None:
+    def _step_absent(
+        self, options: Options, arguments: dict[str, Any], gradients: Mapping[Tensor, Tensor | None]
+    ) -> None:
         """Update this rank's share while it is out of data; in the loop."""
         copy_options(options, self._groups)
-        self.step_share(None, arguments)
+        with gradients_of(gradients):
+            self.step_share(None, arguments)
         self._step += 1
 
     @untraced
@@ -299,9 +303,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         exchange = ParameterExchange(self._shares, self.rank, as_buckets=self.parameters_as_bucket_view)
         reduction = GradientReduction(self._shares, self.rank) if self.reduces_gradients else None
         # Nothing below refers back: what is dropped is gone at once, on every rank.
-        step_absent: WeakMethod[Callable[[Options, dict[str, Any]], None]] = WeakMethod(self._step_absent)
+        step_absent: WeakMethod[StepShare] = WeakMethod(self._step_absent)
         self._steps = Steps(self._lane, self._shares, self.rank, exchange, reduction, step_absent)
-        self._lane.stand_in = stand_in_of(self._steps)
+        self._lane.stand_in = self._steps.stand_in
         if self.world_size > 1:
             self._lane.agree()
 

@@ -6,7 +6,8 @@ that are in it, while later buckets are still under way. After the last bucket a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hvlike.collectives.handles import Handle
 from hvlike.errors import UsageError
 from hvlike.training.ddp.grad_bucket import GradBucket, split
 from hvlike.training.ddp.hooked_reducer import Hook, wait_for
+from hvlike.training.zero.lent_gradients import gradients_of
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 WARM_UP = 2
@@ -91,7 +93,8 @@ class _Overlap:
             try:
                 pending = self._update()
                 if bucket.is_last():
-                    self._with_gradients(self._reduced, lambda: self._zero.share({}))
+                    with self._only(self._reduced):
+                        self._zero.share({})
             except BaseException:
                 self._started, self._reduced = [], {}
                 raise
@@ -108,21 +111,14 @@ class _Overlap:
             parameters = bucket.parameters()
             shapes = [parameter.shape for parameter in parameters]
             reduced = dict(zip(parameters, split(result, shapes), strict=True))
-            self._with_gradients(reduced, lambda: self._zero.step_share(None, {}))
+            with self._only(reduced):
+                self._zero.step_share(None, {})
             self._reduced |= reduced
         return result
 
-    def _with_gradients(self, gradients: dict[Tensor, Tensor], work: Callable[[], object]) -> None:
-        """Do `work` while parameters have these gradients and no others."""
-        parameters = self._zero.parameters
-        kept = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = gradients.get(parameter)
-        try:
-            work()
-        finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+    def _only(self, gradients: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
+        """While parameters have these gradients and no others."""
+        return gradients_of({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
 
 
 def _wait(pending: Any) -> Tensor:

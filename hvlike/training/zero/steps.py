@@ -13,7 +13,7 @@ job begins with the question who is there, and the highest of those says what fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hvlike.collectives.planned_lane import PlannedLane
 from hvlike.collectives.shadow import CountingJob
+from hvlike.errors import HorovodInternalError
 from hvlike.planes.plane import Plane
 from hvlike.training.zero.absence import (
     CLIP,
@@ -40,6 +41,9 @@ from hvlike.training.zero.parameter_exchange import ParameterExchange
 from hvlike.training.zero.shares import Shares
 from hvlike.transport.routine import Routine
 
+StepShare = Callable[[Options, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
+"""Updates the share of a rank with these options, keywords and gradients."""
+
 
 class Steps:
     """The jobs of one rank; see the head of this file."""
@@ -51,16 +55,17 @@ class Steps:
         rank: int,
         exchange: ParameterExchange,
         reduction: GradientReduction | None,
-        step_share: WeakMethod[Callable[[Options, dict[str, Any]], None]],
+        step_share: WeakMethod[StepShare],
     ) -> None:
-        """step_share: lets this rank, while it is absent, update its share with these options and keywords."""
+        """lane: has `stand_in` of this object, and keeps it alive; not the reverse.
+
+        step_share: lets this rank update its share while it is absent.
+        """
         self.divides_by_active = False
         """Gradients are divided by the number of active ranks, not of all."""
         self.is_reduced = False
         """Gradients have been reduced and not been used yet."""
-        self.is_waiting = True
-        """Of an absent rank: nothing that it stands in for is half done here."""
-        self._lane = lane
+        self._lane = ref(lane)
         self._shares = shares
         self._rank = rank
         self._exchange = exchange
@@ -74,7 +79,7 @@ class Steps:
 
     def reduce(self) -> int:
         """Reduce the gradients. Collective; blocks; how many ranks were active."""
-        active = self._lane.run(self._reduce)
+        active = self._run(self._reduce)
         self.is_reduced = True
         return active
 
@@ -88,7 +93,7 @@ class Steps:
             norms.append((yield from self._clip(plane, clipping)))
             return present
 
-        self._lane.run(job)
+        self._run(job)
         return norms[0]
 
     def update(self, options: Options, arguments: dict[str, Any]) -> int:
@@ -96,25 +101,25 @@ class Steps:
 
         options, arguments: what an absent rank updates its share with.
         """
-        active = self._lane.run(lambda plane: self._update(plane, options, arguments))
+        active = self._run(lambda plane: self._update(plane, options, arguments))
         self.is_reduced = False
         return active
 
+    def _run(self, job: CountingJob) -> int:
+        lane = self._lane()
+        assert lane is not None
+        return lane.run(job)
+
     # What one does that is absent
 
-    def follow(self, plane: Plane) -> Routine[int]:
+    def stand_in(self) -> CountingJob:
         """The job of an absent rank: do what the others need, whatever it is."""
-        try:
-            if not self._knows_of_absence:
-                return (yield from self._guess(plane))
-            return (yield from self._obey(plane))
-        finally:
-            self.is_waiting = True
+        return self._follow
 
-    def _obey(self, plane: Plane) -> Routine[int]:
-        """Somebody is known to be absent: the others say what comes next."""
+    def _follow(self, plane: Plane) -> Routine[int]:
+        if not self._knows_of_absence:
+            return (yield from self._guess(plane))
         present, command = yield from self._ask(plane, None)
-        self.is_waiting = False
         if command is None:
             return 0
         if command.kind == REDUCE and self._reduction is not None:
@@ -137,7 +142,6 @@ class Steps:
             return present
         yield from self._exchange.run(plane)
         present = yield from plane.end_count()
-        self.is_waiting = False
         self.is_reduced = False
         self._note(present)
         if present:
@@ -189,14 +193,18 @@ class Steps:
                 ]
                 for rank in range(self._shares.ranks)
             ]
-            if is_absent:
-                for parameter in self._own:
-                    parameter.grad = None
-            yield from send_gradients(plane, present[-1], self._rank, shares)
+            received = yield from send_gradients(plane, present[-1], self._rank, shares)
+            gradients = [received.get(parameter) for parameter in self._own]
+        else:
+            gradients = [parameter.grad for parameter in self._own]
         if is_absent:
             step_share = self._step_share()
-            assert step_share is not None
-            step_share(command.options, command.arguments)
+            if step_share is None:
+                raise HorovodInternalError(
+                    "ZeroRedundancyOptimizer: other ranks make steps of an optimizer that this rank has dropped. Keep "
+                    "it on every rank while any uses it."
+                )
+            step_share(command.options, command.arguments, dict(zip(self._own, gradients, strict=True)))
         yield from self._exchange.run(plane)
 
     def _clip(self, plane: Plane, clipping: Clipping) -> Routine[Tensor]:
@@ -212,11 +220,16 @@ class Steps:
     @property
     def _knows_of_absence(self) -> bool:
         """All ranks know that one is absent. A lane that was opened anew begins without."""
-        return self._incomplete is not None and self._incomplete == self._lane.serial
+        return self._incomplete is not None and self._incomplete == self._serial
+
+    @property
+    def _serial(self) -> int | None:
+        lane = self._lane()
+        return None if lane is None else lane.serial
 
     def _note(self, present: int) -> None:
         if 0 < present < self._shares.ranks:
-            self._incomplete = self._lane.serial
+            self._incomplete = self._serial
 
     def _begin(self, plane: Plane, command: Command) -> Routine[int]:
         """Begin a job that is the same on absent ranks once they know of it."""
@@ -240,15 +253,3 @@ class Steps:
             gradients = [each.grad.detach() for each in self._own if each.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, self._shares.ranks / present)
-
-
-def stand_in_of(steps: Steps) -> Callable[[], CountingJob]:
-    """What makes the job of an absent rank, as long as there are `steps`: their lane does not keep them alive."""
-    reference = ref(steps)
-
-    def stand_in() -> CountingJob:
-        alive = reference()
-        assert alive is not None
-        return alive.follow
-
-    return stand_in
