@@ -60,6 +60,20 @@ class JoinEnd:
     """What was spare on every rank."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A rank has left a Join context by an exception."""
+
+    error: HorovodInternalError
+    """What the others shall raise."""
+    steps: Mapping[str, int]
+    """How many steps of each plan it has taken part in; those can be completed."""
+
+    def misses(self, name: str, step: int) -> bool:
+        """Whether it takes no part in this step."""
+        return step > self.steps.get(name, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class LeaveRequest:
     """What a rank says when it leaves a Join context, well or badly."""

@@ -57,7 +57,7 @@ class Membership:
             trace,
         )
         self.shadows = Shadows(self.lanes, self.negotiator)
-        self.rounds = Rounds(self.shadows, self.negotiator)
+        self.rounds = Rounds(self.shadows, self.negotiator, fabric.loop.perform)
         switchboard.connect(group.number, self.negotiator)
 
     def _open_express(self) -> Routine[None]:

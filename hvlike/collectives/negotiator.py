@@ -19,7 +19,7 @@ from typing import Any
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.coordinator import Announcement, Coordinator
 from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
-from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, neutral_tensors
+from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, Failure, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
@@ -73,7 +73,7 @@ class Negotiator:
         """Steps of each planned reduction that this rank has entered."""
         self.stand_in: Callable[[Verdict], Request | None] = stand_in
         """Makes the request of a rank that has joined from what the others ask for."""
-        self.on_failure: Callable[[int, HorovodInternalError], None] = _ignore_failure
+        self.on_failure: Callable[[int, Failure], None] = _ignore_failure
         """Told in the loop which Join context, by its number, a member has left by an exception."""
         self._fabric = fabric
         self._group = group
@@ -189,9 +189,15 @@ class Negotiator:
                 )
         return True
 
-    def report_failure(self, number: int, error: HorovodInternalError) -> None:
-        """This rank leaves its Join context of this number by an exception; all members are told of `error`."""
-        self._fabric.loop.post(lambda: self._report(FAILURE, (number, error)))
+    def report_failure(self, number: int, failure: Failure) -> None:
+        """This rank leaves its Join context of this number by an exception; all members are told."""
+        self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
+
+    def stop_steps(self, failure: Failure) -> None:
+        """End the planned steps that this rank waits in and a member will not take part in; in the loop."""
+        for (kind, name), stop in list(self._stoppable.items()):
+            if kind == STEP and failure.misses(name, self.steps.get(name, 0)):
+                stop(failure.error)
 
     def _know_thread(self) -> None:
         """The calling thread uses hvlike in this set."""
@@ -248,7 +254,7 @@ class Negotiator:
             elif what == FAILURE and not coordinator.failing:
                 # First this, so that a member knows the reason when what it waits for fails.
                 self._tell_all(FAILED, value)
-                coordinator.fail_all(value[1])
+                coordinator.fail_all(value[1].error)
 
     def watch(self) -> None:
         """On the coordinator, look for stalls; called about four times a second."""
@@ -360,7 +366,7 @@ class Negotiator:
         return Answer(number, unfinished, last, dict(self.steps))
 
 
-def _ignore_failure(number: int, error: HorovodInternalError) -> None:
+def _ignore_failure(number: int, failure: Failure) -> None:
     """Nobody here is in a Join context."""
 
 

@@ -153,7 +153,6 @@ class PlannedReducer:
             return {}
         try:
             schedule = self.schedule or self._agree(tensors)
-            self._membership.rounds.check()
             replaced: dict[int, torch.Tensor] = {}
             sparse: dict[int, SparseSum] = {}
             if schedule.plan.sparse or any(map(_is_sparse, tensors)):
@@ -209,6 +208,11 @@ class PlannedReducer:
         """What the compressor remembers, in short."""
         memory = self._settings.memory
         return Mark() if memory is None else memory.mark()
+
+    @property
+    def healthy(self) -> bool:
+        """The agreed plan has had no error."""
+        return self.schedule is not None and self.schedule.lane.broken is None
 
     def shadow(self) -> Shadow:
         """See Planned."""
@@ -270,6 +274,7 @@ class PlannedReducer:
         negotiator = self._membership.negotiator
         key = (STEP, self.name)
         negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self.fail)
+        self._membership.rounds.check_step(self.name, self._step + 1, self.fail)
         try:
             with exposed(schedule.lane.recorder, self.name, self._step):
                 negotiator.wait(key, lambda: self._unfinished == 0, None)

@@ -131,7 +131,6 @@ class PlannedLane:
         lane, membership = self._lane, self._membership
         assert lane is not None
         assert membership is not None
-        membership.rounds.check()
         self._step += 1
         step = LaneStep(self, self._step)
 
@@ -153,6 +152,7 @@ class PlannedLane:
             negotiator = membership.negotiator
             key = (STEP, self.name)
             negotiator.enter_step(key, number, place_of_caller(), "", self.fail)
+            membership.rounds.check_step(self.name, number, self.fail)
             try:
                 with exposed(lane.recorder, self.name, number):
                     negotiator.wait(key, lambda: step.ended, None)
@@ -178,6 +178,11 @@ class PlannedLane:
                 "cannot join while it exists."
             )
         return Mark()
+
+    @property
+    def healthy(self) -> bool:
+        """The agreed lane has had no error."""
+        return self._lane is not None and self._lane.broken is None
 
     def shadow(self) -> Shadow:
         """See Planned."""

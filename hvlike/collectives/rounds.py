@@ -6,16 +6,19 @@ in a context before it has entered that context itself: what it still does befor
 
 from __future__ import annotations
 
-from hvlike.collectives.joining import LeaveEnd
+from collections.abc import Callable
+
+from hvlike.collectives.joining import Failure, LeaveEnd
 from hvlike.collectives.negotiator import Negotiator
 from hvlike.collectives.shadows import Shadows
-from hvlike.errors import HorovodInternalError, UsageError
+from hvlike.errors import HorovodInternalError, JoinError, UsageError
 
 
 class Rounds:
     """The Join contexts of this rank in one process set. Lives in the loop, but for `enter` and `check`."""
 
-    def __init__(self, shadows: Shadows, negotiator: Negotiator) -> None:
+    def __init__(self, shadows: Shadows, negotiator: Negotiator, perform: Callable[[Callable[[], None]], None]) -> None:
+        """perform: has something done in the loop."""
         self.inside = False
         """This rank is in a context."""
         self._entered = 0
@@ -23,19 +26,25 @@ class Rounds:
         """Of the last context that has begun in the loop."""
         self._shadows = shadows
         self._negotiator = negotiator
-        self._failure: HorovodInternalError | None = None
-        self._early: dict[int, HorovodInternalError] = {}
+        self._perform = perform
+        self._failure: Failure | None = None
+        self._early: dict[int, Failure] = {}
         negotiator.on_failure = self._hear
 
-    @property
-    def failure(self) -> HorovodInternalError | None:
-        """Why this context cannot go on: another rank has left it by an exception."""
-        return self._failure
-
     def check(self) -> None:
-        """Raise what has ended the context, if something has."""
+        """Raise JoinError if another rank has left the context by an exception."""
         if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+            raise JoinError(str(self._failure.error))
+
+    def check_step(self, name: str, step: int, fail: Callable[[HorovodInternalError], None]) -> None:
+        """Let a planned step fail, in the loop, that such a rank takes no part in. After it was entered.
+
+        The steps that it has taken part in are completed: all ranks have made the same ones then.
+        """
+        failure = self._failure
+        if failure is not None and failure.misses(name, step):
+            error = failure.error
+            self._perform(lambda: fail(error))
 
     def enter(self) -> int:
         """Return the number of the context that begins. Raises: UsageError inside another one of this process set."""
@@ -62,12 +71,12 @@ class Rounds:
         if end is None or end.failed:
             self._shadows.reset(() if end is None else end.spare_lanes)
 
-    def _hear(self, number: int, error: HorovodInternalError) -> None:
+    def _hear(self, number: int, failure: Failure) -> None:
         if number > self._number:
-            self._early[number] = error
+            self._early[number] = failure
         elif number == self._number and self.inside:
-            self._fail(error)
+            self._fail(failure)
 
-    def _fail(self, error: HorovodInternalError) -> None:
-        self._failure = error
-        self._shadows.fail(error)
+    def _fail(self, failure: Failure) -> None:
+        self._failure = failure
+        self._negotiator.stop_steps(failure)

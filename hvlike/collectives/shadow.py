@@ -149,6 +149,10 @@ class Planned(Protocol):
     def serial(self) -> int | None:
         """The number of the agreed plan; None while there is none."""
 
+    @property
+    def healthy(self) -> bool:
+        """There is an agreed plan, and it has had no error."""
+
     def mark(self) -> Mark:
         """What is remembered from step to step, in short."""
 

@@ -72,12 +72,10 @@ class Shadows:
         self._lanes.set_spare(healthy)
         self._negotiator.steps.clear()
 
-    def fail(self, error: BaseException) -> None:
-        """End every planned step, also those to come, on lanes that are lost with that; in the loop."""
-        for shadow in self._by_name.values():
-            shadow.stop(error)
-        for each in list(self.planned):
-            each.fail(error)
+    def steps(self) -> dict[str, int]:
+        """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
+        lost = {each.name for each in list(self.planned) if not each.healthy}
+        return {name: steps for name, steps in self._negotiator.steps.items() if name not in lost}
 
     def give_up(self) -> None:
         """The join failed; in the loop."""
@@ -89,7 +87,8 @@ class Shadows:
 
     def reset(self, spare_lanes: Iterable[int]) -> None:
         """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
-        self.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
+        for each in list(self.planned):
+            each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
         self.give_up()
         self._lanes.set_spare(spare_lanes)
         self._negotiator.steps.clear()

@@ -280,7 +280,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
-            Join.notify_join_context(self)
+            self._notify_join()
             self._gradients.prepare_for_scaler()
             self._reduced_by_user = False
 
@@ -309,10 +309,19 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """The ranks that gradients are reduced over."""
         return self.process_set
 
+    def _notify_join(self) -> None:
+        """Say that this rank has inputs, in a Join context that has to know."""
+        try:
+            Join.notify_join_context(self)
+        except RuntimeError:
+            # The context has ended: this step will never be completed.
+            self._gradients.abandon()
+            raise
+
     def _synchronize(self, call: str) -> None:
         gradients = self._gradients
         if gradients.phase is not Phase.SYNCHRONIZED and not gradients.reduction.of_deltas:
-            Join.notify_join_context(self)
+            self._notify_join()
         gradients.synchronize(call)
 
     # Order of calls
@@ -323,7 +332,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
                 raise misuse.not_synchronized()
         elif phase is not Phase.SYNCHRONIZED:
-            Join.notify_join_context(self)
+            self._notify_join()
             self._gradients.synchronize("optimizer.step()")
         elif self._reduced_by_user and not self._warned:
             self._warned = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvlike.collectives.context import current
 from hvlike.collectives.handles import Handle
-from hvlike.collectives.joining import LEAVE_KEY, JoinEnd, LeaveEnd, LeaveRequest, Scope
+from hvlike.collectives.joining import LEAVE_KEY, Failure, JoinEnd, LeaveEnd, LeaveRequest, Scope
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.request import Signature
 from hvlike.collectives.standing_in import begin_standing_in, set_away, settle
@@ -66,10 +66,13 @@ class JoinContext:
 
         Raises: RuntimeError where ranks shall end together and one has no inputs; JoinError.
         """
+        if not self._beats:
+            # What is planned finds out by itself that a rank has failed, in the same step on every rank.
+            return None
         self._rounds.check()
         if self._thrown:
             raise early_termination()
-        if not first or not self._beats:
+        if not first:
             return None
         handle = self._heartbeat.beat(active=True)
         if self._throws and active_ranks(handle) < self._membership.group.size:
@@ -167,12 +170,13 @@ class JoinContext:
         """
         negotiator = self._membership.negotiator
         if error is not None and not isinstance(error, JoinError) and not self._thrown:
-            negotiator.report_failure(self._number, self._describe(error))
+            failure = Failure(self._describe(error), self._membership.shadows.steps())
+            negotiator.report_failure(self._number, failure)
         failed = error is not None
         try:
             handle = self._start_leaving(failed=failed)
-            if error is not None and not isinstance(error, Exception):
-                # The user interrupts the program, or ends it: it shall not wait for anybody.
+            if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
+                # The program ends: it shall not wait for anybody.
                 return
             end: LeaveEnd = handle.result()
             failed = end.failed
@@ -210,11 +214,10 @@ class JoinContext:
         return submit(membership, signature, LEAVE_KEY[1], [], lambda request: ends[0], job=job)
 
     def _describe(self, error: BaseException) -> JoinError:
-        text = str(error).removesuffix(".")
+        text = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")
         return JoinError(
-            f"Rank {self._rank} has left the Join context of {self._what} by {type(error).__name__}: {text}. All "
-            "ranks have left it with that. They may have made different numbers of steps: give them one rank's "
-            "parameters before they go on."
+            f"Rank {self._rank} has left the Join context of {self._what} by {text}. All ranks have left it with that. "
+            "They may have made different numbers of steps: give them one rank's parameters before they go on."
         )
 
 
