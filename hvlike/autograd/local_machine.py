@@ -13,6 +13,7 @@ from hvlike.autograd.local_backward import LocalBackward
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.autograd.messages import Heading
 from hvlike.autograd.segment import Segment
+from hvlike.training.ddp.collecting import Collected, collecting
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]
 Emit = Callable[[int, int, Gradients | None], None]
@@ -31,10 +32,11 @@ class LocalMachine:
         emit: Emit,
         rank: int,
         ran: Callable[[Sequence[Segment]], None] | None,
+        pass_on: Callable[[], None],
     ) -> None:
         """backward: told of what happens in the context from the first call on. rank: of this worker.
 
-        ran: told of the segments that have run, after each step.
+        ran: told of the segments that have run, after each step. pass_on: see LocalBackward.
         """
         self._context = context
         self._backward = backward
@@ -43,6 +45,9 @@ class LocalMachine:
         self._emit = emit
         self._rank = rank
         self._ran = ran
+        self._pass_on = pass_on
+        self._collected = Collected(context.gradients)
+        """The data-parallel modules that the backward has come through."""
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Recv] = {}
         self._graph: LocalGraph | None = None
@@ -50,8 +55,17 @@ class LocalMachine:
 
     @property
     def finished(self) -> bool:
-        """Everything has run."""
-        return self._local is not None and self._local.finished
+        """Everything has run, and is reduced."""
+        return self._local is not None and self._local.finished and not self._collected
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Everything has run, and some of it is to be reduced over other ranks."""
+        return self._local is not None and self._local.finished and bool(self._collected)
+
+    def reduce(self) -> None:
+        """Reduce the gradients of data-parallel modules in the context. Blocks. Raises: what that raises."""
+        self._collected.reduce()
 
     def reach(self, sends: Collection[int] | None) -> Mapping[int, int]:
         """Go on from some sends, or from the roots; return what is reached newly: messages that came, their senders."""
@@ -80,6 +94,7 @@ class LocalMachine:
             retain_graph=self._heading.retain_graph,
             waits_for=sends,
             graph=graph,
+            pass_on=self._pass_on,
         )
         self._context.segments = self._local.segments
         self._local.engage(self._roots)
@@ -93,7 +108,8 @@ class LocalMachine:
     def step(self) -> None:
         """Run what can run. Raises: what the user's code raises."""
         if self._local is not None:
-            self._local.step()
+            with collecting(self._collected):
+                self._local.step()
             if self._ran is not None:
                 self._ran(self._local.segments)
 

@@ -56,6 +56,8 @@ class Run:
         self._observed = Observed(recorder, heading) if recorder.on else None
         ran = self._observed.ran if self._observed is not None else None
         machine = LocalMachine(context, self, heading, roots, self._emit, agent.rank, ran)
+        self._machine: LocalMachine | None = machine
+        """None when it is over: it holds a part of the graph."""
         self.part = Part(agent.rank, heading.mode, machine)
         self._events: deque[Event] = deque()
         self._lock = threading.Lock()
@@ -148,21 +150,34 @@ class Run:
     def _turn(self) -> None:
         """Take all events that are there, run what can run then, and send what follows."""
         with self.context.lock:
-            try:
-                while self._events:
-                    self._events.popleft()()
-                self.part.advance()
-            except BaseException as error:
-                self._fail_by(error)
-            letters = self.part.take_letters()
-            while letters:
-                self._send(letters)
-                letters = self._letters_about_lost(letters)
+            self._do(self._take_events)
+            machine = self._machine
+            if machine is not None and machine.is_unreduced and not self.is_over:
+                # That waits for other ranks; what they may wait for has been sent.
+                self._do(machine.reduce)
+            if self.is_over:
+                self._machine = None
         if self._observed is not None and self.is_over:
             self._observed.ended(self.part.error)
             self._observed = None
         if self.part.state is State.FAILED and not self._keeper.is_live(self.context):
             self._keeper.forget(self)
+
+    def _take_events(self) -> None:
+        while self._events:
+            self._events.popleft()()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do it, and what can be done then; send what follows."""
+        try:
+            work()
+            self.part.advance()
+        except BaseException as error:
+            self._fail_by(error)
+        letters = self.part.take_letters()
+        while letters:
+            self._send(letters)
+            letters = self._letters_about_lost(letters)
 
     def _fail_by(self, error: BaseException) -> None:
         text = str(error) or repr(error)

@@ -23,6 +23,7 @@ from hvlike.collectives.lifecycle import rank
 from hvlike.collectives.planned import Entry
 from hvlike.errors import UsageError
 from hvlike.training.ddp import misuse
+from hvlike.training.ddp.collecting import Collected, collection
 from hvlike.training.ddp.end_of_backward import EndOfBackward, is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.ddp.outputs import tensors_in
@@ -59,6 +60,8 @@ class ModuleGradients(Gradients):
         """A synchronised forward has been made; nothing of it is reduced yet."""
         self._under_way = False
         """A backward pass that reduces has begun and not come to its end."""
+        self._collection: Collected | None = None
+        """Of the backward pass under way, where its gradients do not go into `.grad`."""
         self._missing: dict[Slot, None] | None = None
         """What no backward pass since the last synchronised forward has reached; None: there was none."""
         self._expected: dict[Slot, int] = {}
@@ -99,6 +102,10 @@ class ModuleGradients(Gradients):
 
     def arrived(self, slot: Slot) -> None:
         """The hook: backward has finished a gradient, or with a static graph one of several parts of it."""
+        if collection() is not None:
+            slot.reached = True
+            self._is_reducing()
+            return
         if self.static_graph and self._is_reducing():
             slot.passes += 1
             if slot.passes < self._expected.get(slot, 0) or slot not in self._expected:
@@ -116,19 +123,43 @@ class ModuleGradients(Gradients):
 
     def _is_reducing(self) -> bool:
         """Whether the backward pass under way is one that reduces; an arrival may be the first that is seen of it."""
-        if not self._end.armed and self._pending:
+        if self._end.armed:
+            return True
+        if self._pending:
             self.arm()
         return self._end.armed
 
     def arm(self) -> None:
         """Reduce when the backward pass under way has ended. In it."""
-        if self._end.armed:
+        elsewhere = collection()
+        if self._end.armed or (elsewhere is not None and self._collection is elsewhere):
             return
         if self._under_way:
             # An earlier pass has failed half way: the other ranks may wait for the rest.
             self._complete()
         self._under_way = True
-        self._end.arm()
+        self._collection = elsewhere
+        if elsewhere is None:
+            self._end.arm()
+        else:
+            elsewhere.add(self)
+
+    def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Reduce what a backward pass has left in this map, by leaf; `.grad` stays as it is. Collective; blocks.
+
+        Raises: as backward().
+        """
+        parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
+        kept = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = gradients.get(parameter)
+            self._ended()
+        finally:
+            for parameter, before in zip(parameters, kept, strict=True):
+                reduced, parameter.grad = parameter.grad, before
+                if reduced is not None:
+                    gradients[parameter] = reduced
 
     def _ended(self) -> None:
         """The backward pass has ended. Collective; blocks."""
@@ -139,6 +170,7 @@ class ModuleGradients(Gradients):
     def _complete(self) -> list[str]:
         """Reduce all gradients; those that have arrived too often, by name."""
         self._pending = self._under_way = False
+        self._collection = None
         twice, self._twice = self._twice, []
         try:
             self.synchronize("backward()")

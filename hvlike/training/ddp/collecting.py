@@ -1,0 +1,66 @@
+"""Backward passes that collect gradients elsewhere than in `.grad`: which modules they have come through.
+
+Such a pass (hvlike.autograd) runs the graph in parts, so the end of one of torch's passes says nothing. Whoever runs it
+opens a Collected around each part and, when all have run, reduces what was collected.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Reduces(Protocol):
+    """The gradients of a module."""
+
+    def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Reduce those that are in a map, by leaf, and not in `.grad`."""
+
+
+class Collected:
+    """The modules that one backward pass has come through, in this order."""
+
+    def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
+        """gradients: where those of the leaves are when all has run."""
+        self._gradients = gradients
+        self._modules: dict[Reduces, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def add(self, module: Reduces) -> None:
+        """The pass has come through this module."""
+        self._modules[module] = None
+
+    def reduce(self) -> None:
+        """Reduce what was collected. Collective over the process sets of the modules; blocks."""
+        while self._modules:
+            module = next(iter(self._modules))
+            del self._modules[module]
+            module.reduce_in(self._gradients)
+
+
+class _Thread(threading.local):
+    collection: Collected | None = None
+
+
+_thread = _Thread()
+
+
+def collection() -> Collected | None:
+    """That of the pass that this thread runs a part of; None where gradients go into `.grad`."""
+    return _thread.collection
+
+
+@contextmanager
+def collecting(into: Collected) -> Iterator[None]:
+    """A part of a backward pass runs meanwhile, in this thread."""
+    before, _thread.collection = _thread.collection, into
+    try:
+        yield
+    finally:
+        _thread.collection = before
