@@ -32,11 +32,10 @@ class LocalMachine:
         emit: Emit,
         rank: int,
         ran: Callable[[Sequence[Segment]], None] | None,
-        pass_on: Callable[[], None],
     ) -> None:
         """backward: told of what happens in the context from the first call on. rank: of this worker.
 
-        ran: told of the segments that have run, after each step. pass_on: see LocalBackward.
+        ran: told of the segments that have run, after each step.
         """
         self._context = context
         self._backward = backward
@@ -45,7 +44,6 @@ class LocalMachine:
         self._emit = emit
         self._rank = rank
         self._ran = ran
-        self._pass_on = pass_on
         self._collected = Collected(context.gradients)
         """The data-parallel modules that the backward has come through."""
         self._sends: dict[int, Send] = {}
@@ -94,7 +92,6 @@ class LocalMachine:
             retain_graph=self._heading.retain_graph,
             waits_for=sends,
             graph=graph,
-            pass_on=self._pass_on,
         )
         self._context.segments = self._local.segments
         self._local.engage(self._roots)
