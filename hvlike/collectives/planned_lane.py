@@ -132,6 +132,7 @@ class PlannedLane:
         assert lane is not None
         assert membership is not None
         self._step += 1
+        membership.negotiator.steps[self.name] = self._step
         step = LaneStep(self, self._step)
 
         def run(plane: Plane) -> Routine[None]:

@@ -57,6 +57,7 @@ class JoinContext:
         """The body begins. Local."""
         for hook in self._built_in:
             hook.context = self
+        for hook in self._built_in:
             hook.begin()
 
     # -- in the body ----------------------------------------------------------------------------
@@ -188,9 +189,11 @@ class JoinContext:
             return
         finally:
             # Not before the lanes of what was half done are lost: the steps may still run there.
-            if failed:
-                for hook in self._built_in:
+            for hook in self._built_in:
+                if failed:
                     hook.abandon()
+                # The context knows the hook, too.
+                del hook.context
         if error is None and end.error is not None:
             raise JoinError(str(end.error))
 
