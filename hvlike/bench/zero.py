@@ -1,0 +1,195 @@
+"""bench zero: Adam with its state spread over the ranks beside Adam with all of it on each, step and memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+import hvlike
+from hvlike.bench.benchmark import Benchmark
+from hvlike.bench.comparison import Contestant, Entrant, compare
+from hvlike.bench.options import add_common, positive
+from hvlike.bench.peers import Peers
+from hvlike.bench.plot import draw
+from hvlike.bench.shaped import Shaped
+from hvlike.bench.shapes import Shape, bert
+from hvlike.bench.zero_report import ADAM, ALONE, TORCH_ADAM, TORCH_ZERO, VIEW, ZERO, Result, as_text, panels
+from hvlike.nn import DistributedDataParallel
+from hvlike.optim import ZeroRedundancyOptimizer
+
+_REPETITIONS = 7
+# Small enough that steps on random data stay finite.
+_LEARNING_RATE = 1e-4
+
+
+class Trainer:
+    """A model, what reduces its gradients, and an optimizer."""
+
+    def __init__(self, name: str, network: nn.Module, optimizer: Optimizer, batch: Tensor) -> None:
+        self.name = name
+        self._network = network
+        self._optimizer = optimizer
+        self._batch = batch
+
+    def step(self) -> None:
+        """Train on the batch."""
+        self._optimizer.zero_grad()
+        self._network(self._batch).backward()
+        self._optimizer.step()
+
+    def clear(self) -> None:
+        """Free the gradients: not all contestants need theirs at the same time."""
+        self._optimizer.zero_grad()
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps on this rank."""
+        values = (value for state in _inner(self._optimizer).state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients that are on this rank after a step."""
+        gradients = [parameter.grad for parameter in self._network.parameters()]
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def checksum(self) -> float:
+        """A number that two replicas share when their weights are equal bit for bit."""
+        return float(sum(each.detach().double().sum() for each in self._network.parameters()))
+
+
+def _inner(optimizer: Any) -> Any:
+    """What keeps the state: torch's ZeroRedundancyOptimizer has it in another optimizer."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--width", type=positive, default=640, help="of the transformer layers; default 640")
+    parser.add_argument("--layers", type=positive, default=10, help="number of those; default 10: 50 M parameters")
+    parser.add_argument("--bucket-view", action="store_true", help="ZeRO with parameters_as_bucket_view, too")
+    parser.add_argument("--torch", action="store_true", help="torch's own DDP over gloo and ZeRO, too; one node")
+    add_common(parser, str(_REPETITIONS), horovod=False)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print on rank 0. Collective. Returns the exit status."""
+    hvlike.init()
+    without = None if options.torch else "no --torch"
+    with Peers(without_gloo=without, without_horovod="it has no such optimizer") as peers:
+        result = measure(options, peers)
+        if hvlike.rank() == 0:
+            conditions = peers.describe("zero")
+            print(json.dumps({**conditions, **result.as_json()}) if options.json else as_text(conditions, result))
+            if options.plot:
+                draw(options.plot, f"Adam on {hvlike.size()} ranks", panels(result))
+    hvlike.shutdown()
+    return 0
+
+
+def shapes_of(width: int, layers: int) -> list[Shape]:
+    """The encoder of a transformer with a small vocabulary: no tensor is a large part of it."""
+    return [(2 * width, width), *bert(width, layers)[1:]]
+
+
+def measure(options: argparse.Namespace, peers: Peers) -> Result:
+    """Measure all contestants. Collective."""
+    shapes = shapes_of(options.width, options.layers)
+    torch.manual_seed(options.seed + 1 + hvlike.rank())
+    batch = torch.randn(Shaped.longest(shapes))
+    chosen = [ADAM, ZERO, *([VIEW] if options.bucket_view else []), ALONE]
+    if peers.group is not None:
+        chosen += [TORCH_ADAM, TORCH_ZERO]
+    trainers = [_make(name, shapes, batch, options.seed) for name in chosen]
+    state, gradients = {}, {}
+    for trainer in trainers:
+        trainer.step()
+        state[trainer.name] = hvlike.allgather_object(trainer.state_bytes)
+        gradients[trainer.name] = hvlike.allgather_object(trainer.gradient_bytes)
+        trainer.clear()
+    contestants: list[Entrant] = [_contestant(trainer, trainers) for trainer in trainers]
+    repetitions = options.repetitions or _REPETITIONS
+    seconds = compare(peers.raw, contestants, repetitions, warmups=1, seed=options.seed, cold=False)
+    _verify(trainers)
+    elements = sum(each.numel() for each in Shaped(shapes).parameters())
+    return Result(elements, len(shapes), state, gradients, seconds)
+
+
+def _contestant(trainer: Trainer, trainers: Sequence[Trainer]) -> Contestant:
+    def prepare() -> None:
+        for other in trainers:
+            other.clear()
+
+    return Contestant(trainer.name, prepare, trainer.step)
+
+
+def _make(name: str, shapes: Sequence[Shape], batch: Tensor, seed: int) -> Trainer:
+    """Make a contestant. Collective."""
+    torch.manual_seed(seed)
+    network, optimizer = _KINDS[name](Shaped(shapes))
+    return Trainer(name, network, optimizer, batch)
+
+
+def _adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return DistributedDataParallel(model), Adam(model.parameters(), lr=_LEARNING_RATE)
+
+
+def _zero(model: nn.Module, *, view: bool = False) -> tuple[nn.Module, Optimizer]:
+    parameters = model.parameters()
+    return DistributedDataParallel(model), ZeroRedundancyOptimizer(
+        parameters, Adam, parameters_as_bucket_view=view, lr=_LEARNING_RATE
+    )
+
+
+def _alone(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return model, ZeroRedundancyOptimizer(model.parameters(), Adam, reduce_gradients=True, lr=_LEARNING_RATE)
+
+
+def _torch_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    return parallel(model, gradient_as_bucket_view=True), Adam(model.parameters(), lr=_LEARNING_RATE)
+
+
+def _torch_zero(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
+
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    made: Any = Theirs
+    return parallel(model, gradient_as_bucket_view=True), made(model.parameters(), Adam, lr=_LEARNING_RATE)
+
+
+_KINDS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
+    ADAM: _adam,
+    ZERO: _zero,
+    VIEW: lambda model: _zero(model, view=True),
+    ALONE: _alone,
+    TORCH_ADAM: _torch_adam,
+    TORCH_ZERO: _torch_zero,
+}
+
+
+def _verify(trainers: Sequence[Trainer]) -> None:
+    """Check that all ranks and all contestants have trained to the same weights. Raises: HvlikeError."""
+    sums = [trainer.checksum() for trainer in trainers]
+    everybody = hvlike.allgather_object(sums)
+    for index, trainer in enumerate(trainers):
+        if len({each[index] for each in everybody}) > 1:
+            raise hvlike.HvlikeError(f"{trainer.name} left different weights on different ranks.")
+        if abs(sums[index] - sums[0]) > _TOLERANCE * max(1.0, abs(sums[0])):
+            raise hvlike.HvlikeError(
+                f"{trainer.name} left other weights than {trainers[0].name}: sums {sums[index]} and {sums[0]}."
+            )
+
+
+_TOLERANCE = 1e-2
+"""Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way."""
+
+BENCHMARK = Benchmark(
+    "zero", "an Adam step with state spread over the ranks beside one with all of it on each", add_arguments, run
+)
