@@ -1,4 +1,4 @@
-"""Program of test_ten_thousand_operations: random operations, all checked; prints what is left over at the end.
+"""Program of test_random_operations: random operations, all checked; prints what is left over at the end.
 
 What happens is drawn from one seed on every rank; the order in which a rank submits, from a seed of its own.
 Run by mpirun -n 4 python random_operations.py COUNT.
