@@ -4,11 +4,11 @@
 
 Each of the 64 pixels of scikit-learn's handwritten digits has one of 17 shades: an image is a bag of 64 of 1 088 words.
 Rank 0 owns the table that has a vector for each word, too large to be copied in models of this kind. The other ranks
-are trainers: each has a copy of the dense layers and a share of every batch, and asks rank 0 for the vectors that it
-needs. One distributed backward gives a trainer the gradients of its copy, which hvlike's DistributedOptimizer averages
-over the trainers, and leaves with rank 0 sparse gradients of the few rows that were used, which the optimizer over
-RRefs steps there. In the end rank 0 trains the same model alone on whole batches, and compares. With one rank, that
-rank is also the only trainer.
+are trainers: each has a copy of the dense layers in a DistributedDataParallel and a share of every batch, and asks rank
+0 for the vectors that it needs. One distributed backward leaves in a trainer's context the gradients of its copy,
+averaged over the trainers, and with rank 0 sparse gradients of the few rows that were used; optimizers over RRefs step
+both. In the end rank 0 trains the same model alone on whole batches, and compares. With one rank, that rank is also the
+only trainer.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.nn import functional
 import hvlike as hvd
 import hvlike.autograd as dist_autograd
 from hvlike import rpc
+from hvlike.nn import DistributedDataParallel
 
 SHADES = 17
 
@@ -67,9 +68,9 @@ def train(
     trainers: hvd.ProcessSet, table: rpc.RemoteModule, share: Batches, options: argparse.Namespace
 ) -> tuple[list[float], nn.Module]:
     """Run on every trainer at the same time. Returns the mean loss of each epoch, and the dense layers."""
-    dense = make_dense(options.width, options.seed)
-    optimizer = torch.optim.SGD(dense.parameters(), options.lr, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, dense.named_parameters(), process_set=trainers)
+    dense = DistributedDataParallel(make_dense(options.width, options.seed), process_set=trainers)
+    parameters = [rpc.RRef(parameter) for parameter in dense.parameters()]
+    optimizer = rpc.DistributedOptimizer(torch.optim.SGD, parameters, lr=options.lr, momentum=0.9)
     # Every trainer steps the table with its own gradients: each by its part, which gives the average of all.
     part = options.table_lr / len(trainers.ranks)
     table_optimizer = rpc.DistributedOptimizer(torch.optim.SGD, table.remote_parameters(), lr=part)
@@ -77,21 +78,17 @@ def train(
     for _ in range(options.epochs):
         total = 0.0
         for words, labels in share:
-            optimizer.zero_grad()
             with dist_autograd.context() as context_id:
                 loss = functional.cross_entropy(dense(table(words)), labels)
+                # Averages over the trainers, so it ends when all have come so far: none still needs the old rows.
                 dist_autograd.backward(context_id, [loss], mode=options.mode)
-                gradients = dist_autograd.get_gradients(context_id)
-                for parameter in dense.parameters():
-                    parameter.grad = gradients[parameter]
-                # Averages over the trainers, so it ends when all have their gradients: none still needs the old rows.
-                optimizer.step()
+                optimizer.step(context_id)
                 table_optimizer.step(context_id)
             # None asks for new rows before all have stepped.
             hvd.barrier(process_set=trainers)
             total += loss.item()
         losses.append(total / len(share))
-    return losses, dense
+    return losses, dense.module
 
 
 def train_alone(batches: Batches, options: argparse.Namespace) -> nn.Sequential:
