@@ -1,6 +1,6 @@
 """Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
 
-from hvlike import autograd, elastic, optim, rpc
+from hvlike import autograd, elastic, nn, optim, rpc
 from hvlike.collectives.abilities import (
     _check_has_gpu,
     ccl_built,
@@ -135,6 +135,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "nn",
     "optim",
     "poll",
     "rank",
