@@ -107,7 +107,7 @@ class Loop:
     ) -> Task[T]:
         """Advance `routine` until it ends; `after(task)` is then called in the loop."""
         task = Task(routine, after)
-        self.post(lambda: self._tasks.append(task), wake=wake)
+        self.post(lambda: self._enlist(task), wake=wake)
         return task
 
     def begin(self, routine: Routine[Any]) -> None:
@@ -161,6 +161,11 @@ class Loop:
                 self._inbox.popleft()()
             for task in list(self._tasks):
                 self._end(task, None, ShutdownError("hvlike was shut down while this was in flight"))
+
+    def _enlist(self, task: Task[Any]) -> None:
+        # A task may have been cancelled before it began; it would look like one that always has something to do.
+        if not task.done:
+            self._tasks.append(task)
 
     def cancel(self, task: Task[Any], error: BaseException) -> None:
         """End `task` with `error`, from inside the loop."""

@@ -75,6 +75,28 @@ def test_errors_end_their_routine_only(bench: Bench) -> None:
     assert good.result == "done"
 
 
+def test_a_routine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench) -> None:
+    """It stayed in the list as one that is always done, and the loop turned without ever looking for messages."""
+    steps: list[int] = []
+    turns: list[bool] = []
+
+    def source(rung: bool) -> Wait:
+        turns.append(rung)
+        return Wait.BELL
+
+    bench.loop.add_source(source, lambda: False)
+
+    def start_and_cancel() -> None:
+        bench.loop.cancel(bench.loop.start(counting(3, Wait.BELL, steps)), ShutdownError("cancelled"))
+
+    bench.loop.post(start_and_cancel)
+    bench.loop.wait(lambda: bool(turns))
+    turns.clear()
+    # Nothing is left to do: it sleeps, and does not turn thousands of times.
+    assert not bench.loop.wait(lambda: len(turns) > 1000, 0.1)
+    assert steps == []
+
+
 def test_a_wait_with_a_limit_ends_in_time_and_leaves_the_routine_running(bench: Bench) -> None:
     gate: list[bool] = []
 
