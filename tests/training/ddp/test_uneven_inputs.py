@@ -286,3 +286,19 @@ def test_buffers_come_from_the_highest_that_is_there(hvd: ModuleType) -> None:
             ddp(torch.ones(1, 2)).sum().backward()
             assert module.mark == there
     assert module.mark == (size - 2 if size > 1 else 0)
+
+
+def test_horovods_join(hvd: ModuleType) -> None:
+    """hvd.join() stands in for gradients and buffers too; buffers are then those of the highest rank that is there."""
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(module)
+    for step in range(2 + rank):
+        ddp.zero_grad()
+        ddp(torch.full((2, 4), 1.0 + step)).sum().backward()
+        active = size if step < 2 else size - 1 - (step - 2)
+        torch.testing.assert_close(module[1].bias.grad, torch.full((4,), 2.0 * active / size))
+    hvd.join()
+    ddp.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert same_on_all_ranks(each.grad for each in module.parameters() if each.grad is not None)
