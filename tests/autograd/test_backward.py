@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from autograd.backward_functions import (
     twice,
     weight,
 )
+from autograd.sights import in_another_thread
+
+import hvlike.autograd
 
 MODES = ["fast", "safe", "smart"]
 
@@ -171,14 +175,20 @@ def looked_up(name: str, rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.embedding(rows, weight(name, 4, 2), sparse=True)
 
 
-def test_sparse_gradients_of_an_embedding_elsewhere(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+def summed_up(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """The same rows in a bag."""
+    return torch.nn.functional.embedding_bag(rows[None], weight(name, 4, 2), sparse=True, mode="sum")
+
+
+def test_sparse_gradients_of_embeddings_elsewhere(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
     with autograd.context() as context:
-        for _ in range(2):
-            rows = rpc.rpc_sync(peer, looked_up, ("embedding", torch.tensor([1, 3, 1])))
-            autograd.backward(context, [rows.sum()])
-        gradient = rpc.rpc_sync(peer, gradient_of_weight, (context, "embedding"))
-        assert gradient.is_sparse
-        assert gradient.to_dense().tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
+        for function in (looked_up, summed_up):
+            for _ in range(2):
+                rows = rpc.rpc_sync(peer, function, (function.__name__, torch.tensor([1, 3, 1])))
+                autograd.backward(context, [rows.sum()])
+            gradient = rpc.rpc_sync(peer, gradient_of_weight, (context, function.__name__))
+            assert gradient.is_sparse
+            assert gradient.to_dense().tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
 
 
 def test_each_leaf_gets_its_own_dtype(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
@@ -239,6 +249,25 @@ def test_the_user_of_an_rref_has_its_owner_begin(rpc: ModuleType, autograd: Modu
         assert gradient.tolist() == [6, 6]
         with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
             reference.backward(77)
+
+
+def gradient_of_value(context: int, reference: Any) -> Any:
+    """What backward has left for the value of an RRef of this worker, asked for in another thread."""
+    return in_another_thread(lambda: hvlike.autograd.get_gradients(context)[reference.local_value()])
+
+
+def test_the_owner_finds_a_gradient_by_the_value_of_an_rref(rpc: ModuleType, autograd: ModuleType, peer: int) -> None:
+    reference = rpc.remote(peer, leaf_of_ones)
+    with autograd.context() as context:
+        value = reference.to_here()
+        autograd.backward(context, [(value * 3).sum()])
+        assert rpc.rpc_sync(peer, gradient_of_value, (context, reference)).tolist() == [3, 3]
+        # What has come here is no leaf, and its gradient has gone on.
+        assert (value in autograd.get_gradients(context)) == reference.is_owner()
+
+
+def leaf_of_ones() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
 
 
 def sum_with_weight(name: str, value: torch.Tensor) -> torch.Tensor:
