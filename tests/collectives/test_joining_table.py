@@ -3,8 +3,20 @@
 import torch
 
 from hvlike.collectives.agreement import Agreement
-from hvlike.collectives.joining import JOIN_KEY, JoinRequest, neutral_tensors
+from hvlike.collectives.compression import Mark
+from hvlike.collectives.joining import (
+    JOIN_KEY,
+    LEAVE_KEY,
+    Failure,
+    JoinRequest,
+    LeaveEnd,
+    LeaveRequest,
+    Scope,
+    neutral_tensors,
+)
+from hvlike.collectives.lane_proposal import LaneProposal
 from hvlike.collectives.request import Signature
+from hvlike.errors import HorovodInternalError
 from hvlike.planes.ops import ReduceOp
 
 GRAD = Signature("allreduce", ("float32",), ((2,),), op=1, strides=(None,))
@@ -66,6 +78,61 @@ def test_a_lane_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and
     assert agreement.joins.take_lane(4) == 4
     assert agreement.joins.take_lane(4) == -1
     assert Agreement((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
+
+
+def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -> Signature:
+    return Signature("join", detail=LeaveRequest(counts, frozenset(spare), failed))
+
+
+def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
+    agreement = Agreement((0, 1))
+    request = JoinRequest({}, frozenset(), scope=Scope.PLANS, marks={"known": Mark()})
+    agreement.join(0, Signature("join", detail=request))
+    assert list(agreement.joined) == []
+    assert list(agreement.away) == [0]
+    assert agreement.submit(1, X, GRAD) is None
+    assert agreement.missing(X) == [0]
+    verdict = agreement.submit(0, X, GRAD)
+    assert verdict is not None
+    assert verdict.error is None
+
+
+def test_a_lane_is_agreed_without_a_rank_that_knows_it() -> None:
+    agreement = Agreement((0, 1))
+    agreement.join(0, Signature("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
+    lane = Signature("lane", detail=LaneProposal((("length", "3"),), ""))
+    known = agreement.submit(1, ("lane", "known"), lane)
+    assert known is not None
+    assert (known.error, known.extra.serial) == (None, 1)
+    unknown = agreement.submit(1, ("lane", "unknown"), lane)
+    assert unknown is not None
+    assert "has to be made on all ranks" in str(unknown.error)
+
+
+def test_ranks_that_join_in_different_ways_are_told() -> None:
+    agreement = Agreement((4, 5))
+    agreement.join(0, joins())
+    other = JoinRequest({}, frozenset(), how="left its Join context of Counter")
+    (verdict,) = agreement.join(1, Signature("join", detail=other))
+    assert str(verdict.error) == (
+        "Mismatched join: rank 4 called hvd.join(), rank 5 left its Join context of Counter. Join in the same way on "
+        "every rank, with the same joinables."
+    )
+
+
+def test_all_leave_together() -> None:
+    agreement = Agreement((0, 1, 2))
+    assert agreement.submit(1, LEAVE_KEY, leave((1, 2), allreduce=3)) is None
+    assert agreement.submit(0, LEAVE_KEY, leave((2, 3), failed=True)) is None
+    verdict = agreement.submit(2, LEAVE_KEY, leave((2,), allreduce=1, barrier=1))
+    assert verdict is not None
+    assert verdict.extra == LeaveEnd({"allreduce": 3, "barrier": 1}, frozenset({2}), failed=True)
+
+
+def test_steps_that_a_failed_rank_has_taken_part_in_can_be_completed() -> None:
+    failure = Failure(HorovodInternalError("gone"), {"a": 3})
+    assert [failure.misses("a", step) for step in (2, 3, 4)] == [False, False, True]
+    assert failure.misses("b", 1)
 
 
 def test_neutral_tensors() -> None:

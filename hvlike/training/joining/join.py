@@ -55,11 +55,19 @@ class Join:
         self._enable = enable
         self._throw_on_early_termination = throw_on_early_termination
         self._context: JoinContext | None = None
+        self._authority = -1
 
-    def __enter__(self) -> None:
+    @property
+    def authority(self) -> int:
+        """The rank of the job whose state all have taken over, after the context; the highest of those that have
+        missed no iteration. Where the context does nothing, the highest rank of the process set.
+        """
+        return self._authority if self._authority >= 0 else (self._process_set.ranks or [0])[-1]
+
+    def __enter__(self) -> Join:
         """Begin the body. Local."""
         if not self._enable or not self._process_set.included():
-            return
+            return self
         for joinable in self._joinables:
             if getattr(joinable, "_join_context", None) is not None:
                 raise UsageError(f"{type(joinable).__name__} is in a Join context already. Leave that one first.")
@@ -74,6 +82,7 @@ class Join:
         except BaseException as error:
             self._leave(error)
             raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -94,6 +103,7 @@ class Join:
         context, self._context = self._context, None
         if context is None:
             return
+        self._authority = context.authority
         try:
             context.leave(error)
         finally:

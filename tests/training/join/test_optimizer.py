@@ -159,6 +159,24 @@ def test_epochs_with_a_scheduler_and_a_metric_that_is_averaged(hvd: ModuleType) 
         assert inner.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**steps)
 
 
+def test_statistics_of_batch_norm_come_from_the_authority(hvd: ModuleType) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), hvd.SyncBatchNorm(4), nn.Linear(4, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with Join([optimizer]) as join:
+        for step in range(2 * (size - rank)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    assert join.authority == 0
+    hvd.broadcast_parameters(model.state_dict(), root_rank=join.authority)
+    assert_same_everywhere(hvd, model, optimizer)
+    with Join([optimizer], enable=False) as join:
+        pass
+    assert join.authority == size - 1
+
+
 def test_two_optimizers_with_different_numbers_of_steps(hvd: ModuleType) -> None:
     rank = hvd.rank()
     models = [model_of(0), model_of(1)]
