@@ -71,7 +71,8 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     skips the step on all ranks or on none. A rank whose step fails changes nothing and takes over what the others did.
 
     Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
-    parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context. Making the optimizer is local and does not block.
+    parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
+    Making the optimizer is local and does not block.
     Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
     ranks have different parameters or settings.
     Source: horovod.torch.DistributedOptimizer.
