@@ -7,7 +7,7 @@ as one stream, cut into parts. Beside the result there are never more than two p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ States = dict[int, Any]
 """What the optimizer keeps for each parameter, by its place."""
 
 
+class Consolidated(NamedTuple):
+    """The state of all ranks."""
+
+    version: int
+    """How often it had changed then."""
+    place: int
+    """Of the rank that has it, in the process set."""
+    states: States | None
+    """None on the other ranks."""
+
+
 def consolidate(own: States, to: int, rank: int, size: int, process_set: ProcessSet | None) -> States | None:
     """Return the states of all ranks on the rank `to` of the set, as copies in host memory; None on the others.
 
@@ -35,8 +46,7 @@ def consolidate(own: States, to: int, rank: int, size: int, process_set: Process
     for source in range(size):
         if source == to:
             if rank == to:
-                copies = [_flat(tensor).clone().view(tensor.dtype).view(tensor.shape) for tensor in tensors]
-                result.update(unpack(data, [], copies))
+                result.update(copy_states(own))
             continue
         post = _Post(source, to, rank, size, process_set)
         head_bytes, stream_bytes = lengths[source]
@@ -55,6 +65,14 @@ def consolidate(own: States, to: int, rank: int, size: int, process_set: Process
             for _ in range(parts):
                 post.send(None)
     return result if rank == to else None
+
+
+def copy_states(states: States) -> States:
+    """Return a copy, in host memory."""
+    data, tensors = pack(states, [])
+    copies = [_flat(tensor).clone().view(tensor.dtype).view(tensor.shape) for tensor in tensors]
+    copied: States = unpack(data, [], copies)
+    return copied
 
 
 class _Post:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hvlike.errors import UsageError
 
 
-def not_consolidated(rank: int, *, is_stale: bool) -> RuntimeError:
-    """state_dict() where the state of the other ranks is not known, or no longer."""
-    since = " It has changed since it was consolidated here." if is_stale else ""
+def not_consolidated(rank: int, why: str) -> RuntimeError:
+    """state_dict() where the state of the other ranks cannot be had."""
     return RuntimeError(
         "Optimizer state has not been consolidated on this rank. Please call "
-        f"`consolidate_state_dict(to={rank})` on all ranks beforehand if you meant to save the global state.{since}"
+        f"`consolidate_state_dict(to={rank})` on all ranks beforehand if you meant to save the global state. {why}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakMethod
@@ -25,21 +26,21 @@ from hvlike.training.joining.joinable import Joinable
 from hvlike.training.scaler import is_read_by_grad_scaler
 from hvlike.training.zero import misuse
 from hvlike.training.zero.arguments import check_parameters, check_type
-from hvlike.training.zero.consolidation import States, consolidate
 from hvlike.training.zero.gradient_reduction import GradientReduction
 from hvlike.training.zero.join_hook import ZeroHook
 from hvlike.training.zero.lent_gradients import gradients_of
 from hvlike.training.zero.options import Options, copy_options, options_of
 from hvlike.training.zero.parameter_exchange import ParameterExchange
-from hvlike.training.zero.shard_files import make_shard, merge_shards
 from hvlike.training.zero.shares import Shares
+from hvlike.training.zero.state_service import state_service
+from hvlike.training.zero.stateful import StateOfShares
 from hvlike.training.zero.steps import Steps, StepShare
 from hvlike.transport.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(StateOfShares, Joinable):
     """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
 
     The parameters are dealt to the ranks by size, whole tensors, the same on every rank. In step() each rank updates
@@ -90,8 +91,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, accepted, defaults)
         Joinable.__init__(self)
         self.process_set = process_set or process_group
-        group = current().membership(self.process_set, "ZeroRedundancyOptimizer").group
-        self.rank, self.world_size = group.rank, group.size
+        self._group = current().membership(self.process_set, "ZeroRedundancyOptimizer").group
+        self.rank, self.world_size = self._group.rank, self._group.size
         """Place of this rank in the process set, and the size of that."""
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.reduces_gradients = reduce_gradients
@@ -101,14 +102,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The plain optimizer of this rank's share."""
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
-        self._step = 0
-        """How many steps have been made, by other ranks for this one, too."""
-        self._version = 0
-        """How often the state has changed."""
+        self._step = self._version = 0
         self.is_absent = False
         """This rank has left the body of a Join context."""
-        self._consolidated: tuple[int, States] | None = None
-        """The state of all ranks and the version it is of."""
+        self._consolidated = None
+        self._changing = threading.Lock()
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
         self._sign: Tensor | None = None
@@ -142,13 +140,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         """Update this rank's share alone. Local."""
         copy_options(self._groups, self.optim.param_groups)
-        self._version += 1
-        try:
-            if closure is None:
-                return self.optim.step(**arguments)
-            return self.optim.step(closure=closure, **arguments)
-        finally:
-            copy_options(self.optim.param_groups, self._groups)
+        with self._changing:
+            self._version += 1
+            try:
+                if closure is None:
+                    return self.optim.step(**arguments)
+                return self.optim.step(closure=closure, **arguments)
+            finally:
+                copy_options(self.optim.param_groups, self._groups)
 
     def share(self, arguments: dict[str, Any]) -> None:
         """Give all ranks the updated parameters. Collective; blocks.
@@ -307,84 +306,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._steps = Steps(self._lane, self._shares, self.rank, exchange, reduction, step_absent)
         self._lane.stand_in = self._steps.stand_in
         if self.world_size > 1:
+            # Before another rank can know that this one has agreed.
+            state_service(current())
             self._lane.agree()
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, as the plain optimizer would have it in one process. Local.
-
-        Raises: RuntimeError where the state of the other ranks is not here: after `consolidate_state_dict(to)` it is
-        on the rank `to`, until the next step. With one rank nothing is needed.
-        Source: torch.distributed.optim.ZeroRedundancyOptimizer.state_dict.
-        """
-        state = super().state_dict()
-        if self.world_size == 1:
-            return state
-        if self._consolidated is None or self._consolidated[0] != self._version:
-            raise misuse.not_consolidated(self.rank, is_stale=self._consolidated is not None)
-        return {**state, "state": dict(sorted(self._consolidated[1].items()))}
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks to one, in host memory, where `state_dict()` returns it then.
-
-        to: place of that rank in the process set. One rank after the other sends; beside the result there are never
-        more than two parts of 16 MiB in memory. Collective over the process set; blocks.
-        Raises: UsageError for a rank that does not exist.
-        Source: torch.distributed.optim.ZeroRedundancyOptimizer.consolidate_state_dict.
-        """
-        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
-            raise UsageError(f"consolidate_state_dict: expected a rank from 0 to {self.world_size - 1}, got {to!r}.")
-        copy_options(self._groups, self.optim.param_groups)
-        self._consolidated = None
-        own = super().state_dict()["state"]
-        states = consolidate(own, to, self.rank, self.world_size, self.process_set)
-        self._consolidated = None if states is None else (self._version, states)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all parameters, from this class or from the plain optimizer; this rank keeps its share.
-
-        Local; every rank loads the same. The dict is not changed.
-        Raises: ValueError for groups that do not fit. Source: torch.optim.Optimizer.load_state_dict.
-        """
-        own = set(self._shares.owned(self.rank))
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        mine = {number for place, number in enumerate(numbers) if place in own}
-        kept = {key: value for key, value in state_dict["state"].items() if key in mine}
-        super().load_state_dict({**state_dict, "state": kept})
-        copy_options(self._groups, self.optim.param_groups)
-        self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
-        self.state = self.optim.state
-        copy_options(self.optim.param_groups, self._groups)
-        self._version += 1
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's share alone, for a file of its own on each rank. Local.
-
-        It also says which shard of how many it is, and after how many steps. `load_sharded_state_dict` puts the
-        shards of all ranks together, on any number of ranks.
-        """
-        copy_options(self._groups, self.optim.param_groups)
-        return make_shard(super().state_dict(), self.rank, self.world_size, self._step)
-
-    def load_sharded_state_dict(self, shards: Iterable[Mapping[str, Any]]) -> None:
-        """Load what `sharded_state_dict()` has returned on all ranks of this or another job, of any size.
-
-        shards: one after the other, in any order; a generator that reads the files has one in memory at a time. This
-        rank keeps its share. Local; every rank loads the same.
-        Raises: UsageError for shards that are missing or of different steps; ValueError for groups that do not fit.
-        """
-        state, step = merge_shards(shards, self._shares.owned(self.rank))
-        self.load_state_dict(state)
-        self._step = step
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over loaded groups and state, for Optimizer.load_state_dict."""
-        self._groups = state.pop("param_groups")
-        super().__setstate__(state)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise misuse.not_copied()
+            state_service(current()).offer((self._group.number, self._lane.name), self._snapshot)
 
     # Join
 

@@ -74,27 +74,60 @@ def test_state_goes_to_the_plain_optimizer_and_back(hvd: ModuleType, optimizer_c
     assert difference(ours, plain) == 0
 
 
-def test_a_state_that_is_not_here_is_not_made_up(hvd: ModuleType) -> None:
+def test_a_state_that_was_consolidated_is_on_that_rank_alone(hvd: ModuleType) -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
     train(model, optimizer, range(1))
-    if hvd.size() == 1:
-        assert sorted(optimizer.state_dict()["state"]) == list(range(6))
-        return
-    with pytest.raises(RuntimeError, match=rf"call `consolidate_state_dict\(to={hvd.rank()}\)` on all ranks"):
-        optimizer.state_dict()
     optimizer.consolidate_state_dict(to=0)
     if hvd.rank() == 0:
         assert sorted(optimizer.state_dict()["state"]) == list(range(6))
     else:
-        with pytest.raises(RuntimeError, match="has not been consolidated on this rank"):
+        with pytest.raises(RuntimeError, match=rf"call `consolidate_state_dict\(to={hvd.rank()}\)` on all ranks"):
             optimizer.state_dict()
-    train(model, optimizer, range(1, 2))
-    with pytest.raises(RuntimeError, match="has not been consolidated"):
-        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("who", ["the first", "the last", "all"])
+def test_without_consolidation_the_others_are_asked(hvd: ModuleType, who: str) -> None:
+    """What they are doing meanwhile does not matter; an older consolidated state is not returned."""
+    model, plain = net(), net()
+    optimizer, reference = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01), Adam(plain.parameters(), lr=0.01)
+    train(model, optimizer, range(1))
+    optimizer.consolidate_state_dict(to=0)
+    train(model, optimizer, range(1, 3))
+    train(plain, reference, range(3))
+    asking = {"the first": [0], "the last": [hvd.size() - 1], "all": range(hvd.size())}[who]
+    if hvd.rank() in asking:
+        found, expected = optimizer.state_dict(), reference.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert list(found["state"]) == list(expected["state"])
+        for number, values in expected["state"].items():
+            assert all(torch.equal(found["state"][number][key], value) for key, value in values.items())
+    hvd.barrier()
+    train(model, optimizer, range(3, 4))
+    train(plain, reference, range(3, 4))
+    assert difference(model, plain) == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_that_cannot_be_had_is_not_made_up(hvd: ModuleType) -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
+    train(model, optimizer, range(1))
+    last = hvd.size() - 1
+    if hvd.rank() == last:
+        optimizer.step_share(None, {})
+    hvd.barrier()
     if hvd.rank() == 0:
-        with pytest.raises(RuntimeError, match="has changed since it was consolidated here"):
+        with pytest.raises(RuntimeError, match=f"has not been consolidated on this rank.*Rank {last} has gone on"):
             optimizer.state_dict()
+    hvd.barrier()
+    if hvd.rank() == last:
+        del optimizer
+    hvd.barrier()
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match=f"Rank {last} no longer has the optimizer"):
+            optimizer.state_dict()
+    hvd.barrier()
 
 
 def test_a_consolidated_state_is_a_copy(hvd: ModuleType) -> None:
