@@ -34,8 +34,7 @@ def test_the_error_leaves_no_trace_in_the_result() -> None:
 
 
 RUNS = {
-    "fp16": ["--fp16-allreduce", "--base-lr", "0.03"],
-    "join": ["--uneven", "--base-lr", "0.03"],
+    "fp16 and join": ["--fp16-allreduce", "--uneven", "--base-lr", "0.03"],
     "local sums": ["--batches-per-allreduce", "2", "--base-lr", "0.015"],
 }
 

@@ -1,13 +1,12 @@
 """python -m hvlike bench, as a user starts it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from job import CHECKOUT, run_job
+from job import job_environment, run_job
 
 from hvlike.bench.allreduce_report import RATIOS
 
@@ -76,10 +75,7 @@ def test_step_as_table_and_picture(tmp_path: Path) -> None:
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "hvlike", *arguments]
-    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        line, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}
-    )
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=job_environment({}))
 
 
 def test_wrong_commands_say_what_there_is() -> None:
