@@ -79,6 +79,7 @@ def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions
     rank, raw = hvlike.rank(), peers.raw
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
     contestants = [trainers.alone(workload, seed, rank), trainers.ours(workload, seed, rank)]
+    contestants.append(trainers.ours_ddp(workload, seed, rank))
     contestants += [trainers.ddp(workload, seed, rank, view=view) for view in views]
     for trainer in contestants:
         trainer.step()

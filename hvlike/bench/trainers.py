@@ -10,9 +10,11 @@ from torch import nn
 
 import hvlike
 from hvlike.bench.workloads import Workload
+from hvlike.nn import DistributedDataParallel
 
 ALONE = "no communication"
 OURS = "hvlike"
+OURS_DDP = "hvlike DDP"
 DDP = "DDP-gloo"
 DDP_VIEW = "DDP-gloo view"
 
@@ -61,6 +63,13 @@ def ours(workload: Workload, seed: int, rank: int) -> Trainer:
     trainer = Trainer(OURS, workload, seed, rank)
     named = trainer.model.named_parameters()
     trainer.optimizer = hvlike.DistributedOptimizer(trainer.optimizer, named_parameters=named)
+    return trainer
+
+
+def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:
+    """hvlike.nn.DistributedDataParallel with its defaults. Collective."""
+    trainer = Trainer(OURS_DDP, workload, seed, rank)
+    trainer.network = DistributedDataParallel(trainer.model)
     return trainer
 
 

@@ -57,8 +57,8 @@ def test_step_in_json() -> None:
     assert found["ranks"] == ranks
     (result,) = found["results"]
     assert (result["model"], result["tensors"], result["bytes"]) == ("small", 16, 4 * 8 * (256 * 256 + 256))
-    assert set(result["seconds"]) == {"no communication", "hvlike", "DDP-gloo", "DDP-gloo view"}
-    assert set(result["overhead"]) == {"hvlike", "DDP-gloo", "DDP-gloo view"}
+    assert set(result["seconds"]) == {"no communication", "hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
+    assert set(result["overhead"]) == {"hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
     assert set(result["ratios"]) == {"hvlike/DDP-gloo", "hvlike/DDP-gloo view"}
     assert all(len(summary["samples"]) == 2 for summary in result["seconds"].values())
 

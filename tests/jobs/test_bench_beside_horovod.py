@@ -28,7 +28,7 @@ def test_horovod_takes_its_turns_in_an_allreduce() -> None:
 def test_horovod_takes_its_turns_in_a_step() -> None:
     found = json.loads(run_job(MODULE, 2, args=STEP, env=PATH).check().stdout)
     (result,) = found["results"]
-    assert set(result["seconds"]) == {"no communication", "hvlike", "Horovod"}
+    assert set(result["seconds"]) == {"no communication", "hvlike", "hvlike DDP", "Horovod"}
     assert set(result["ratios"]) == {"hvlike/Horovod"}
 
 
