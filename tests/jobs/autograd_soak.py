@@ -6,14 +6,14 @@ no live RRef anywhere, and with memory that has stopped growing. Rank 0 prints w
 """
 
 import contextlib
-import random
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from soaking import GROWTH_BYTES, Watch, resident_bytes, settle
+from soaking import GROWTH_BYTES, Driver, Watch, resident_bytes, settle
 from torch import Tensor
 
 import hvlike as hvd
@@ -65,13 +65,12 @@ def parameters() -> list[Any]:
     return [rpc.RRef(each) for each in PARAMETERS]
 
 
-class Driver:
+class Steps(Driver):
     """Draws a step, takes it, and checks what it has left."""
 
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-        self._rank, self._size = hvd.rank(), hvd.size()
-        self._kinds = {
+    def kinds(self) -> dict[Callable[[], None], int]:
+        """As Driver."""
+        return {
             self.nested: 8,
             self.wasteful: 4,
             self.references: 4,
@@ -79,11 +78,6 @@ class Driver:
             self.repeated: 3,
             self.train: 3,
         }
-
-    def step(self) -> None:
-        """Take one step."""
-        (kind,) = self._draw.choices(list(self._kinds), list(self._kinds.values()))
-        kind()
 
     def nested(self) -> None:
         with autograd.context() as context:
@@ -150,17 +144,13 @@ class Driver:
         assert float(found.abs().sum()) > 0
         return found
 
-    def _somebody(self) -> int:
-        return self._draw.randrange(self._size)
-
-    def _path(self) -> list[int]:
-        return [self._somebody() for _ in range(self._draw.randint(1, 4))]
-
 
 def drive(steps: int) -> Watch:
     """Take so many steps; returns what the memory was meanwhile."""
+    # The first optimizer of a process imports torch's compiler, which takes 70 MiB.
+    torch.optim.SGD(PARAMETERS, lr=1e-3).step()
     watch = Watch(steps, warm_up=WARM_UP, looks=LOOKS)
-    driver = Driver(hvd.rank())
+    driver = Steps(hvd.rank())
     for step in range(steps):
         driver.step()
         watch.look(step)

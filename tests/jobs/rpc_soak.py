@@ -5,7 +5,6 @@ shutdown under leak checking. CALLS counts what all ranks issue, nested calls to
 """
 
 import contextlib
-import random
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from soaking import GROWTH_BYTES, Watch, settle
+from soaking import GROWTH_BYTES, Driver, Watch, settle
 
 import hvlike as hvd
 from hvlike import rpc
@@ -136,13 +135,12 @@ def lose(reference: Any) -> None:
 # What calls.
 
 
-class Driver:
+class Calls(Driver):
     """Draws what to do, does it, and checks the answer."""
 
-    def __init__(self, seed: int) -> None:
-        self._draw = random.Random(seed)
-        self._rank, self._size = hvd.rank(), hvd.size()
-        self._kinds = {
+    def kinds(self) -> dict[Callable[[], None], int]:
+        """As Driver."""
+        return {
             self.plain: 30,
             self.to_itself: 10,
             self.nested: 12,
@@ -157,10 +155,11 @@ class Driver:
             self.failed_creation: 3,
         }
 
-    def step(self) -> None:
-        (kind,) = self._draw.choices(list(self._kinds), list(self._kinds.values()))
-        kind()
-        issued.one(kind.__name__)
+    def step(self) -> str:
+        """As Driver; counts what was done."""
+        kind = super().step()
+        issued.one(kind)
+        return kind
 
     def plain(self) -> None:
         length = self._draw.choice([0, 1, 100, 1000, 10_000, 100_000])
@@ -221,19 +220,13 @@ class Driver:
         with pytest.raises((ValueError, RuntimeError), match="asked for ValueError"):
             reference.to_here()
 
-    def _somebody(self) -> int:
-        return self._draw.randrange(self._size)
-
-    def _path(self) -> list[int]:
-        return [self._somebody() for _ in range(self._draw.randint(1, 4))]
-
 
 def drive(calls: int) -> Watch:
     """Issue so many calls from two threads; returns what the memory was meanwhile."""
     watch = Watch(calls, warm_up=WARM_UP, looks=LOOKS)
     failures: list[BaseException] = []
 
-    def run(driver: Driver) -> None:
+    def run(driver: Calls) -> None:
         try:
             while issued.total < calls and not failures:
                 driver.step()
@@ -241,9 +234,9 @@ def drive(calls: int) -> Watch:
             failures.append(error)
             raise
 
-    second = threading.Thread(target=run, args=(Driver(1000 + hvd.rank()),), name="second caller")
+    second = threading.Thread(target=run, args=(Calls(1000 + hvd.rank()),), name="second caller")
     second.start()
-    first = Driver(hvd.rank())
+    first = Calls(hvd.rank())
     while issued.total < calls and not failures:
         first.step()
         watch.look(issued.total)

@@ -1,15 +1,43 @@
-"""What soaks share: memory that is watched after a warm-up, and a wait until nothing is left."""
+"""What soaks share: steps that are drawn, memory that is watched, and a wait until nothing is left."""
 
 import gc
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+import hvlike as hvd
+
 GROWTH_BYTES = 8 << 20
 """What a rank may have grown by at the end, however long the soak: freed memory that the allocator keeps."""
 SETTLE_SECONDS = 20.0
+
+
+class Driver:
+    """Draws what this rank does next; a soak says what there is to draw, and how often."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._rank, self._size = hvd.rank(), hvd.size()
+
+    def kinds(self) -> dict[Callable[[], None], int]:
+        """What there is, with weights."""
+        raise NotImplementedError
+
+    def step(self) -> str:
+        """Take one step; returns its name."""
+        kinds = self.kinds()
+        (kind,) = self._draw.choices(list(kinds), list(kinds.values()))
+        kind()
+        return kind.__name__
+
+    def _somebody(self) -> int:
+        return self._draw.randrange(self._size)
+
+    def _path(self) -> list[int]:
+        return [self._somebody() for _ in range(self._draw.randint(1, 4))]
 
 
 class Watch:

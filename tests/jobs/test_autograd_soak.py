@@ -1,4 +1,4 @@
-"""Sixty training steps over RPC on three ranks; autograd_soak.py takes a larger number by hand."""
+"""A hundred training steps over RPC on three ranks; autograd_soak.py takes a larger number by hand."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ SOAK = Path(__file__).with_name("autograd_soak.py")
 
 
 def test_steps_of_all_kinds_leave_nothing_behind() -> None:
-    job = run_job(SOAK, 3, args=["60"]).check()
+    job = run_job(SOAK, 3, args=["120"]).check()
     assert "all well" in job.stdout, job.describe()

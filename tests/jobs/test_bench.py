@@ -59,7 +59,7 @@ def test_step_in_json() -> None:
     assert (result["model"], result["tensors"], result["bytes"]) == ("small", 16, 4 * 8 * (256 * 256 + 256))
     assert set(result["seconds"]) == {"no communication", "hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
     assert set(result["overhead"]) == {"hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
-    assert set(result["ratios"]) == {"hvlike/DDP-gloo", "hvlike/DDP-gloo view"}
+    assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/DDP-gloo", "hvlike/DDP-gloo view"}
     assert all(len(summary["samples"]) == 2 for summary in result["seconds"].values())
 
 

@@ -11,5 +11,5 @@ SOAK = Path(__file__).with_name("rpc_soak.py")
 
 
 def test_calls_of_all_kinds_leave_nothing_behind() -> None:
-    job = run_job(SOAK, 4, args=["2500"]).check()
+    job = run_job(SOAK, 4, args=["4000"]).check()
     assert "all well" in job.stdout, job.describe()

@@ -4,30 +4,12 @@ import os
 import sys
 
 import pytest
+from children import raised_in_child
 
 from hvlike.errors import ForkedProcessError
 from hvlike.transport import forks
 from hvlike.transport import mpi as mpi_library
 from hvlike.transport.world import World
-
-
-def run_in_child(body: object) -> str:
-    """What `body()` raised in a forked child, as 'Type: text', or '' for nothing."""
-    assert callable(body)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        # Without its exit handlers: they belong to the parent.
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        said = stream.read()
-    os.waitpid(child, 0)
-    return said
 
 
 def test_the_rank_itself_passes() -> None:
@@ -38,7 +20,7 @@ def test_the_rank_itself_passes() -> None:
 
 def test_a_forked_child_is_refused() -> None:
     mpi_library.load()
-    said = run_in_child(forks.check)
+    said = raised_in_child(forks.check)
     assert said.startswith(ForkedProcessError.__name__)
     assert str(os.getpid()) in said
     forks.check()
@@ -46,18 +28,18 @@ def test_a_forked_child_is_refused() -> None:
 
 def test_a_forked_child_cannot_start_a_world() -> None:
     mpi_library.load()
-    assert run_in_child(World.start).startswith(ForkedProcessError.__name__)
+    assert raised_in_child(World.start).startswith(ForkedProcessError.__name__)
 
 
 def test_a_grandchild_is_refused_too() -> None:
     mpi_library.load()
 
     def refuse_grandchild() -> None:
-        raise RuntimeError(run_in_child(forks.check))
+        raise RuntimeError(raised_in_child(forks.check))
 
-    assert "ForkedProcessError" in run_in_child(refuse_grandchild)
+    assert "ForkedProcessError" in raised_in_child(refuse_grandchild)
 
 
 def test_a_child_forked_before_mpi_started_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    assert run_in_child(forks.check) == ""
+    assert raised_in_child(forks.check) == ""
