@@ -36,7 +36,7 @@ def test_what_are_no_parameters_is_refused(hvd: ModuleType, params: Any, error: 
         ZeroRedundancyOptimizer(params, optimizer_class=SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD([torch.ones(1)], lr=1.0), "SGD", torch.nn.Linear, None])
+@pytest.mark.parametrize("optimizer_class", ["SGD", torch.nn.Linear, None, 7])
 def test_an_optimizer_class_is_wanted(hvd: ModuleType, optimizer_class: Any) -> None:
     with pytest.raises(UsageError, match=r"must be a subclass of torch\.optim\.Optimizer"):
         ZeroRedundancyOptimizer(parameters(), optimizer_class, lr=0.1)

@@ -17,8 +17,7 @@ KEYWORDS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.001}
 
 
 @pytest.mark.parametrize("wrap", [hook_with_zero_step, hook_with_zero_step_interleaved])
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize(("static_graph", "shard_buckets"), [(False, False), (True, True)])
 def test_parity_after_the_warm_up(hvd: ModuleType, wrap: object, static_graph: bool, shard_buckets: bool) -> None:
     model = net()
     # Buckets of a few KiB: several of them.

@@ -1,7 +1,7 @@
 """Parameters are dealt to the ranks by size: the rank that holds least gets the next largest."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvlike.training.zero.partition import assign
@@ -36,6 +36,7 @@ def test_examples(groups: list[list[int]], ranks: int, expected: list[list[int]]
 SIZES = st.lists(st.integers(0, 1000), max_size=20)
 
 
+@settings(max_examples=40)
 @given(st.lists(SIZES, max_size=4), st.integers(1, 6))
 def test_no_rank_holds_more_than_the_mean_and_one_largest(groups: list[list[int]], ranks: int) -> None:
     owners = assign(groups, ranks)
@@ -47,6 +48,7 @@ def test_no_rank_holds_more_than_the_mean_and_one_largest(groups: list[list[int]
     assert max(held) - min(held) <= largest
 
 
+@settings(max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=4), st.integers(1, 6))
 def test_a_group_that_is_added_moves_nothing(groups: list[list[int]], ranks: int) -> None:
     assert assign(groups, ranks)[:-1] == assign(groups[:-1], ranks)

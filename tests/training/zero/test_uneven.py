@@ -41,8 +41,7 @@ def step_plain(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor,
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("clip", "view"), [(None, False), (0.01, True)])
 def test_gradients_that_are_equal(hvd: ModuleType, schedule: str, clip: float | None, view: bool) -> None:
     """All ranks see the same batch, as if another had reduced. Two contexts with the same optimizer."""
     counts = SCHEDULES[schedule](hvd.size())
@@ -66,8 +65,7 @@ def rows(hvd: ModuleType, step: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("clip", [None, 0.01])
-@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize(("clip", "by_initial"), [(None, True), (0.01, False)])
 def test_gradients_that_it_reduces_itself(hvd: ModuleType, schedule: str, clip: float | None, by_initial: bool) -> None:
     size = hvd.size()
     counts = SCHEDULES[schedule](size)
