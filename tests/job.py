@@ -18,6 +18,9 @@ STARTUP = CHECKOUT / "tests" / "startup"
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 IS_OPEN_MPI = (LAUNCHER.parent / "ompi_info").exists()
 
+# A program that is `python -m hvlike`.
+MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
+
 # Every process of a job carries this variable, so that it is found again whatever group or session it moved to.
 MARK = "HVLIKE_TEST_JOB"
 

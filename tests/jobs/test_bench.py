@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import job_environment, run_job
+from job import MODULE, job_environment, run_job
 
 from hvlike.bench.allreduce_report import RATIOS
 
 pytestmark = pytest.mark.job
 
-MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 QUICK = ["bench", "allreduce", "--sizes", "1KiB,300KiB", "--repetitions", "3"]
 
 

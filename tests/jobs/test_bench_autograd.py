@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from job import run_job
+from job import MODULE, run_job
 from torch.distributed import rpc as torch_rpc
 
 pytestmark = pytest.mark.job
 
-MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 SHORT = ["bench", "autograd", "--repetitions", "1"]
 
 

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from job import CHECKOUT, STARTUP, run_job
+from job import CHECKOUT, MODULE, STARTUP, run_job
 
 pytestmark = pytest.mark.job
 
-MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 FAKE = Path(__file__).resolve().parents[1] / "bench" / "fake_horovod"
 # Else job.py puts the last two on the path of a job.
 PATH = {"PYTHONPATH": f"{FAKE}:{CHECKOUT}:{STARTUP}"}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job import run_job
+from job import MODULE, run_job
 from torch.distributed import rpc as torch_rpc
 
 from hvlike.bench.rpc_pair import Pair
@@ -14,7 +14,6 @@ from hvlike.bench.rpc_work import Trip
 
 pytestmark = pytest.mark.job
 
-MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 SHORT = ["bench", "rpc", "--sizes", "1KiB", "--repetitions", "2", "--idle", "0.1"]
 needs_tensorpipe = pytest.mark.skipif(not torch_rpc.is_available(), reason="this torch was built without TensorPipe")
 

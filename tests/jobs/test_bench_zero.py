@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from job import run_job
+from job import MODULE, run_job
 
 pytestmark = pytest.mark.job
 
-MODULE = "import runpy, sys; sys.argv[0] = 'hvlike'; runpy.run_module('hvlike', run_name='__main__', alter_sys=True)"
 SHORT = ["bench", "zero", "--width", "32", "--layers", "2", "--repetitions", "1", "--bucket-view", "--json"]
 
 
