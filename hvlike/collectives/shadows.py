@@ -29,9 +29,14 @@ class Shadows:
         self._missed = 0
         negotiator.stand_in = self._stand_in
 
-    def plans(self) -> frozenset[int]:
+    def plans(self, planned: Iterable[Planned]) -> frozenset[int]:
         """The serial numbers of the plans this rank takes part in."""
-        return frozenset(each.serial for each in list(self.planned) if each.serial is not None)
+        return frozenset(each.serial for each in planned if each.serial is not None)
+
+    def spare_lanes(self) -> frozenset[int]:
+        """The lanes that are not used now, not even for the plan of an owner who is gone."""
+        used = {each.lane.number for each in list(self._by_name.values())}
+        return frozenset(self._lanes.spare_numbers()) - used
 
     def marks(self) -> Mapping[str, Mark]:
         """What this rank could plan anew, by name."""
@@ -40,18 +45,18 @@ class Shadows:
     @property
     def missed(self) -> int:
         """How many steps with an active rank this rank has stood in for, of the plan that has had the most."""
-        return max(self._missed, max((each.steps for each in self._by_name.values()), default=0))
+        return max(self._missed, max((each.steps for each in list(self._by_name.values())), default=0))
 
-    def begin(self) -> None:
-        """Take part in everything that is planned; in the loop."""
+    def begin(self, planned: Iterable[Planned]) -> None:
+        """Take part in all this; in the loop."""
         self._missed = 0
-        for each in list(self.planned):
+        for each in planned:
             if each.serial is not None:
                 self._add(each.name, each.shadow())
 
     def settled(self, plans: frozenset[int]) -> bool:
         """True when all shadows of these plans have seen the step without an active rank."""
-        return all(each.finished for each in self._by_name.values() if each.serial in plans)
+        return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
     def end(self, plans: frozenset[int], spare_lanes: frozenset[int]) -> None:
         """All have joined: go on alike. Plans are forgotten on every rank, their lanes spare on every rank.
@@ -79,7 +84,7 @@ class Shadows:
 
     def give_up(self) -> None:
         """The join failed; in the loop."""
-        for shadow in self._by_name.values():
+        for shadow in list(self._by_name.values()):
             shadow.cancel()
         self._by_name = {}
         for each in list(self.planned):
@@ -95,7 +100,7 @@ class Shadows:
 
     def error(self) -> BaseException | None:
         """What went wrong in a shadow."""
-        return next((each.error for each in self._by_name.values() if each.error is not None), None)
+        return next((each.error for each in list(self._by_name.values()) if each.error is not None), None)
 
     def _add(self, name: str, shadow: Shadow) -> None:
         before = self._by_name.get(name)

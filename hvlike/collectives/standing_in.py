@@ -26,10 +26,12 @@ def set_away(membership: Membership, away: bool) -> None:
 def begin_standing_in(membership: Membership, marks: Mapping[str, Mark], scope: Scope, how: str) -> Handle:
     """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so."""
     shadows = membership.shadows
+    # Nothing of it may vanish before it has its shadow: the others count on it.
+    planned = list(shadows.planned)
     request = JoinRequest(
         membership.negotiator.names.counts(),
-        shadows.plans(),
-        frozenset(membership.lanes.spare_numbers()),
+        shadows.plans(planned),
+        shadows.spare_lanes(),
         marks,
         scope,
         how,
@@ -45,7 +47,7 @@ def begin_standing_in(membership: Membership, marks: Mapping[str, Mark], scope: 
         return run
 
     # First the shadows: what the others begin once they know of this rank needs them.
-    current().fabric.loop.post(shadows.begin, wake=False)
+    current().fabric.loop.post(lambda: shadows.begin(planned), wake=False)
     signature = Signature("join", detail=request)
     return submit(membership, signature, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
 

@@ -199,9 +199,7 @@ class JoinContext:
 
     def _start_leaving(self, *, failed: bool) -> Handle:
         membership = self._membership
-        request = LeaveRequest(
-            membership.negotiator.names.counts(), frozenset(membership.lanes.spare_numbers()), failed
-        )
+        request = LeaveRequest(membership.negotiator.names.counts(), membership.shadows.spare_lanes(), failed)
         ends: list[LeaveEnd] = []
 
         def job(end: LeaveEnd) -> Job:
