@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hvlike.autograd.letter import Gradients, Letter
 from hvlike.autograd.protocol import Mode
+from hvlike.rpc import single
 from hvlike.rpc.message import Packed
 from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
 from hvlike.rpc.single import record_of, tensor_of
-from hvlike.rpc.tensors import NAMES, Hold, Row, build, lay_out
+from hvlike.rpc.tensors import NAMES, SHORT_BYTES, Hold, Row, build, lay_out
 
 LETTER = 52
 """The kind of these notices."""
@@ -104,10 +105,11 @@ def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors, list[Tensor]]:
         packed = pack(tensors, Outgoing(rank))
         return packed.body, packed.storages
     simple: list[_Simple] = []
+    short_bytes = single.SHORT_BYTES if len(tensors) == 1 else SHORT_BYTES
     storages: list[Tensor] = []
     for each in tensors:
         # Gradients share nothing that anybody relies on.
-        if not each.is_cpu or (found := record_of(each, 0)) is None:
+        if not each.is_cpu or (found := record_of(each, 0, short_bytes)) is None:
             rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
             return (rows, cargo.short), cargo.storages
         record, elements, storage = found

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hvlike.rpc import contexts, sparse
+from hvlike.rpc import contexts, single, sparse
 from hvlike.rpc.callables import cloud_pickler, described, missing_name, reduce_builtin
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
@@ -45,7 +45,7 @@ _STOP = pickle.STOP[0]
 _TABLE, _SINGLE = b"T", b"S"
 _ARRAY_BYTES = 4096
 """Smaller memory of arrays stays in the stream: a message of its own would cost more than two copies."""
-_KEEP_BYTES = 1 << 16
+_KEEP_BYTES = 1 << 17
 """A pickler is used again after messages up to this size; a larger one leaves it a large memo to wipe each time."""
 
 # Stand for "the next buffer" in the stream. Writable, or pickle would add an opcode that asks for real memory.
@@ -220,23 +220,17 @@ class Walk:
         self._pickler.dump(value)
         chunks, items = self._chunks, self.items
         storages: list[Tensor] = []
-        only = items[0] if len(items) == 1 else None
-        if only is not None and only[1] in (0, PARAMETER) and (single := record_of(*only)) is not None:
-            record, elements, storage = single
+        if items:
+            outgoing.graded += self._graded()
+        if (found := self._simple()) is not None:
+            record, elements, storage = found
             if storage is not None:
                 storages.append(storage)
-            if only[0].requires_grad:
-                outgoing.graded.append(only[0])
             chunks += (elements, record, _END.pack(len(record), _SINGLE))
             items.clear()
         elif items:
             rows, cargo = lay_out(items)
             storages = cargo.storages
-            outgoing.graded += (
-                self._graded()
-                if self.sparse
-                else [item[0] for item in items if item is not None and item[0].requires_grad]
-            )
             mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
             table = pickle.dumps((mixed, [len(piece) for piece in cargo.short]), _PROTOCOL)
             chunks += (*cargo.short, table, _END.pack(len(table), _TABLE))
@@ -248,6 +242,11 @@ class Walk:
         self._pickler.clear_memo()
         del self.outgoing
         return Packed(body, storages)
+
+    def _simple(self) -> tuple[bytes, bytes, Tensor | None] | None:
+        """What record_of makes of the only tensor; None where there are others, or it is not simple."""
+        only = self.items[0] if len(self.items) == 1 else None
+        return None if only is None or only[1] not in (0, PARAMETER) else record_of(*only, single.SHORT_BYTES)
 
     def _graded(self) -> list[Tensor]:
         """The tensors that require grad, the sparse ones too, in order of appearance."""

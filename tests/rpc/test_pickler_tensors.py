@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies
 from rpc.parcels import memory_bytes, received, same_memory, travel
 
-from hvlike.rpc import tensors
+from hvlike.rpc import single, tensors
 from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, reduce_tensor, unpack
 from hvlike.rpc.tensors import NAMES
 
@@ -39,11 +39,12 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module", params=[tensors.SHORT_BYTES, 0], ids=["short", "long"])
+@pytest.fixture(autouse=True, scope="module", params=[single.SHORT_BYTES, 0], ids=["short", "long"])
 def limit(request: pytest.FixtureRequest) -> Iterator[int]:
     """Everything once as short memory, which goes in the body, and once as long memory, which goes by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "SHORT_BYTES", request.param)
+        patch.setattr(single, "SHORT_BYTES", request.param)
+        patch.setattr(tensors, "SHORT_BYTES", min(request.param, tensors.SHORT_BYTES))
         yield request.param
 
 
