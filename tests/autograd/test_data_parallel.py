@@ -127,6 +127,28 @@ class Branches(nn.Module):
 
 
 @pytest.mark.usefixtures("together")
+def test_sparse_gradients(hvd: ModuleType, rpc: ModuleType, autograd: ModuleType) -> None:
+    """A table in the data-parallel part, below a remote module."""
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True)
+    ddp = DistributedDataParallel(module)
+    remote = rpc.RemoteModule(f"worker{(rank + 1) % size}", nn.Linear, (4, 1))
+    for step in range(2):
+        words = words_of(step)[rank::size]
+        with autograd.context() as context:
+            autograd.backward(context, [remote(ddp(words)).sum()])
+            gradient = autograd.get_gradients(context)[module.weight]
+            scale = hvd.allgather(remote.remote_parameters()[0].to_here().detach())
+        assert gradient.is_sparse
+        expected = torch.zeros(ROWS, 4)
+        for other in range(size):
+            # What each rank's words have got is the weight of the remote module it uses.
+            for word in words_of(step)[other::size].flatten().tolist():
+                expected[word] += scale[other] / size
+        torch.testing.assert_close(gradient.to_dense(), expected)
+
+
+@pytest.mark.usefixtures("together")
 def test_unused_parameters(hvd: ModuleType, autograd: ModuleType) -> None:
     rank, size = hvd.rank(), hvd.size()
     module, alone = Branches(), Branches()
