@@ -1,8 +1,7 @@
 """Once the plan is made, steps of a DistributedOptimizer send no control message: on one node, on several, always."""
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import pytest
@@ -29,24 +28,6 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
         order = [*self.layers[turn:], *self.layers[:turn]]
         return torch.stack([layer(x) for layer in order]).sum()
-
-
-@pytest.fixture
-def restarted(hvd: ModuleType) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """Start hvlike anew with other knobs."""
-    changed: list[str] = []
-
-    def restart(knobs: Mapping[str, str]) -> None:
-        hvd.shutdown()
-        changed.extend(knobs)
-        os.environ.update(knobs)
-        hvd.init()
-
-    yield restart
-    hvd.shutdown()
-    for name in changed:
-        os.environ.pop(name, None)
-    hvd.init()
 
 
 def steps(hvd: ModuleType, count: int, *, width: int = 8, turned: bool = False) -> Callable[[], None]:

@@ -1,7 +1,6 @@
 """Compiled modules, SyncBatchNorm, gradient scaling, sparse gradients, overlap, process sets, no message in a step."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,24 +16,6 @@ from hvlike.training.convert_batch_norm import convert_sync_batchnorm
 
 LATE = {"waiting", "resumed"}
 """A rank that has waited for half a second says so: that is about time."""
-
-
-@pytest.fixture
-def restarted(hvd: ModuleType) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """Start hvlike anew with other knobs."""
-    changed: list[str] = []
-
-    def restart(knobs: Mapping[str, str]) -> None:
-        hvd.shutdown()
-        changed.extend(knobs)
-        os.environ.update(knobs)
-        hvd.init()
-
-    yield restart
-    hvd.shutdown()
-    for name in changed:
-        os.environ.pop(name, None)
-    hvd.init()
 
 
 def compare(hvd: ModuleType, network: nn.Module | Callable[..., Tensor], module: nn.Module, alone: nn.Module) -> None:
@@ -149,6 +130,14 @@ def test_of_some_ranks(hvd: ModuleType) -> None:
             ddp(inputs()[hvd.rank() // 2 :: 2]).square().mean().backward()
             alone(inputs()).square().mean().backward()
             assert_same(gradients(module), gradients(alone))
+            with ddp.join(), torch.no_grad():
+                for _ in range(1 + hvd.rank()):
+                    with torch.enable_grad():
+                        ddp(inputs()).square().mean().backward()
+                    for parameter in module.parameters():
+                        parameter += 1 + hvd.rank()
+            # Those of rank 2, which has made all steps.
+            torch.testing.assert_close(module.first.bias, alone.first.bias + 9)
     else:
         with pytest.raises(ValueError, match=r"this rank is not among the ranks \[0, 2\]"):
             DistributedDataParallel(Shared(), process_set=some)
