@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hvlike.collectives.context import current
 from hvlike.collectives.handles import Handle
-from hvlike.collectives.joining import LEAVE_KEY, Failure, JoinEnd, LeaveEnd, LeaveRequest, Scope
+from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, Failure, JoinEnd, LeaveEnd, LeaveRequest, Scope
 from hvlike.collectives.process_set import ProcessSet
-from hvlike.collectives.request import Signature
+from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.standing_in import begin_standing_in, set_away, settle
 from hvlike.collectives.submission import submit
 from hvlike.errors import HorovodInternalError, JoinError
@@ -118,7 +118,7 @@ class JoinContext:
             scope = Scope.EVERYTHING if everything else Scope.PLANS
             handle = begin_standing_in(membership, marks, scope, f"left its Join context of {self._what}")
             shadowed = self._shadow_heartbeats() if self._beats else 0
-            end = self._wait_for_all(handle)
+            end: JoinEnd = self._wait_beside_shadows(JOIN_KEY, handle).result()
             settle([membership], [end])
         finally:
             set_away(membership, False)
@@ -127,17 +127,19 @@ class JoinContext:
     def _shadow_heartbeats(self) -> int:
         """Run the main hooks while any rank has inputs; returns how often."""
         shadowed = 0
-        while active_ranks(self._heartbeat.beat(active=False)):
+        while active_ranks(self._wait_beside_shadows(self._heartbeat.key, self._heartbeat.beat(active=False))):
             for hook in self._hooks:
                 hook.main_hook()
             shadowed += 1
             self._warn(shadowed)
         return shadowed
 
-    def _wait_for_all(self, handle: Handle) -> JoinEnd:
-        """Wait until all ranks have left the body; what this rank stands in for meanwhile runs in the loop."""
+    def _wait_beside_shadows(self, key: Key, handle: Handle) -> Handle:
+        """Wait for the operation `key`; what this rank stands in for meanwhile runs in the loop.
+
+        Raises: what has gone wrong there: the others would wait for this rank.
+        """
         shadows = self._membership.shadows
-        key = ("join", "join")
 
         def worth_a_look() -> bool:
             warn = shadows.missed > WARN_THRESHOLD and not self._warned
@@ -149,8 +151,7 @@ class JoinContext:
             error = shadows.error()
             if error is not None and not handle.done():
                 raise error
-        end: JoinEnd = handle.result()
-        return end
+        return handle
 
     def _warn(self, missed: int) -> None:
         if missed > WARN_THRESHOLD and not self._warned:

@@ -11,6 +11,7 @@ import torch
 from hvlike.collectives.allreduce import allreduce_async
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.request import Key
 from hvlike.planes.ops import ReduceOp
 
 
@@ -26,10 +27,16 @@ class Heartbeat:
 
     def beat(self, *, active: bool) -> Handle:
         """Begin a heartbeat: the sum over the ranks is how many have inputs. Collective over the set."""
-        self.count += 1
         number = torch.tensor([float(active)])
-        name = f"{self._name}.heartbeat.{self.count}"
+        # As the heartbeat of the next iteration may begin before this one has ended, each has a name of its own.
+        _, name = self.key
+        self.count += 1
         return allreduce_async(number, name=name, op=ReduceOp.SUM, process_set=self._process_set)
+
+    @property
+    def key(self) -> Key:
+        """What identifies the heartbeat that begins next."""
+        return ("allreduce", f"{self._name}.heartbeat.{self.count + 1}")
 
     def agree(self, values: list[int]) -> list[int]:
         """Return the highest of each value over the ranks. Collective over the set; blocks."""

@@ -10,8 +10,14 @@ from torch import nn
 from training.join.counters import AFTER, Counter, CounterHook
 from training.problem import same_on_all_ranks
 
+from hvlike.collectives.planned_lane import PlannedLane
+from hvlike.collectives.process_set import global_process_set
+from hvlike.collectives.shadow import CountingJob
 from hvlike.errors import JoinError, MismatchError
-from hvlike.join import Join, JoinHook
+from hvlike.join import Join, Joinable, JoinHook
+from hvlike.planes.plane import Plane
+from hvlike.training.joining.joinable import BuiltInHook
+from hvlike.transport.routine import Routine
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -239,6 +245,67 @@ def test_a_hook_that_fails(hvd: ModuleType, part: str) -> None:
         for _ in range(hvd.rank()):
             counter()
     assert counter.tensor.item() == AFTER
+
+
+class Planner(Joinable):
+    """What it does is planned; a rank that has left stands in for it once, and not a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stood_in = 0
+        self.lane = PlannedLane("Planner")
+        self.lane.stand_in = self.stand_in
+        self.lane.agree()
+
+    def __call__(self) -> int:
+        return self.lane.run(self.count(active=True))
+
+    def count(self, *, active: bool) -> CountingJob:
+        def run(plane: Plane) -> Routine[int]:
+            plane.begin_count(active=active)
+            return (yield from plane.end_count())
+
+        return run
+
+    def stand_in(self) -> CountingJob:
+        self.stood_in += 1
+        if self.stood_in == 2:
+            raise KeyError("here")
+        return self.count(active=False)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return BuiltInHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return global_process_set
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_stands_in_fails_in_the_loop(hvd: ModuleType, counted: bool) -> None:
+    """Others wait in a planned step for a rank that can no longer stand in."""
+    planner, counter = Planner(), Counter()
+    joinables: list[Joinable] = [counter, planner] if counted else [planner]
+
+    def body() -> None:
+        with Join(joinables):
+            for _ in range(0 if hvd.rank() == 1 else 3):
+                if counted:
+                    counter()
+                planner()
+
+    with pytest.raises(KeyError if hvd.rank() == 1 else JoinError, match="here"):
+        body()
+    planner.stood_in = 2
+    with Join(joinables):
+        for _ in range(hvd.rank()):
+            if counted:
+                counter()
+            planner()
 
 
 def test_different_joinables_are_found_on_every_rank(hvd: ModuleType) -> None:
