@@ -152,3 +152,31 @@ def test_in_the_order_of_any_rank(hvd: ModuleType) -> None:
         part = inputs()[rank :: hvd.size()]
         (loss_of(alone(part, "abc" if rank % 2 else "cab")) / hvd.size()).backward()
     assert_same(gradients(module), gradients(alone))
+
+
+def test_several_modules_in_one_pass(hvd: ModuleType) -> None:
+    """They are reduced in the order in which they were made, whichever the pass has come to first on a rank."""
+    modules, alone = [Shared(), Heads(), Shared()], [Shared(), Heads(), Shared()]
+    ddps = [DistributedDataParallel(module) for module in modules]
+
+    def losses(networks: list[nn.Module], batch: Tensor, turn: int) -> Tensor:
+        used = [*range(turn, 3), *range(turn)]
+        parts = {place: networks[place](batch) for place in used}
+        heads = parts[1]
+        return loss_of(parts[0]) + loss_of(heads.value) + loss_of(heads.rest["more"][0]) + loss_of(parts[2])
+
+    for step in range(2):
+        losses(list(ddps), share(hvd, inputs(step)), hvd.rank() % 3).backward()
+        losses(list(alone), inputs(step), 0).backward()
+        for module, other in zip(modules, alone, strict=True):
+            assert_same(gradients(module), gradients(other))
+
+
+def test_an_error_of_one_module_does_not_keep_others_from_being_reduced(hvd: ModuleType) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    ddps = [DistributedDataParallel(each) for each in (first, second)]
+    ddps[0].register_comm_hook(None, lambda state, bucket: None)
+    x = torch.full((1, 4), float(hvd.rank()))
+    with pytest.raises(ValueError, match="must return a tensor"):
+        (ddps[0](x).sum() + ddps[1](x).sum()).backward()
+    torch.testing.assert_close(second.weight.grad, torch.full((4, 4), (hvd.size() - 1) / 2))
