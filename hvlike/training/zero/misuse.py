@@ -29,6 +29,14 @@ def not_copied() -> UsageError:
     )
 
 
+def group_in_join_context() -> UsageError:
+    """Ranks that are absent would not know of it."""
+    return UsageError(
+        "ZeroRedundancyOptimizer.add_param_group() was called inside a Join context, where ranks may be absent. Add "
+        "the group on every rank before or after it."
+    )
+
+
 def one_group_only() -> RuntimeError:
     """Groups cannot be added where buckets are dealt."""
     return RuntimeError("ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group")

@@ -260,10 +260,13 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         """Add parameters; they go to the ranks that hold least so far, the others stay where they are.
 
         Collective over the process set, but in the constructor; blocks. Every rank adds the same.
-        Raises: as the constructor; RuntimeError with overlap_with_ddp. Source: torch.optim.Optimizer.add_param_group.
+        Raises: as the constructor; UsageError inside a Join context; RuntimeError with overlap_with_ddp.
+        Source: torch.optim.Optimizer.add_param_group.
         """
         if self.initialized and self.overlaps_with_ddp:
             raise misuse.one_group_only()
+        if self.initialized and self._join_config.enable:
+            raise misuse.group_in_join_context()
         super().add_param_group(param_group)
         if not self.initialized:
             return

@@ -62,7 +62,9 @@ class StateOfShares(Optimizer):
     def _fetch(self) -> Consolidated:
         """Ask the other ranks for their share of the state as it is now here."""
         service = state_service(current())
-        _, states = self._snapshot(self._version)
+        status, states = self._snapshot(self._version)
+        if status != HERE:
+            raise misuse.not_consolidated(self.rank, "It is changing: a step is under way.")
         for place, rank in enumerate(self._group.ranks):
             if place == self.rank:
                 continue
