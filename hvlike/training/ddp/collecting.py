@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -17,12 +17,16 @@ from torch import Tensor
 class Reduces(Protocol):
     """The gradients of a module."""
 
+    @property
+    def number(self) -> int:
+        """In the order in which they were made, which is the same on all ranks."""
+
     def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
         """Reduce those that are in a map, by leaf, and not in `.grad`."""
 
 
 class Collected:
-    """The modules that one backward pass has come through, in this order."""
+    """The modules that one backward pass has come through."""
 
     def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
         """gradients: where those of the leaves are when all has run."""
@@ -38,10 +42,11 @@ class Collected:
 
     def reduce(self) -> None:
         """Reduce what was collected. Collective over the process sets of the modules; blocks."""
-        while self._modules:
-            module = next(iter(self._modules))
-            del self._modules[module]
-            module.reduce_in(self._gradients)
+        modules, self._modules = self._modules, {}
+        # In one order on all ranks. An error of one is raised after all: other ranks wait for the rest, too.
+        with ExitStack() as calls:
+            for module in sorted(modules, key=lambda module: module.number, reverse=True):
+                calls.callback(module.reduce_in, self._gradients)
 
 
 class _Thread(threading.local):

@@ -144,6 +144,11 @@ class ModuleGradients(Gradients):
         else:
             elsewhere.add(self)
 
+    @property
+    def number(self) -> int:
+        """In the order in which they were made."""
+        return self._end.number
+
     def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
         """Reduce what a backward pass has left in this map, by leaf; `.grad` stays as it is. Collective; blocks.
 
