@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakMethod
@@ -26,6 +25,7 @@ from hvlike.training.joining.joinable import Joinable
 from hvlike.training.scaler import is_read_by_grad_scaler
 from hvlike.training.zero import misuse
 from hvlike.training.zero.arguments import check_parameters, check_type
+from hvlike.training.zero.changes import Changes
 from hvlike.training.zero.gradient_reduction import GradientReduction
 from hvlike.training.zero.join_hook import ZeroHook
 from hvlike.training.zero.lent_gradients import gradients_of
@@ -106,7 +106,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         self.is_absent = False
         """This rank has left the body of a Join context."""
         self._consolidated = None
-        self._changing = threading.Lock()
+        self._changes = Changes()
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
         self._sign: Tensor | None = None
@@ -140,7 +140,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
     def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         """Update this rank's share alone. Local."""
         copy_options(self._groups, self.optim.param_groups)
-        with self._changing:
+        with self._changes.change():
             self._version += 1
             try:
                 if closure is None:

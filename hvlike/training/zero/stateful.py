@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from hvlike.collectives.planned_lane import PlannedLane
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.errors import UsageError
 from hvlike.training.zero import misuse
+from hvlike.training.zero.changes import Changes
 from hvlike.training.zero.consolidation import Consolidated, States, consolidate, copy_states
 from hvlike.training.zero.options import copy_options
 from hvlike.training.zero.shard_files import make_shard, merge_shards
@@ -36,8 +36,7 @@ class StateOfShares(Optimizer):
     """How many steps have been made, by other ranks for this one, too."""
     _version: int
     """How often the state has changed."""
-    _changing: threading.Lock
-    """Held while the state changes."""
+    _changes: Changes
     _consolidated: Consolidated | None
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,9 +61,10 @@ class StateOfShares(Optimizer):
     def _fetch(self) -> Consolidated:
         """Ask the other ranks for their share of the state as it is now here."""
         service = state_service(current())
-        status, states = self._snapshot(self._version)
-        if status != HERE:
-            raise misuse.not_consolidated(self.rank, "It is changing: a step is under way.")
+        with self._changes.copy(wait=True) as allowed:
+            if not allowed:
+                raise misuse.not_consolidated(self.rank, "It is changing: a step is under way.")
+            states = copy_states(self._own_states())
         for place, rank in enumerate(self._group.ranks):
             if place == self.rank:
                 continue
@@ -75,17 +75,14 @@ class StateOfShares(Optimizer):
         return Consolidated(self._version, self.rank, states)
 
     def _snapshot(self, version: int) -> tuple[str, States]:
-        """How this rank's state stands to a version, and a copy of its share if it is of that one. Also in the loop."""
-        if self._version < version:
-            return BEHIND, {}
-        if self._version > version or not self._changing.acquire(blocking=False):
-            return AHEAD, {}
-        try:
+        """How this rank's state stands to a version, and a copy of its share if it is of that one. In the loop."""
+        with self._changes.copy(wait=False) as allowed:
             if self._version > version:
                 return AHEAD, {}
+            if self._version < version or not allowed:
+                # Not allowed: this rank still loads, or copies its share, too. It is asked again.
+                return BEHIND, {}
             return HERE, copy_states(self._own_states())
-        finally:
-            self._changing.release()
 
     def _own_states(self) -> States:
         """What the plain optimizer keeps for each parameter of this rank's share, by its place."""
@@ -118,7 +115,7 @@ class StateOfShares(Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         mine = {number for place, number in enumerate(numbers) if place in own}
         kept = {key: value for key, value in state_dict["state"].items() if key in mine}
-        with self._changing:
+        with self._changes.change():
             super().load_state_dict({**state_dict, "state": kept})
             copy_options(self._groups, self.optim.param_groups)
             self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
