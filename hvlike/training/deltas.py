@@ -23,7 +23,8 @@ from hvlike.collectives.reductions import check_adasum
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
-from hvlike.training.gradients import Gradients, Reducer
+from hvlike.training.gradients import Gradients
+from hvlike.training.reducer import Reducer
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot
 

@@ -5,7 +5,6 @@ IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in 
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from hvlike.training import misuse
 from hvlike.training.autotune.tuner import Tuner, tune
 from hvlike.training.hooks import GradientHooks
 from hvlike.training.names import name_parameters
+from hvlike.training.phase import Phase
+from hvlike.training.reducer import Reducer
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot, reset
 from hvlike.training.watch import Watch
@@ -31,42 +32,12 @@ _handed_over: Callable[[Slot], Any] = attrgetter("handed_over")
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
-class Phase(enum.Enum):
-    """Where the gradients are."""
-
-    IDLE = "no backward pass since the last step or zero_grad"
-    ACCUMULATING = "local sums of some backward passes, more are to come"
-    REDUCING = "some gradients are being reduced over the ranks"
-    SYNCHRONIZED = "all gradients are reduced"
-
-
 class Grouped(Protocol):
     """What has parameters in groups: every torch optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups; each has its parameters under "params"."""
-
-
-class Reducer(Protocol):
-    """What reduces a list of tensors, the same one over and over: a PlannedReducer."""
-
-    @property
-    def wants_marks(self) -> bool:
-        """True while every tensor is to be marked ready; else the first one of a step is enough."""
-
-    @property
-    def active(self) -> int:
-        """How many ranks took part in the last step with tensors of their own; 0 where that is not known."""
-
-    def mark_ready(self, index: int, tensor: Tensor) -> None:
-        """Tensor `index` is final for this step."""
-
-    def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Wait until all are reduced, in place; those that take the place of others, by index."""
-
-    def close(self) -> None:
-        """Forget what was agreed."""
 
 
 class Gradients:

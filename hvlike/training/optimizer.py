@@ -22,12 +22,13 @@ from hvlike.training import misuse
 from hvlike.training.closure import after, reduce_loss
 from hvlike.training.delegation import DelegatingOptimizer
 from hvlike.training.deltas import Deltas
-from hvlike.training.gradients import Gradients, Phase
+from hvlike.training.gradients import Gradients
 from hvlike.training.grouping import check_groups
 from hvlike.training.joining.join import Join
 from hvlike.training.joining.joinable import Joinable
 from hvlike.training.joining.optimizer_hook import OptimizerHook
 from hvlike.training.names import check_all_named, check_named_parameters
+from hvlike.training.phase import Phase
 from hvlike.training.reduction import Reduction
 from hvlike.training.scaler import is_read_by_grad_scaler
 

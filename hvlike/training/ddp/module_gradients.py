@@ -27,8 +27,10 @@ from hvlike.training.ddp.collecting import Collected, collection
 from hvlike.training.ddp.end_of_backward import EndOfBackward, is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.ddp.outputs import tensors_in
-from hvlike.training.gradients import Gradients, Phase, Reducer
+from hvlike.training.gradients import Gradients
 from hvlike.training.misuse import changed_while_reducing
+from hvlike.training.phase import Phase
+from hvlike.training.reducer import Reducer
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot
 

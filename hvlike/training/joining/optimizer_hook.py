@@ -9,8 +9,9 @@ from torch.nn.parameter import UninitializedParameter
 from hvlike.collectives.objects import broadcast_object
 from hvlike.training import misuse
 from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_tensors, named_tensors
-from hvlike.training.gradients import Gradients, Phase
+from hvlike.training.gradients import Gradients
 from hvlike.training.joining.joinable import BuiltInHook
+from hvlike.training.phase import Phase
 
 if TYPE_CHECKING:
     from hvlike.training.delegation import DelegatingOptimizer
