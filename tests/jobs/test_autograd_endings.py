@@ -1,7 +1,7 @@
-"""Workers that are killed, silent or gone in a backward: the others hear of it by name in time, and can go on."""
+"""Workers that are silent or gone in a backward: the others hear of it by name in time, and can go on."""
 
 import pytest
-from job import IS_OPEN_MPI, run_job
+from job import run_job
 
 pytestmark = pytest.mark.job
 
@@ -165,45 +165,3 @@ def test_a_worker_that_is_not_there_is_named_and_the_rest_goes_on(program: str) 
 
 
 # Rank 0 waits for rank 1, which waits for rank 2; that kills one of them in its backward.
-KILLED = """
-import pytest, re
-from hvlike.autograd.contexts import contexts
-
-rpc._set_rpc_timeout(60)
-victim = int(sys.argv[1])
-watcher = 1 if victim == 0 else 0
-dead = f"worker{victim} (rank {victim})"
-pids = [rpc.rpc_sync(other, os.getpid) for other in range(3)]
-hvd.barrier()
-
-def behind(value):
-    return square(rpc.rpc_sync(2, signalling, (value, pids[victim], signal.SIGKILL)))
-
-if rank == 0:
-    with autograd.context() as context:
-        text = error_of(context, rpc.rpc_sync(1, behind, (leaf,)).sum(), sys.argv[2])
-    assert dead in text, text
-if rank == watcher:
-    while victim not in current().lost:
-        time.sleep(0.01)
-    with pytest.raises(RuntimeError, match=re.escape(dead)):
-        rpc.rpc_sync(victim, os.getpid)
-    check_that_the_rest_goes_on(3 - watcher - victim)
-    while contexts.live():
-        time.sleep(0.01)
-    raise ValueError(f"{dead} is missed")
-time.sleep(500)
-"""
-
-# The launcher leaves those that remain to themselves.
-ALONE = ("--runtime-options", "recoverable")
-
-
-@pytest.mark.skipif(not IS_OPEN_MPI, reason="MPICH's launcher ends the others at once")
-@pytest.mark.parametrize(("victim", "mode"), [(0, "safe"), (1, "smart"), (2, "safe")])
-def test_a_worker_that_is_killed_in_a_backward_is_named_by_the_others(victim: int, mode: str) -> None:
-    job = run_job(PREAMBLE + KILLED, 3, args=[str(victim), mode], flags=ALONE)
-    assert f"ValueError: worker{victim} (rank {victim}) is missed" in job.stderr, job.describe()
-    assert not job.timed_out, job.describe()
-    assert job.survivors == (), job.describe()
-    assert job.returncode != 0, job.describe()
