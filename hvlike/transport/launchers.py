@@ -21,14 +21,19 @@ class Launcher:
     """Number of processes it was asked to start."""
     variable: str
     """The environment variable that said so."""
+    rank: int | None = None
+    """The number it gave to this process; None where it does not say."""
+    fix: str = ""
+    """What to do when the loaded MPI library does not understand it."""
 
 
 @dataclass(frozen=True)
 class _Sign:
-    """How one launcher is recognised: the variable with the size, a variable that must stand beside it, the fix."""
+    """How one launcher is recognised: the variables with size and rank, one that must stand beside them, the fix."""
 
     name: str
     variable: str
+    rank: str
     fix: str
     beside: str | None = None
 
@@ -43,23 +48,29 @@ _SIGNS = (
     _Sign(
         "torchrun",
         "WORLD_SIZE",
+        "RANK",
         "torchrun does not start MPI jobs: use `mpirun -n {size} python ...` in its place",
         beside="TORCHELASTIC_RUN_ID",
     ),
-    _Sign("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", _SAME_MPI),
-    _Sign("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", _SAME_MPI),
-    _Sign("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", _SAME_MPI),
+    _Sign("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _SAME_MPI),
+    _Sign("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", _SAME_MPI),
+    _Sign("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", "PMI_RANK", _SAME_MPI),
     _Sign(
-        "LSF's jsrun", "JSM_NAMESPACE_SIZE", "Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun"
+        "LSF's jsrun",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_RANK",
+        "Load the MPI library that jsrun serves (IBM Spectrum MPI), or use mpirun",
     ),
     _Sign(
         "Flux",
         "FLUX_JOB_SIZE",
+        "FLUX_TASK_RANK",
         "Choose the interface that the library speaks: `flux run -o mpi=...` or `-o pmi=pmix`, or use mpirun",
     ),
     _Sign(
         "Slurm's srun",
         "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
         "Choose the interface that the library speaks: `srun --mpi=pmix` for Open MPI (4 or newer), `srun --mpi=pmi2` "
         "for MPICH and Intel MPI (`srun --mpi=list` shows what the site offers), or use mpirun inside the allocation",
     ),
@@ -69,7 +80,11 @@ _SIGNS = (
 def detect(environment: Mapping[str, str]) -> Launcher | None:
     """The innermost launcher that `environment` shows, or None for a process started by hand."""
     sign = _find(environment)
-    return None if sign is None else Launcher(sign.name, int(environment[sign.variable]), sign.variable)
+    if sign is None:
+        return None
+    size, rank = int(environment[sign.variable]), environment.get(sign.rank, "")
+    number = int(rank) if rank.isdecimal() else None
+    return Launcher(sign.name, size, sign.variable, number, sign.fix.format(size=size))
 
 
 def check(environment: Mapping[str, str], mpi_size: int, library: str) -> None:

@@ -37,6 +37,15 @@ def test_detected(environment: dict[str, str], name: str, size: int) -> None:
     assert launcher.size == size
 
 
+def test_the_number_of_the_process_comes_from_the_same_launcher() -> None:
+    inner = launchers.detect({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1"})
+    assert inner is not None
+    assert inner.rank == 3
+    silent = launchers.detect({"PMI_SIZE": "2", "SLURM_PROCID": "1"})
+    assert silent is not None
+    assert silent.rank is None
+
+
 @pytest.mark.parametrize("environment", NO_LAUNCHER)
 def test_no_launcher(environment: dict[str, str]) -> None:
     assert launchers.detect(environment) is None
