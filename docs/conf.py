@@ -1,0 +1,43 @@
+"""How Sphinx builds these pages; `./scripts/docs` runs it with warnings as errors."""
+
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS / "extension")]
+
+from sphinx.application import Sphinx  # noqa: E402
+
+from hvlike.version import __version__  # noqa: E402
+
+project = "hvlike"
+release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "public_names"]
+exclude_patterns = ["_build"]
+
+# Anchors for links to headings of other pages, as GitHub makes them.
+myst_heading_anchors = 3
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+add_module_names = False
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = f"hvlike {release}"
+html_show_copyright = False
+
+
+def leave_out_missing_pages(app: Sphinx, page: str, text: list[str]) -> None:
+    """Pages that are still being written have their place in the table of contents already."""
+    if page == "index":
+        entries = re.compile(r"^[\w/-]+\n", flags=re.MULTILINE)
+        text[0] = entries.sub(lambda found: found[0] if (DOCS / f"{found[0].strip()}.md").exists() else "", text[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", leave_out_missing_pages)

@@ -1,0 +1,70 @@
+"""The directive `public-names`: the reference of the names that a table of a page lists.
+
+    ```{public-names} hvlike
+    :page: api.md
+    :section: Collectives
+    ```
+
+documents every name in the first column of the tables below that heading, in their order. Without a section: every name
+of the module's `__all__`, but modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.util.docutils import SphinxDirective
+
+ROW = re.compile(r"^\| `(\w+)` \|", flags=re.MULTILINE)
+
+
+def listed(page: str, section: str) -> list[str]:
+    """The names in the tables of one section of a page."""
+    found = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"no section {section!r}")
+    return ROW.findall(found[1])
+
+
+def lines_for(module: str, name: str) -> list[str]:
+    """The directives that document one name; none for a module."""
+    thing = getattr(importlib.import_module(module), name)
+    if inspect.ismodule(thing):
+        return []
+    path = f"{module}.{name}"
+    if inspect.isclass(thing):
+        return [f".. autoclass:: {path}", "   :members:", ""]
+    if inspect.isroutine(thing):
+        return [f".. autofunction:: {path}", ""]
+    return [f".. py:data:: {path}", ""]
+
+
+class PublicNames(SphinxDirective):
+    """See above."""
+
+    required_arguments = 1
+    option_spec = {"page": directives.unchanged, "section": directives.unchanged}  # noqa: RUF012
+
+    def run(self) -> list[nodes.Node]:
+        """The nodes of all names."""
+        module = self.arguments[0]
+        if "section" in self.options:
+            path = Path(self.env.srcdir) / self.options["page"]
+            self.env.note_dependency(str(path))
+            names = listed(path.read_text(), self.options["section"])
+        else:
+            names = importlib.import_module(module).__all__
+        lines = [line for name in names for line in lines_for(module, name)]
+        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *lines, "```"]))
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.add_directive("public-names", PublicNames)
+    return {"parallel_read_safe": True}
