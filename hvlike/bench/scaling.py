@@ -17,6 +17,7 @@ from hvlike.bench.options import positive
 from hvlike.bench.plot import draw, png
 from hvlike.bench.scaling_report import Result, as_text, panels
 from hvlike.errors import LaunchError, UsageError
+from hvlike.transport.starters import Starter
 
 DEFAULT_RANKS = "1,2,4,8,16,32"
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Start the jobs and print what they have counted. Outside of mpirun. Returns the exit status."""
     try:
         launching.refuse_inside_a_job(os.environ, "scaling")
-        starter = launching.find(launching.search_path(os.environ))
+        starter = launching.find()
         results = [_measure(starter, ranks, options) for ranks in options.ranks]
     except (LaunchError, UsageError) as error:
         print(error, file=sys.stderr)
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(starter: launching.JobStarter, ranks: int, options: argparse.Namespace) -> Result:
+def _measure(starter: Starter, ranks: int, options: argparse.Namespace) -> Result:
     arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
     knobs = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
     if not options.json:

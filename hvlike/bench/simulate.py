@@ -108,7 +108,7 @@ def _constants(options: argparse.Namespace) -> Constants:
     if options.constants is not None:
         return read_constants(options.constants)
     launching.refuse_inside_a_job(os.environ, "simulate")
-    starter = launching.find(launching.search_path(os.environ))
+    starter = launching.find()
     return Constants(**launching.run_job(starter, 2, "hvlike.bench.loggp_rank", [], {}, options.timeout))
 
 

