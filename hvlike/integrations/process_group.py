@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
 
 from hvlike.collectives.allgather import allgather
 from hvlike.collectives.allreduce import allreduce_
@@ -29,6 +28,7 @@ NAME = "hvlike"
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _Base: Any = dist.ProcessGroup
+_c10d: Any = torch._C._distributed_c10d
 
 _groups = itertools.count()
 
@@ -204,7 +204,7 @@ class ProcessGroup(_Base):
 def _fill(outputs: Sequence[Tensor], elements: Tensor) -> None:
     """Deal elements out to tensors, one after the other."""
     sizes = [output.numel() for output in outputs]
-    for output, part in zip(outputs, elements.split(sizes), strict=True):
+    for output, part in zip(outputs, torch.split(elements, sizes), strict=True):
         output.detach().copy_(part.view(output.shape))
 
 
@@ -216,7 +216,7 @@ def _done(result: object) -> dist.Work:
     """The work that is complete."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    work: dist.Work = _create_work_from_future(future)
+    work: dist.Work = _c10d._create_work_from_future(future)
     return work
 
 
