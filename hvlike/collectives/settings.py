@@ -8,7 +8,7 @@ from typing import Any
 
 from hvlike.config import DYNAMIC, Knobs, differing, read_knobs
 from hvlike.errors import UsageError
-from hvlike.observe.log import show_log
+from hvlike.observe.log import set_up_log
 from hvlike.observe.trace_file import check_writable
 from hvlike.transport.cores import available
 from hvlike.transport.fabric import Fabric
@@ -67,8 +67,9 @@ class Settings:
             keep_memory()
         if knobs.thread_affinity is not None:
             fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
-        if knobs.log_level is not None:
-            show_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
+        set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
+        world = fabric.world
+        logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)
         if knobs.timeline is not None and knobs.timeline != DYNAMIC:
             try:
                 fabric.recorder.start(

@@ -1,24 +1,75 @@
-"""The log, for those who set HVLIKE_LOG_LEVEL: printed on stderr, as Horovod's is. Else Python's logging decides."""
+"""The log: the logger "hvlike" of Python's logging, with the rank in every record.
+
+A program that configures logging decides what becomes of the records. One that does not finds them on stderr: those
+of INFO and above from rank 0, of WARNING and above from every rank. HVLIKE_LOG_LEVEL prints the records of its level
+and above from every rank, whatever the program configures.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
 
 
-_NAME = "hvlike-printer"
-"""By this name the next init() finds the handler that was added here."""
+class RankFilter(logging.Filter):
+    """Lets every record pass, with `record.rank` in it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the rank."""
+        record.rank = self._rank
+        return True
 
 
-def show_log(level: str, rank: int, *, hide_time: bool) -> None:
-    """Print the records of the logger "hvlike" from `level` up, with the rank and, if wanted, the time."""
+class Printer(logging.Handler):
+    """Prints on what sys.stderr is at the time, which a notebook or a test may have replaced."""
+
+    def __init__(self, level_set: int, *, steps_aside: bool) -> None:
+        """level_set: the level that the logger was given with it. steps_aside: print only what nobody else handles."""
+        super().__init__()
+        self.level_set = level_set
+        self._steps_aside = steps_aside
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless that is left to the handlers of the program."""
+        if sys.stderr is None or (self._steps_aside and self._others()):
+            return
+        try:
+            # One write, or the lines of several ranks are shuffled.
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _others(self) -> bool:
+        """Whether the program has handlers for the records of hvlike; it may add them at any time."""
+        logger = logging.getLogger("hvlike")
+        return len(logger.handlers) > 1 or (logger.propagate and logging.getLogger().hasHandlers())
+
+
+def set_up_log(level: str | None, rank: int, *, hide_time: bool) -> None:
+    """Put the rank into records, choose the level of the logger, and print what nobody else does. Local.
+
+    level: HVLIKE_LOG_LEVEL; None where it is not set: a level that the program has given the logger stays then.
+    """
     logger = logging.getLogger("hvlike")
-    logger.setLevel(_LEVELS.get(level, level.upper()))
-    for handler in [each for each in logger.handlers if each.get_name() == _NAME]:
+    before = logging.NOTSET
+    for handler in [each for each in logger.handlers if isinstance(each, Printer)]:
+        before = handler.level_set
         logger.removeHandler(handler)
-    printer = logging.StreamHandler()
-    printer.set_name(_NAME)
+    for old in [each for each in logger.filters if isinstance(each, RankFilter)]:
+        logger.removeFilter(old)
+    logger.addFilter(RankFilter(rank))
+    if level is not None:
+        logger.setLevel(_LEVELS.get(level, level.upper()))
+    elif logger.level in (logging.NOTSET, before):
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    printer = Printer(logger.level, steps_aside=level is None)
     time = "" if hide_time else "%(asctime)s "
-    printer.setFormatter(logging.Formatter(f"{time}hvlike rank {rank} %(levelname)s: %(message)s"))
+    printer.setFormatter(logging.Formatter(f"{time}hvlike rank %(rank)s %(levelname)s: %(message)s"))
     logger.addHandler(printer)

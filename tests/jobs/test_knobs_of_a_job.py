@@ -75,8 +75,27 @@ def test_a_job_of_one_refuses_too() -> None:
     assert "HVLIKE_AUTOTUNE='maybe': expected 0 or 1." in job.stdout
 
 
-def test_the_log_is_printed_for_those_who_ask_for_a_level() -> None:
-    program = "import hvlike as hvd, logging\nhvd.init()\nlogging.getLogger('hvlike').info('a word')\n"
-    loud = run_job(program, 1, env={"HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "1"}).check()
-    assert "hvlike rank 0 INFO: a word" in loud.stderr.splitlines()
-    assert "a word" not in run_job(program, 1).check().stderr
+LOG = """
+import logging
+import sys
+import hvlike as hvd
+
+hvd.init()
+for level in ("debug", "info", "warning"):
+    getattr(logging.getLogger("hvlike"), level)("a word of %s", level)
+logging.basicConfig(format="%(name)s of %(rank)s: %(message)s", stream=sys.stdout)
+logging.getLogger("hvlike").warning("the program prints")
+"""
+
+
+def test_the_log_of_a_job() -> None:
+    own = "hvlike of {}: the program prints"
+    calm = run_job(LOG, 2, env={"HVLIKE_LOG_HIDE_TIME": "1"}).check()
+    lines = ["rank 0 INFO: a word of info", "rank 0 WARNING: a word of warning", "rank 1 WARNING: a word of warning"]
+    assert sorted(calm.stderr.splitlines()) == [f"hvlike {line}" for line in lines]
+    assert sorted(calm.stdout.splitlines()) == [own.format(0), own.format(1)]
+    loud = run_job(LOG, 2, env={"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_LOG_HIDE_TIME": "1"}).check()
+    for rank in range(2):
+        assert f"hvlike rank {rank} DEBUG: a word of debug" in loud.stderr.splitlines()
+        assert f"hvlike rank {rank} WARNING: the program prints" in loud.stderr.splitlines()
+        assert own.format(rank) in loud.stdout.splitlines()
