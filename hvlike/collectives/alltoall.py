@@ -125,10 +125,10 @@ def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
 def _start(call: _Call, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
     def finish(request: Request) -> Any:
         output, rows = request.outputs
-        return output.to(tensor.device), torch.tensor(rows, dtype=call.counts_dtype)
+        return output.to(tensor.device), torch.tensor(rows, dtype=call.counts_dtype, device="cpu")
 
     # The numbers of rows differ between ranks, so they are no part of what is compared.
-    splits = torch.tensor(call.splits, dtype=torch.int64)
+    splits = torch.tensor(call.splits, dtype=torch.int64, device="cpu")
     signature = signature_of("alltoall", [tensor])
     return submit(call.membership, signature, call.name, [tensor, splits], finish, wake=wake)
 

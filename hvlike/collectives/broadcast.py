@@ -101,7 +101,9 @@ class _Broadcast(torch.autograd.Function):
         membership, _ = begin("gradient of broadcast", "", ctx.process_set)
         is_root = membership.group.ranks[membership.group.rank] == ctx.root_rank
         # Zeros that still hang on the sum: a second backward is collective too.
-        return (total if is_root else total.masked_fill(torch.ones((), dtype=torch.bool), 0), None, None, None)
+        if not is_root:
+            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
+        return (total, None, None, None)
 
 
 _differentiable: Callable[..., torch.Tensor] = _Broadcast.apply

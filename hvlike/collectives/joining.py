@@ -189,5 +189,5 @@ def neutral_tensors(signature: Signature) -> list[torch.Tensor]:
     for name, shape, strides in zip(signature.dtypes, signature.shapes, signature.strides, strict=True):
         dtype: torch.dtype = getattr(torch, name)
         value = 0 if signature.prescale == 0 else identity(op, dtype)
-        tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype).fill_(value))
+        tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype, device="cpu").fill_(value))
     return tensors

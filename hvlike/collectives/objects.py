@@ -37,11 +37,11 @@ def broadcast_object(
     Source: horovod.torch.broadcast_object.
     """
     is_root = rank() == root_rank
-    status, payload = _packed(obj) if is_root else (_GOOD, torch.empty(0, dtype=torch.uint8))
-    header = torch.tensor([status, payload.numel()], dtype=torch.int64)
+    status, payload = _packed(obj) if is_root else (_GOOD, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    header = torch.tensor([status, payload.numel()], dtype=torch.int64, device="cpu")
     broadcast_(header, root_rank, name=_part(name, "size"), process_set=process_set)
     if not is_root:
-        payload = torch.empty(int(header[1]), dtype=torch.uint8)
+        payload = torch.empty(int(header[1]), dtype=torch.uint8, device="cpu")
     broadcast_(payload, root_rank, name=_part(name, "bytes"), process_set=process_set)
     if int(header[0]) == _FAILED:
         _raise_unpicklable("broadcast_object", payload, root_rank, is_root)
@@ -57,7 +57,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Source: horovod.torch.allgather_object.
     """
     status, payload = _packed(obj)
-    header = torch.tensor([[rank(), status, payload.numel()]], dtype=torch.int64)
+    header = torch.tensor([[rank(), status, payload.numel()]], dtype=torch.int64, device="cpu")
     headers = allgather(header, name=_part(name, "size"), process_set=process_set)
     payloads = allgather(payload, name=_part(name, "bytes"), process_set=process_set)
     parts = torch.split(payloads, [int(size) for size in headers[:, 2]])

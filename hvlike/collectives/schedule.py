@@ -65,7 +65,9 @@ class Schedule:
         for index in self.plan.buckets[number]:
             shape, strides, dtype = self._agreed.shapes[index], self.plan.strides[index], self._dtypes[index]
             room = (
-                torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+                torch.empty(shape, dtype=dtype, device="cpu")
+                if strides is None
+                else torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
             )
             tensors.append(room.zero_())
         return tensors

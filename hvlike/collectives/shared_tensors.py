@@ -120,7 +120,7 @@ class _Making:
 
 def _all(plane: Plane, group: Group, fine: bool) -> Routine[bool]:
     """True on every rank if it is fine on every rank."""
-    flag = torch.tensor([int(fine)], dtype=torch.int32)
+    flag = torch.tensor([int(fine)], dtype=torch.int32, device="cpu")
     yield from plane.allreduce([flag], arithmetic_of(torch.int32, Min, group.size, 1.0, 1.0))
     return bool(flag)
 

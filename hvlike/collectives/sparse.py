@@ -72,9 +72,9 @@ class SparseSum:
 
 def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """A sparse tensor of one sparse dimension without entries, shaped like a dense one."""
-    indices = torch.empty((1, 0), dtype=torch.int64)
-    values = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
-    return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape), check_invariants=False)
+    indices = torch.empty((1, 0), dtype=torch.int64, device=tensor.device)
+    values = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape), check_invariants=False, device=tensor.device)
 
 
 def _checked(what: str, op: ReduceOp) -> ReduceOp:
@@ -98,4 +98,4 @@ def _divide(values: torch.Tensor, size: int) -> torch.Tensor:
 
 def _assemble(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     # Without checks: torch warns about every sparse tensor that is made without saying whether to check it.
-    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False, device=values.device)

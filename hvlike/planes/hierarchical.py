@@ -69,7 +69,7 @@ class HierarchicalPlane:
 
     def end_count(self) -> Routine[int]:
         """See Plane; a reduction of one number."""
-        count = torch.tensor([int(self._active)], dtype=torch.int32)
+        count = torch.tensor([int(self._active)], dtype=torch.int32, device="cpu")
         yield from self.allreduce([count], _COUNT)
         return int(count)
 
@@ -198,14 +198,14 @@ class HierarchicalPlane:
             [tensor.view(torch.uint8) for tensor, owner in zip(tensors, owners, strict=True) if owner == position]
             for position in group.node
         ]
-        none = torch.empty(0, dtype=torch.uint8)
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
         sends, receives = [none] * group.local_size, [none] * group.local_size
         if group.local_rank == 0:
             sends = [none, *(torch.cat(each) if each else none for each in owned[1:])]
             yield from shared.alltoall(sends, receives)
             return
         mine = owned[group.local_rank]
-        receives[0] = torch.empty(sum(map(len, mine)), dtype=torch.uint8)
+        receives[0] = torch.empty(sum(map(len, mine)), dtype=torch.uint8, device="cpu")
         yield from shared.alltoall(sends, receives)
         for target, part in zip(mine, torch.split(receives[0], [len(each) for each in mine]), strict=True):
             target.copy_(part)

@@ -29,7 +29,7 @@ class Packer:
         self._dtype: torch.dtype | None = None
         self._small: list[int] = []
         self._large: list[int] = []
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, device="cpu")
         self._views: list[torch.Tensor] = []
 
     def allreduce(self, plane: Plane, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
@@ -55,5 +55,5 @@ class Packer:
         sizes = [lengths[index] for index in self._small]
         # Kept for reductions in other threads, which may not be in the inference mode of this one.
         with torch.inference_mode(False):
-            self._buffer = torch.empty(sum(sizes), dtype=dtype)
+            self._buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu")
         self._views = list(torch.split(self._buffer, sizes)) if sizes else []

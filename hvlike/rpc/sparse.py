@@ -38,10 +38,19 @@ def assemble(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
     name, shape, coalesced, graded = row
     if name == _COO:
         indices, values = parts
-        tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+        tensor = torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=False, is_coalesced=coalesced, device=values.device
+        )
         return tensor.requires_grad_(graded)
     compressed, plain, values = parts
     layout = getattr(torch, name)
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, check_invariants=False, requires_grad=graded
+        compressed,
+        plain,
+        values,
+        shape,
+        layout=layout,
+        check_invariants=False,
+        requires_grad=graded,
+        device=values.device,
     )

@@ -32,7 +32,7 @@ def check_same(
     """
     root: Mapping[str, Any] = broadcast_object(dict(mine), root_rank, process_set=process_set)
     differences = find_differences(root, mine)
-    flag = torch.tensor(int(bool(differences)), dtype=torch.int32)
+    flag = torch.tensor(int(bool(differences)), dtype=torch.int32, device="cpu")
     if not int(allreduce(flag, op=ReduceOp.MAX, process_set=process_set)):
         return
     everybody = allgather_object((rank(), differences), process_set=process_set)

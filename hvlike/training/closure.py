@@ -24,7 +24,7 @@ def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
         reduced = allreduce(loss.detach().to(torch.float64), op=op, process_set=process_set)
         return reduced.to(loss.dtype)
     if isinstance(loss, (int, float)) and not isinstance(loss, bool):
-        return float(allreduce(torch.tensor(loss, dtype=torch.float64), op=op, process_set=process_set))
+        return float(allreduce(torch.tensor(loss, dtype=torch.float64, device="cpu"), op=op, process_set=process_set))
     return loss
 
 

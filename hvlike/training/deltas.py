@@ -9,7 +9,7 @@ parameters = start + delta              the same on all ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -57,7 +57,7 @@ class Deltas(Gradients):
             return
         parameters = [slot.parameter for slot in self._slots]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flag = torch.tensor(int(not all(_is_finite(gradient) for gradient in gradients)), dtype=torch.int32)
+        flag = torch.tensor(int(not _all_finite(gradients)), dtype=torch.int32, device="cpu")
         if int(allreduce(flag, op=ReduceOp.MAX, process_set=self.reduction.process_set)):
             if not int(flag):
                 parameters[0].grad = torch.full_like(parameters[0], torch.inf, requires_grad=False)
@@ -128,6 +128,10 @@ class Deltas(Gradients):
         torch._foreach_add_(deltas, self._starts)
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(values.isfinite().all())
+def _all_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether there is no infinity and no NaN; a GPU is waited for once, not for each gradient."""
+    answers: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        answers.setdefault(gradient.device, []).append(values.isfinite().all())
+    return all(bool(torch.stack(each).all()) for each in answers.values())

@@ -85,6 +85,7 @@ class Slot:
             torch.empty((0, *shape[self.sparse_dimensions :]), dtype=parameter.dtype, device=parameter.device),
             shape,
             check_invariants=False,
+            device=parameter.device,
         )
 
     def take_back(self, reduced: Tensor | None) -> None:

@@ -32,7 +32,7 @@ class _Malloc:
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor, in huge pages where it is large and the system has them."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if tensor.nbytes >= _SMALLEST_MAPPED_BYTES and not _Malloc.has_seen_a_large_block:
         _Malloc.has_seen_a_large_block = True
         _free_a_large_block()
@@ -50,5 +50,5 @@ def _free_a_large_block() -> None:
     So they end where they do in any program that frees a block of nearly 32 MiB; where a program has set them itself
     they stay. Nothing touches the block.
     """
-    block = torch.empty(ALWAYS_MAPPED_BYTES - (1 << 16), dtype=torch.uint8)
+    block = torch.empty(ALWAYS_MAPPED_BYTES - (1 << 16), dtype=torch.uint8, device="cpu")
     del block

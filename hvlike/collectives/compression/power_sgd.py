@@ -34,7 +34,7 @@ class _Work:
     tensor: Tensor
     matrix: Tensor
     q: Tensor
-    p: Tensor = field(default_factory=lambda: torch.empty(0))
+    p: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
 
 class PowerSGD(StatefulCompressor):

@@ -86,8 +86,8 @@ class TopK(StatefulCompressor):
         """Gather what all ranks have chosen of tensors of one dtype, and add it up; how many bytes this rank sent."""
         wide = max(work.tensor.numel() for work in works) > torch.iinfo(torch.int32).max
         place_dtype = torch.int64 if wide else torch.int32
-        values = [torch.empty(0)] * exchange.size
-        places = [torch.empty(0)] * exchange.size
+        values = [torch.empty(0, device="cpu")] * exchange.size
+        places = [torch.empty(0, device="cpu")] * exchange.size
         own_values = torch.cat([work.values for work in works])
         own_places = torch.cat([work.places for work in works]).to(place_dtype)
         for rank in range(exchange.size):

@@ -21,7 +21,7 @@ def allgather_job(site: Site, batch: Sequence[Agreed]) -> Job:
         for request, verdict in batch:
             for index, tensor in enumerate(request.tensors):
                 rows = tuple(lengths[index] for lengths in verdict.extra)
-                output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+                output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
                 parts = torch.split(output, list(rows))
                 own = parts[site.group.rank]
                 own.copy_(tensor.detach().reshape(own.shape))

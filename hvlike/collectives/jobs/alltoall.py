@@ -27,7 +27,7 @@ def alltoall_job(site: Site, batch: Sequence[Agreed]) -> Job:
             received = torch.zeros_like(sent)
             yield from plane.alltoall(_each(sent), _each(received))
             splits, rows = sent.tolist(), received.tolist()
-            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
+            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
             source = Operand(tensor, None).flat.view(tensor.shape)[: sum(splits)]
             yield from plane.alltoall(_parts(source, splits), _parts(output, rows))
             request.outputs += [output, tuple(rows)]

@@ -81,8 +81,8 @@ class Tuner:
         seconds = self._sampler.step_ended(reducer.served, self._clock())
         if seconds is None:
             return
-        slowest = self._largest(torch.tensor([seconds], dtype=torch.float64), "time")
-        decision = torch.full((4,), -1, dtype=torch.int64)
+        slowest = self._largest(torch.tensor([seconds], dtype=torch.float64, device="cpu"), "time")
+        decision = torch.full((4,), -1, dtype=torch.int64, device="cpu")
         if self._decider is not None:
             self._decide(self._decider, float(slowest[0]), decision)
         *sizes, finished = self._largest(decision, "choice").tolist()
@@ -97,7 +97,7 @@ class Tuner:
         """Write the next setting into `decision`, and whether it stays."""
         self._report.sample(self.choice, seconds, warmup=decider.warming_up)
         decider.hear(seconds)
-        decision.copy_(torch.tensor([*decider.choice, int(decider.finished)]))
+        decision.copy_(torch.tensor([*decider.choice, int(decider.finished)], device="cpu"))
         if decider.finished:
             best = decider.choice
             self._report.winner(best, decider.seconds_of(best), decider.seconds_of(self._start))

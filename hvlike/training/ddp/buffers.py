@@ -74,6 +74,6 @@ class Buffers:
 
     def _highest(self, plane: Plane, active: bool) -> Routine[int]:
         """The active rank with the highest number."""
-        candidate = torch.tensor([self._rank if active else -1])
+        candidate = torch.tensor([self._rank if active else -1], device="cpu")
         yield from plane.allreduce([candidate], arithmetic_of(candidate.dtype, ReduceOp.MAX, self._size, 1.0, 1.0))
         return int(candidate)

@@ -217,7 +217,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Collective over the process set; blocks.
         """
-        flag = torch.tensor(int(wanted))
+        flag = torch.tensor(int(wanted), device="cpu")
         where = self._gradients.reduction.process_set
         return bool(allreduce(flag, op=ReduceOp.MAX, name=f"{self._gradients.name}.reduces", process_set=where))
 

@@ -69,7 +69,7 @@ class ModuleGradients(Gradients):
         self._expected: dict[Slot, int] = {}
         """With a static graph: how often each gradient arrives in a backward pass."""
         self._twice: list[str] = []
-        self._flags = torch.empty(0)
+        self._flags = torch.empty(0, device="cpu")
         self._weight = 1
         self.hook: Hook | None = None
         """What the user has registered to reduce by."""
@@ -248,7 +248,8 @@ class ModuleGradients(Gradients):
         reducer = self._ready_reducer()
         if reducer is not None:
             parts = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
-            reducer.finish([*parts, *(torch.zeros(entry.shape, dtype=entry.dtype) for entry in self._extra_entries())])
+            extra = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._extra_entries()]
+            reducer.finish([*parts, *extra])
 
     def _new_reducer(self, context: Context) -> Reducer | None:
         reducer: Reducer | None = None

@@ -104,7 +104,7 @@ def _agree(failures: int, skip_sync: bool, retries: int, reason: Exception) -> b
 
     Raises: HorovodInternalError on every rank if one has failed too often.
     """
-    answers = torch.tensor([failures, int(not skip_sync)])
+    answers = torch.tensor([failures, int(not skip_sync)], device="cpu")
     most, has_to_sync = allreduce(answers, name="elastic.agree", op=Max).tolist()
     if most > retries:
         raise HorovodInternalError(

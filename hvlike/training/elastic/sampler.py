@@ -21,7 +21,7 @@ def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
     """The indices 0 .. length - 1 in the order of this epoch; the same on every rank. Pure function."""
     if not shuffle:
         return list(range(length))
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch), device="cpu").tolist()
 
 
 def share_of(indices: Sequence[int], rank: int, size: int) -> list[int]:

@@ -11,7 +11,7 @@ from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.standing_in import begin_standing_in, set_away, settle
 from hvlike.collectives.submission import submit
-from hvlike.errors import HorovodInternalError, JoinError
+from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError
 from hvlike.planes.lane import Job
 from hvlike.planes.plane import Plane
 from hvlike.training.joining.heartbeat import Heartbeat, active_ranks
@@ -96,7 +96,7 @@ class JoinContext:
         if self._throws:
             if active_ranks(self._heartbeat.beat(active=False)):
                 self._thrown = True
-                raise RuntimeError(f"Rank {self._rank} exhausted all inputs.")
+                raise InputsExhaustedError(f"Rank {self._rank} exhausted all inputs.")
             shadowed, last = 0, self._rank
         else:
             shadowed, last = self._stand_in()

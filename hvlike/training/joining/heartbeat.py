@@ -27,7 +27,7 @@ class Heartbeat:
 
     def beat(self, *, active: bool) -> Handle:
         """Begin a heartbeat: the sum over the ranks is how many have inputs. Collective over the set."""
-        number = torch.tensor([float(active)])
+        number = torch.tensor([float(active)], device="cpu")
         # As the heartbeat of the next iteration may begin before this one has ended, each has a name of its own.
         _, name = self.key
         self.count += 1
@@ -41,7 +41,9 @@ class Heartbeat:
     def agree(self, values: list[int]) -> list[int]:
         """Return the highest of each value over the ranks. Collective over the set; blocks."""
         name = f"{self._name}.agreement"
-        handle = allreduce_async(torch.tensor(values), name=name, op=ReduceOp.MAX, process_set=self._process_set)
+        handle = allreduce_async(
+            torch.tensor(values, device="cpu"), name=name, op=ReduceOp.MAX, process_set=self._process_set
+        )
         highest: list[int] = handle.result().tolist()
         return highest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.errors import UsageError
+from hvlike.errors import NotJoinableError, UsageError
 from hvlike.training.joining.context import JoinContext
 from hvlike.training.joining.joinable import Joinable, JoinConfig
 
@@ -122,7 +122,7 @@ class Join:
         Source: torch.distributed.algorithms.join.Join.notify_join_context.
         """
         if not hasattr(joinable, "_join_config"):
-            raise AssertionError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
+            raise NotJoinableError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
         context = joinable._join_context
         if context is None:
             return None

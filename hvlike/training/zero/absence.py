@@ -49,7 +49,7 @@ class Command:
 
 def who_is_there(plane: Plane, rank: int, size: int, *, active: bool) -> Routine[list[int]]:
     """Return the active ranks, in rising order, on every rank."""
-    flags = torch.zeros(size, dtype=torch.int32)
+    flags = torch.zeros(size, dtype=torch.int32, device="cpu")
     flags[rank] = int(active)
     yield from plane.allreduce([flags], arithmetic_of(torch.int32, Sum, size, 1.0, 1.0))
     return [each for each, there in enumerate(flags.tolist()) if there]
@@ -58,9 +58,9 @@ def who_is_there(plane: Plane, rank: int, size: int, *, active: bool) -> Routine
 def tell(plane: Plane, leader: int, rank: int, command: Command | None) -> Routine[Command]:
     """Return the leader's command on every rank."""
     data = pickle.dumps(command, protocol=5) if rank == leader else b""
-    length = torch.tensor([len(data)], dtype=torch.int64)
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     yield from plane.gather([length.view(torch.uint8)], [leader])
-    payload = torch.empty(int(length), dtype=torch.uint8)
+    payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if rank == leader:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     yield from plane.gather([payload], [leader])
@@ -75,12 +75,12 @@ def send_gradients(
 
     shares: for each rank the parameters whose gradients it needs; none for those that are active.
     """
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
     receives = [nothing] * len(shares)
     mine = shares[rank]
     if mine:
-        receives[leader] = torch.empty(sum(_bytes(parameter) for parameter in mine), dtype=torch.uint8)
+        receives[leader] = torch.empty(sum(_bytes(parameter) for parameter in mine), dtype=torch.uint8, device="cpu")
     yield from plane.alltoall(sends, receives)
     if not mine:
         return {}
@@ -95,7 +95,11 @@ def send_gradients(
 def total_norm(plane: Plane, size: int, gradients: Sequence[Tensor], norm_type: float) -> Routine[Tensor]:
     """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64."""
     norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).cpu().double() for gradient in gradients]
-    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+    own = (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if norms
+        else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
     largest = norm_type == float("inf")
     part = (own if largest else own**norm_type).reshape(1)
     yield from plane.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 
 Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
 
@@ -19,11 +19,11 @@ def check_parameters(params: object) -> Parameters:
     a group without "params", and parameters that are sparse or of several types.
     """
     if isinstance(params, Tensor):
-        raise TypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
+        raise WrongTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
     try:
         items: list[Any] = list(params)  # type: ignore[call-overload]  # whatever is no iterable is refused below
     except TypeError as error:
-        raise TypeError(
+        raise WrongTypeError(
             f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
         ) from error
     if not items:
@@ -32,7 +32,7 @@ def check_parameters(params: object) -> Parameters:
         check_type(items)
         return items
     if not all(isinstance(item, dict) for item in items):
-        raise TypeError("`params` argument should be an iterable of Tensors or dicts")
+        raise WrongTypeError("`params` argument should be an iterable of Tensors or dicts")
     groups = []
     for number, group in enumerate(items):
         if "params" not in group:

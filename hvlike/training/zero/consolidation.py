@@ -41,7 +41,9 @@ def consolidate(own: States, to: int, rank: int, size: int, process_set: Process
     """
     data, tensors = pack(own, [])
     head, _ = pack((data, [TensorForm.of(tensor) for tensor in tensors]), [])
-    lengths = allgather(torch.tensor([[len(head), sum(map(_nbytes, tensors))]]), process_set=process_set).tolist()
+    lengths = allgather(
+        torch.tensor([[len(head), sum(map(_nbytes, tensors))]], device="cpu"), process_set=process_set
+    ).tolist()
     result: States = {}
     for source in range(size):
         if source == to:
@@ -58,7 +60,7 @@ def consolidate(own: States, to: int, rank: int, size: int, process_set: Process
                 post.send(part)
         elif rank == to:
             structure, forms = unpack(bytes(received.numpy()), [], [])
-            arrived = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
+            arrived = [torch.empty(form.shape, dtype=form.dtype, device="cpu") for form in forms]
             fill([each.view(-1).view(torch.uint8) for each in arrived], (post.send(None) for _ in range(parts)))
             result.update(unpack(structure, [], arrived))
         else:
@@ -87,7 +89,7 @@ class _Post:
     def send(self, data: Tensor | None) -> Tensor:
         """Send `data`, on the source; return what came, on the receiver. Collective; blocks."""
         if data is None:
-            data = torch.empty(0, dtype=torch.uint8)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._splits[self._to] = len(data)
         rows, _ = alltoall(data, self._splits, process_set=self._process_set)
         assert isinstance(rows, Tensor)
@@ -114,7 +116,7 @@ def cut(flats: Iterator[Tensor], most: int) -> Iterator[Tensor]:
 
 def fill(flats: Sequence[Tensor], parts: Iterator[Tensor]) -> None:
     """Put the bytes of the parts into flat tensors, one after the other; the reverse of `cut`."""
-    part = torch.empty(0, dtype=torch.uint8)
+    part = torch.empty(0, dtype=torch.uint8, device="cpu")
     for flat in flats:
         start = 0
         while start < len(flat):

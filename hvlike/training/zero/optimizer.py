@@ -18,7 +18,7 @@ from hvlike.collectives.context import current
 from hvlike.collectives.planned_lane import PlannedLane
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.request import order_in_memory
-from hvlike.errors import UsageError
+from hvlike.errors import StateError, UsageError
 from hvlike.training.closure import after
 from hvlike.training.joining.join import Join
 from hvlike.training.joining.joinable import Joinable
@@ -211,7 +211,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         self._reduce()
         norm = self._steps.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
+            raise StateError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
                 "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                 "`error_if_nonfinite=False`"

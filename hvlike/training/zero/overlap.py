@@ -104,7 +104,7 @@ class _Overlap:
 
     def _update(self) -> Tensor:
         """Update what the buckets hold that have been started; return the result of the last of them."""
-        result = torch.empty(0)
+        result = torch.empty(0, device="cpu")
         started, self._started = self._started, []
         for bucket, pending in started:
             result = _wait(pending)

@@ -67,7 +67,7 @@ def _together(owner: int, places: Sequence[int], parameters: Sequence[Tensor]) -
     sizes = [parameters[place].numel() for place in places]
     # Kept for steps in other threads, which may not be in the inference mode of this one.
     with torch.inference_mode(False):
-        buffer = torch.empty(sum(sizes), dtype=parameters[places[0]].dtype)
+        buffer = torch.empty(sum(sizes), dtype=parameters[places[0]].dtype, device="cpu")
     views = tuple(
         part.view(parameters[place].shape) for part, place in zip(torch.split(buffer, sizes), places, strict=True)
     )

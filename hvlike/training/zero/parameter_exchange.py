@@ -52,7 +52,7 @@ class ParameterExchange:
 
     def _gather_thawed(self, plane: Plane) -> Routine[None]:
         """Each owner says which of its frozen parameters have a gradient now; those follow."""
-        flags = [torch.zeros(len(frozen), dtype=torch.uint8) for frozen in self._frozen]
+        flags = [torch.zeros(len(frozen), dtype=torch.uint8, device="cpu") for frozen in self._frozen]
         for index, parameter in enumerate(self._frozen[self._rank]):
             flags[self._rank][index] = parameter.grad is not None
         yield from plane.gather(flags, list(range(len(flags))))
