@@ -1,71 +1,80 @@
 """Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
 
-from hvlike import autograd, elastic, nn, optim, rpc
-from hvlike.collectives.abilities import (
-    _check_has_gpu,
-    ccl_built,
-    check_extension,
-    cuda_built,
-    ddl_built,
-    extension_available,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    nccl_built,
-    rocm_built,
-)
-from hvlike.collectives.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from hvlike.collectives.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from hvlike.collectives.alltoall import alltoall, alltoall_async
-from hvlike.collectives.barrier import barrier
-from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvlike.collectives.compression import Compression
-from hvlike.collectives.handles import Handle, poll, synchronize
-from hvlike.collectives.lifecycle import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_threads_supported,
-    rank,
-    shutdown,
-    size,
-)
-from hvlike.collectives.objects import allgather_object, broadcast_object
-from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.collectives.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
-from hvlike.collectives.registration import add_process_set, remove_process_set
-from hvlike.collectives.shared_tensors import empty_shared
-from hvlike.collectives.sparse import sparse_allreduce_async
-from hvlike.collectives.timeline import start_timeline, stop_timeline
-from hvlike.errors import HorovodInternalError, HvlikeError
-from hvlike.join import join
-from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.convert_batch_norm import convert_sync_batchnorm
-from hvlike.training.gather_state import gather_optimizer_state
-from hvlike.training.optimizer import DistributedOptimizer
-from hvlike.training.sync_batch_norm import SyncBatchNorm
-from hvlike.version import __version__
+from typing import TYPE_CHECKING
+
+from hvlike.lazy import at_first_use, without_collections
+
+with without_collections():
+    from hvlike.collectives.abilities import (
+        _check_has_gpu,
+        ccl_built,
+        check_extension,
+        cuda_built,
+        ddl_built,
+        extension_available,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        nccl_built,
+        rocm_built,
+    )
+    from hvlike.collectives.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+    from hvlike.collectives.allreduce import (
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+    )
+    from hvlike.collectives.alltoall import alltoall, alltoall_async
+    from hvlike.collectives.barrier import barrier
+    from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+    from hvlike.collectives.compression import Compression
+    from hvlike.collectives.handles import Handle, poll, synchronize
+    from hvlike.collectives.lifecycle import (
+        cross_rank,
+        cross_size,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        mpi_threads_supported,
+        rank,
+        shutdown,
+        size,
+    )
+    from hvlike.collectives.objects import allgather_object, broadcast_object
+    from hvlike.collectives.process_set import ProcessSet, global_process_set
+    from hvlike.collectives.reducescatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
+    from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
+    from hvlike.collectives.registration import add_process_set, remove_process_set
+    from hvlike.collectives.shared_tensors import empty_shared
+    from hvlike.collectives.sparse import sparse_allreduce_async
+    from hvlike.collectives.timeline import start_timeline, stop_timeline
+    from hvlike.errors import HorovodInternalError, HvlikeError
+    from hvlike.join import join
+    from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+    from hvlike.training.clipping import clip_grad_norm_
+    from hvlike.training.convert_batch_norm import convert_sync_batchnorm
+    from hvlike.training.gather_state import gather_optimizer_state
+    from hvlike.training.optimizer import DistributedOptimizer
+    from hvlike.training.sync_batch_norm import SyncBatchNorm
+    from hvlike.version import __version__
+
+if TYPE_CHECKING:
+    from hvlike import autograd, elastic, nn, optim, rpc
+else:
+    __getattr__, __dir__ = at_first_use(globals(), "autograd", "elastic", "nn", "optim", "rpc")
 
 __all__ = [
     "Adasum",

@@ -7,6 +7,7 @@ sends it. The rest is for hvlike.autograd, which puts itself in here.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from hvlike.errors import RpcError
 
 if TYPE_CHECKING:
     from hvlike.rpc.agent import Agent
@@ -101,6 +104,11 @@ def install(contexts: Contexts) -> None:
     _Process.contexts = contexts
 
 
+def let_autograd_in() -> None:
+    """Have hvlike.autograd put itself in here, before a session: other workers may use it. It is above: by its name."""
+    importlib.import_module("hvlike.autograd")
+
+
 def installed() -> Contexts:
     """What looks after the messages of this process."""
     return _Process.contexts
@@ -149,4 +157,4 @@ def _run_as(context: int, graded: bool, work: Callable[[T], None], given: T) -> 
 
 def unknown(context: int) -> RuntimeError:
     """What is raised for a context that is not here."""
-    return RuntimeError(f"Could not find autograd context with id: {context}")
+    return RpcError(f"Could not find autograd context with id: {context}")

@@ -11,7 +11,7 @@ from typing import Any
 from hvlike.collectives import context
 from hvlike.collectives.context import Context
 from hvlike.collectives.objects import allgather_object
-from hvlike.errors import HorovodInternalError, UsageError
+from hvlike.errors import HorovodInternalError, RpcError, UsageError
 from hvlike.rpc import agent as agents
 from hvlike.rpc import calls, contexts, rrefs
 from hvlike.rpc.agent import Agent, current
@@ -60,7 +60,8 @@ def init_rpc(
     """
     forks.check()
     if agents.is_running():
-        raise RuntimeError(f"RPC is already initialized: worker {current().me.name} runs. Call shutdown() first.")
+        raise RpcError(f"RPC is already initialized: worker {current().me.name} runs. Call shutdown() first.")
+    contexts.let_autograd_in()
     options, wrong = _settle(name, backend, rpc_backend_options, num_worker_threads, rpc_timeout)
     context.start(None, [])
     running = context.current()
@@ -110,7 +111,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         raise
     _end(agent, tell=False)
     if leaked:
-        raise RuntimeError(
+        raise RpcError(
             f"Leaking RRefs on {agent.me.name} (rank {agent.rank}): {'; '.join(leaked)}. They were still in use when "
             "RPC was shut down."
         )
@@ -147,7 +148,7 @@ def _check_answers(answers: list[tuple[str, str, int]], rank: int) -> None:
         ranks.setdefault(name, []).append(each)
     for name, holders in ranks.items():
         if len(holders) > 1:
-            raise RuntimeError(f"RPC worker name {name} is not unique: the ranks {holders} have it. Name each its own.")
+            raise RpcError(f"RPC worker name {name} is not unique: the ranks {holders} have it. Name each its own.")
 
 
 def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
@@ -166,7 +167,7 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
                 f"{_who_is_missing(agent)}."
             )
             if over:
-                raise RuntimeError(f"{report} The session has ended on this worker, its time limit was over.")
+                raise RpcError(f"{report} The session has ended on this worker, its time limit was over.")
             logger.warning(report)
 
 

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from hvlike.training import misuse
 from hvlike.training.optimizer import DistributedOptimizer
-from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 
 def clip_grad_norm_(
@@ -30,6 +29,9 @@ def clip_grad_norm_(
     finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
     Source: torch.nn.utils.clip_grad_norm_.
     """
+    # Only programs that use it shall load it.
+    from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
+
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     if not isinstance(optimizer, DistributedOptimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import numpy as np
 
 
 class Sampler:
@@ -30,7 +30,7 @@ class Sampler:
         self._times.append(now - last)
         if len(self._times) < self._steps:
             return None
-        sample = statistics.median(self._times)
+        sample = float(np.median(self._times))
         self._times = []
         return sample
 
