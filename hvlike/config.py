@@ -40,6 +40,9 @@ class Knobs:
     thread_affinity: tuple[int, ...] | None = knob(
         "THREAD_AFFINITY", None, CORES, "the core of the background thread of each local rank", horovod=True, same=False
     )
+    peer_memory: bool = knob(
+        "PEER_MEMORY", True, SWITCH, "0: the ranks of a node do not copy straight between their memories"
+    )
     keep_memory: bool = knob(
         "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
     )

@@ -53,7 +53,7 @@ class Context:
             # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
             self.world.close()
             raise
-        self.fabric = Fabric(self.world)
+        self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
         settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))

@@ -14,6 +14,7 @@ from hvlike.planes.chunks import chunk_bytes
 from hvlike.planes.direct import Direct
 from hvlike.planes.hierarchical import HierarchicalPlane
 from hvlike.planes.network import Network
+from hvlike.planes.peer_memory import PeerMemory
 from hvlike.planes.plane import Plane, SoloPlane
 from hvlike.planes.region import Region, region_bytes
 from hvlike.planes.shared import SharedPlane
@@ -117,7 +118,10 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Routine[SharedPla
             crowded = is_crowded(fabric.cores)
             ranks = group.local_size
             region = Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded)
-            return SharedPlane(region, Direct(fabric.allocations, [group.ranks[each] for each in group.node]))
+            members = [group.ranks[each] for each in group.node]
+            processes = [fabric.bells[each].process for each in members] if fabric.reaches_peers else []
+            memory = PeerMemory(processes, crowded=fabric.node_is_crowded)
+            return SharedPlane(region, Direct(fabric.allocations, members), memory)
     raise LaunchError(
         f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
         "bytes: give /dev/shm more room (docker run --shm-size=256m)"

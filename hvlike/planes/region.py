@@ -15,8 +15,10 @@ Every counter has one writer and only grows:
     votes[2]      what this rank says in a census, by parity of its number (census.py)
     failed        not 0 once this rank has given the region up
     arrived       number of the newest work this rank has entered
-    departed      number of the newest work in shared allocations this rank has done its part of
+    departed      number of the newest work that is not staged of which this rank has done its part
     places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
+    abandoned     number of the newest work in this rank's own memory that it has given up
+    addresses     where the tensors of the newest work lie in this rank's own memory
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ from hvlike.transport.semaphore import Fence
 REDUCED = 0
 """Which of a rank's words counts the chunks it has reduced, for those who look often."""
 
+ADDRESSES = 256
+"""How many tensors of one piece of work can be reached in a rank's own memory."""
+
+_WORDS = 10
 _LINE = 128
 # On x86-64 stores become visible in order and loads are not reordered with each other; elsewhere the fence sees to it.
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -48,13 +54,13 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (5 * ranks + 2 + 9) // _LINE) * _LINE
+    return -(-8 * (5 * ranks + 2 + _WORDS + ADDRESSES) // _LINE) * _LINE
 
 
 class Counters:
     """The counters of one rank; see the head of this file."""
 
-    __slots__ = ("fetched", "passed", "received", "staged", "taken", "votes", "words")
+    __slots__ = ("addresses", "fetched", "passed", "received", "staged", "taken", "votes", "words")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
@@ -64,7 +70,8 @@ class Counters:
         self.passed = words(segment, first + 24 * ranks, ranks)
         self.received = words(segment, first + 32 * ranks, ranks)
         self.votes = words(segment, first + 40 * ranks, 2)
-        self.words = words(segment, first + 40 * ranks + 16, 9)
+        self.words = words(segment, first + 40 * ranks + 16, _WORDS)
+        self.addresses = words(segment, first + 40 * ranks + 16 + 8 * _WORDS, ADDRESSES)
 
     @property
     def reduced(self) -> int:
@@ -104,7 +111,7 @@ class Counters:
 
     @property
     def departed(self) -> int:
-        """The number of the newest piece of work in shared allocations that this rank has done its part of."""
+        """The number of the newest piece of work that is not staged of which this rank has done its part."""
         return self.words[6]
 
     @departed.setter
@@ -114,6 +121,15 @@ class Counters:
     def place(self, number: int) -> int:
         """What of the piece of work `number` lies in shared allocations on this rank, and where; 0: nothing."""
         return self.words[7 + number % 2]
+
+    @property
+    def abandoned(self) -> int:
+        """The number of the newest piece of work in its own memory that this rank has given up."""
+        return self.words[9]
+
+    @abandoned.setter
+    def abandoned(self, value: int) -> None:
+        self.words[9] = value
 
     def arrive(self, number: int, stamp: int, place: int) -> None:
         """Say what the piece of work `number` is on this rank; whoever sees that it has arrived sees the rest."""

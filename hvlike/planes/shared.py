@@ -12,13 +12,14 @@ Every element is reduced on exactly one rank, so the results are bitwise the sam
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hvlike.errors import MismatchError
+from hvlike.errors import HorovodInternalError, MismatchError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
@@ -26,19 +27,24 @@ from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitti
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
+from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.reduction import LOOKS, PASSES, Reduction, Results
 from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine, Wait
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
 
+_kept: list[Sequence[torch.Tensor]] = []
+"""Tensors of reductions that were given up."""
+
 
 class SharedPlane:
     """Reductions and gathers among the ranks of one node; every call in the same order on all of them."""
 
-    def __init__(self, region: Region, direct: Direct) -> None:
+    def __init__(self, region: Region, direct: Direct, memory: PeerMemory) -> None:
         self._region = region
         self._direct = direct
+        self._memory = memory
         self._looks = 1 if region.crowded else LOOKS
         self._reductions = Turns.start(region.ranks)
         self._gathers = Turns.start(region.ranks)
@@ -76,12 +82,20 @@ class SharedPlane:
         if not bundles and not any(map(len, pieces)):
             return
         places = self._direct.places(tensors)
+        near = self._memory.within_reach(tensors)
+        for word, index in enumerate(near):
+            self._region.mine.addresses[word] = tensors[index].data_ptr()
         number = self._announce(stamp, place_word(places))
-        if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
-            pieces = [piece for index, piece in enumerate(pieces) if index not in places]
-        pieces = [*(bundle.piece for bundle in bundles), *pieces]
-        chunks = self._deal([len(piece) for piece in pieces], arithmetic, None, whole=len(bundles))
-        yield from self._reduce(pieces, arithmetic, chunks, Results.TO_ALL, bundles)
+        with self._exposed(tensors if near else (), number):
+            if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
+                pieces = [piece for index, piece in enumerate(pieces) if index not in places]
+                near = []
+            staged = [piece for index, piece in enumerate(pieces) if index not in near] if near else pieces
+            staged = [*(bundle.piece for bundle in bundles), *staged]
+            chunks = self._deal([len(piece) for piece in staged], arithmetic, None, whole=len(bundles))
+            yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
+            if near:
+                yield from self._reduce_in_peers([pieces[index] for index in near], arithmetic, number)
 
     @property
     def bundling(self) -> SharedPlane:
@@ -111,9 +125,7 @@ class SharedPlane:
         number: of the work, which this rank has announced.
         """
         region = self._region
-        yield from self._until(lambda: all(region.counters[peer].arrived >= number for peer in region.peers))
-        region.order()
-        self._compare()
+        yield from self._meet(number)
         if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
             return False
         copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
@@ -121,11 +133,53 @@ class SharedPlane:
         while reduction.unfinished:
             reduction.advance()
             yield Wait.AGAIN
+        yield from self._part(number)
+        return True
+
+    @contextlib.contextmanager
+    def _exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:
+        """Peers may read and write these tensors; if this rank gives the work up, the memory must stay."""
+        try:
+            yield
+        except BaseException:
+            if tensors:
+                self._region.mine.abandoned = number
+                _kept.append(tensors)
+            raise
+
+    def _reduce_in_peers(self, pieces: Sequence[Piece], arithmetic: Arithmetic, number: int) -> Routine[None]:
+        """Reduce pieces where they lie in the ranks' own memory; their addresses have been said."""
+        region = self._region
+        yield from self._meet(number)
+        reduction = PeerReduction(region, self._memory, arithmetic, pieces, number % region.ranks)
+        while reduction.unfinished:
+            while any(region.counters[peer].abandoned >= number for peer in region.peers):
+                # Who has given it up tells why in other ways.
+                yield Wait.BELL
+            try:
+                region.quiet.run(reduction.advance)
+            except OSError as error:
+                raise HorovodInternalError(
+                    f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
+                    f"{error}. HVLIKE_PEER_MEMORY=0 does without."
+                ) from None
+            yield Wait.AGAIN
+        yield from self._part(number)
+
+    def _meet(self, number: int) -> Routine[None]:
+        """Wait until all are at the work of this number, which is the same for all."""
+        region = self._region
+        yield from self._until(lambda: all(region.counters[peer].arrived >= number for peer in region.peers))
+        region.order()
+        self._compare()
+
+    def _part(self, number: int) -> Routine[None]:
+        """Wait until all have done their part of the work of this number."""
+        region = self._region
         region.order()
         region.mine.departed = number
         yield from self._until(lambda: all(region.counters[peer].departed >= number for peer in region.peers))
         region.order()
-        return True
 
     def _until(self, done: Callable[[], bool]) -> Routine[None]:
         """Tell the peers where this rank is and wait for them."""

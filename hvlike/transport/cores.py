@@ -22,6 +22,11 @@ def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
     return sum(1 / sum(core in each for each in affinities) for core in affinities[rank])
 
 
+def any_crowded(affinities: Sequence[frozenset[int]]) -> bool:
+    """Whether any rank of the node shares cores: the same on all of them."""
+    return any(is_crowded(cores_per_rank(affinities, rank)) for rank in range(len(affinities)))
+
+
 def is_crowded(cores: float) -> bool:
     """True where ranks share cores, so that a waiting one should let the others run."""
     return cores < 1

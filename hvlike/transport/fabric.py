@@ -28,8 +28,10 @@ _LETTERS_TOPIC = 1
 class Fabric:
     """The transport of one rank, from init to shutdown."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, peer_memory: bool = True) -> None:
         """Collective and blocking: every rank of the world builds one.
+
+        peer_memory: let the ranks of a node copy between their memories, where the system permits it.
 
         Raises: LaunchError on every rank of a node that has no memory to share.
         """
@@ -51,8 +53,11 @@ class Fabric:
         )
         affinities = world.node_comm.allgather(cores.available())
         world.comm.Barrier()
-        direct.enabled = all(world.node_comm.allgather(direct.reaches(local[(world.local_rank + 1) % size])))
+        reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
+        self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
+        """Whether all ranks of the node can read and write each other's memory."""
         self.cores = cores.cores_per_rank(affinities, world.local_rank)
+        self.node_is_crowded = cores.any_crowded(affinities)
         self.recorder = Recorder(world.rank, world.size, world.host, agree_on_clock(world))
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
         self.loop = Loop(

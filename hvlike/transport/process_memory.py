@@ -9,6 +9,8 @@ import ctypes
 import os
 from typing import Any
 
+_READ, _WRITE = "process_vm_readv", "process_vm_writev"
+
 
 class _Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
@@ -28,12 +30,12 @@ _ARGUMENTS = (
 
 def read(process: int, theirs: int, mine: int, nbytes: int) -> None:
     """Copy `nbytes` from the address `theirs` of a process to the address `mine` here. Raises: OSError."""
-    _move("process_vm_readv", process, theirs, mine, nbytes)
+    _move(_READ, process, theirs, mine, nbytes)
 
 
 def write(process: int, theirs: int, mine: int, nbytes: int) -> None:
     """Copy `nbytes` from the address `mine` here to the address `theirs` of a process. Raises: OSError."""
-    _move("process_vm_writev", process, theirs, mine, nbytes)
+    _move(_WRITE, process, theirs, mine, nbytes)
 
 
 def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
@@ -50,6 +52,35 @@ def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
         moved += step
 
 
+class ProcessMemory:
+    """The memory of one process, for many copies of known size; used by one thread at a time."""
+
+    __slots__ = ("_here", "_process", "_ranges", "_there")
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._here, self._there = _Range(), _Range()
+        self._ranges = (ctypes.byref(self._here), 1, ctypes.byref(self._there), 1, 0)
+
+    def read(self, theirs: int, mine: int, nbytes: int) -> None:
+        """See read(). Raises: OSError."""
+        self._move(_READ, theirs, mine, nbytes)
+
+    def write(self, theirs: int, mine: int, nbytes: int) -> None:
+        """See write(). Raises: OSError."""
+        self._move(_WRITE, theirs, mine, nbytes)
+
+    # Its lines are run between copies that empty the caches: few of them, and no new objects.
+    def _move(self, name: str, theirs: int, mine: int, nbytes: int) -> None:
+        here, there = self._here, self._there
+        here.address, there.address = mine, theirs
+        here.nbytes = there.nbytes = nbytes
+        moved = _functions[name](self._process, *self._ranges)
+        if moved != nbytes:
+            moved = max(moved, 0)
+            _move(name, self._process, theirs + moved, mine + moved, nbytes - moved)
+
+
 def _function(name: str) -> Any:
     function: Any = getattr(_library, name)
     function.argtypes = _ARGUMENTS
@@ -57,4 +88,4 @@ def _function(name: str) -> Any:
     return function
 
 
-_functions = {name: _function(name) for name in ("process_vm_readv", "process_vm_writev")}
+_functions = {name: _function(name) for name in (_READ, _WRITE)}

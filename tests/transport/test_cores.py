@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.transport.cores import cores_per_rank, has_spare_core, is_crowded
+from hvlike.transport.cores import any_crowded, cores_per_rank, has_spare_core, is_crowded
 
 pytestmark = pytest.mark.pure
 
@@ -26,3 +26,10 @@ def test_a_core_counts_for_all_ranks_that_may_run_on_it(affinities: list[set[int
 def test_what_follows_for_waiting(cores: float, crowded: bool, spare: bool) -> None:
     assert is_crowded(cores) is crowded
     assert has_spare_core(cores) is spare
+
+
+@pytest.mark.parametrize(
+    ("affinities", "crowded"), [([{0}, {1}], False), ([{0}, {0}, {1, 2}], True), ([{0, 1}, {0, 1}, {0, 1}], True)]
+)
+def test_all_ranks_of_a_node_see_whether_one_of_them_is_crowded(affinities: list[set[int]], crowded: bool) -> None:
+    assert any_crowded([frozenset(each) for each in affinities]) is crowded

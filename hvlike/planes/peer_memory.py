@@ -1,0 +1,119 @@
+"""Reductions of tensors in the ranks' own memory, which the owner of a chunk reads and writes through the system.
+
+    rank 0   arrive   read A1, reduce it into A0, write A1   read C1, ...   depart
+    rank 1   arrive   read B0, reduce it into B1, write B0   read D0, ...   depart
+
+Chunk A has the copies A0 and A1 in the tensors of ranks 0 and 1. Nothing is staged and no chunk is waited for: no rank
+touches a tensor before all have arrived with the same work, and none leaves before all have departed. What is read
+comes from memory, where backward has left it, and not, as what a peer has just staged, from another core's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut, fitting
+from hvlike.planes.region import ADDRESSES, Region
+from hvlike.transport.process_memory import ProcessMemory
+
+LEAST_BYTES = 64 << 10
+"""Of a tensor: smaller ones are staged, in bundles where the caller has made some."""
+
+LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
+"""Bytes of all such tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
+
+PASSES = 8
+"""How many chunks are reduced before other routines have a turn."""
+
+
+class PeerMemory:
+    """The memories of a plane's ranks, and scratch for what is read from them."""
+
+    def __init__(self, processes: Sequence[int], *, crowded: bool = False) -> None:
+        """processes: their numbers, in the order of the ranks; none where the system does not let them be reached.
+
+        crowded: ranks share cores; the same on all of them.
+        """
+        self._least = CROWDED_LEAST_WORK if crowded else LEAST_WORK
+        self.ranks = [ProcessMemory(process) for process in processes]
+        self._scratch: list[Any] = []
+
+    def within_reach(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Which of these are reduced here: the same on every rank for tensors of the same lengths."""
+        if not self.ranks:
+            return []
+        near = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= LEAST_BYTES][:ADDRESSES]
+        return near if sum(tensors[index].nbytes for index in near) >= self._least else []
+
+    def scratch(self) -> list[Any]:
+        """Memory for one chunk of each rank, as bytes."""
+        if not self._scratch:
+            # Not in inference mode, whose tensors can be written nowhere else.
+            with torch.inference_mode(False):
+                self._scratch = [torch.empty(CHUNK_BYTES, dtype=torch.uint8).numpy() for _ in self.ranks]
+        return self._scratch
+
+
+class PeerReduction:
+    """The chunks that this rank owns of one piece of work; all ranks have arrived."""
+
+    def __init__(
+        self,
+        region: Region,
+        memory: PeerMemory,
+        arithmetic: Arithmetic,
+        pieces: Sequence[Piece],
+        first_owner: int,
+    ) -> None:
+        """pieces: the elements of the tensors whose addresses the ranks have said; first_owner: of the first chunk."""
+        ranks, itemsize = region.ranks, arithmetic.itemsize
+        lengths = [len(piece) for piece in pieces]
+        elements = fitting(sum(lengths), CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, ranks)
+        runs = cut(lengths, elements)
+        self._mine = runs[(region.rank - first_owner) % ranks :: ranks]
+        self._rank = region.rank
+        self._arithmetic = arithmetic
+        self._pieces = pieces
+        self._own = region.mine.addresses[: len(pieces)].tolist()
+        scratch = memory.scratch()
+        self._peers = [
+            (memory.ranks[peer], region.counters[peer].addresses[: len(pieces)].tolist(), scratch[peer].ctypes.data)
+            for peer in region.peers
+        ]
+        self._copies = [arithmetic.over(scratch[peer]) for peer in region.peers]
+        self._reduced = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks of this rank are left."""
+        return self._reduced < len(self._mine)
+
+    def advance(self) -> None:
+        """Reduce the next few chunks; the caller silences numpy. Raises: OSError for a peer that is gone."""
+        itemsize, peers = self._arithmetic.itemsize, self._peers
+        last = min(self._reduced + PASSES, len(self._mine))
+        for piece, start, stop in self._mine[self._reduced : last]:
+            nbytes, offset = (stop - start) * itemsize, start * itemsize
+            for memory, addresses, copy in peers:
+                memory.read(addresses[piece] + offset, copy, nbytes)
+            self._reduce(self._pieces[piece][start:stop], [copy[: stop - start] for copy in self._copies])
+            result = self._own[piece] + offset
+            for memory, addresses, _ in peers:
+                memory.write(addresses[piece] + offset, result, nbytes)
+        self._reduced = last
+
+    def _reduce(self, own: Piece, copies: list[Piece]) -> None:
+        """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""
+        rank, kernel = self._rank, self._arithmetic.joining
+        first, others = own, copies
+        if rank > 1:
+            first, others = copies[0], [*copies[1:rank], own, *copies[rank:]]
+        if kernel is None:
+            self._arithmetic.combine(first, others, [] if first is own else [own])
+        else:
+            kernel.join(first, others, first)
+            kernel.deliver(own, first)

@@ -1,0 +1,117 @@
+"""Reductions in the ranks' own memory: every chunk by one rank, in the order of the ranks, with the bits of staging."""
+
+import os
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planes.jobs import run
+
+from hvlike.collectives.context import current
+from hvlike.planes import shared
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.chunks import CHUNK_BYTES
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.peer_memory import CROWDED_LEAST_WORK, LEAST_BYTES, LEAST_WORK, PASSES, PeerMemory, PeerReduction
+from hvlike.planes.plane import Plane
+from hvlike.planes.region import ADDRESSES
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.routine import Routine
+
+SUM = Arithmetic(torch.float32, ReduceOp.SUM)
+CHUNK = CHUNK_BYTES // 4
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("lengths", [[1], [CHUNK], [CHUNK + 1], [5, 3 * CHUNK, 70], [CHUNK * PASSES * 7 + 3]], ids=str)
+@pytest.mark.parametrize("first_owner", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list[int]) -> None:
+    generator = np.random.default_rng(1)
+    copies = [[generator.standard_normal(n).astype(np.float32) for n in lengths] for _ in range(ranks)]
+    expected = [first + second for first, second in zip(copies[0], copies[1], strict=True)]
+    for more in copies[2:]:
+        for total, each in zip(expected, more, strict=True):
+            total += each
+    counters = [SimpleNamespace(addresses=np.array([each.ctypes.data for each in of_rank])) for of_rank in copies]
+    turns = 0
+    for rank in range(ranks):
+        peers = [peer for peer in range(ranks) if peer != rank]
+        region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
+        reduction = PeerReduction(region, PeerMemory([os.getpid()] * ranks), SUM, copies[rank], first_owner)
+        while reduction.unfinished:
+            reduction.advance()
+            turns += 1
+    for of_rank in copies:
+        assert all(np.array_equal(each, total) for each, total in zip(of_rank, expected, strict=True))
+    assert turns <= ranks * (1 + sum(-(-length // CHUNK) for length in lengths) / PASSES)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("sizes", "crowded", "expected"),
+    [
+        ([LEAST_WORK], False, [0]),
+        ([LEAST_WORK - 1], False, []),
+        ([LEAST_BYTES - 1, LEAST_WORK, LEAST_BYTES], False, [1, 2]),
+        ([LEAST_WORK], True, []),
+        ([CROWDED_LEAST_WORK, 5], True, [0]),
+        ([LEAST_BYTES] * (ADDRESSES + 1), False, list(range(ADDRESSES))),
+    ],
+)
+def test_only_large_tensors_of_large_work_are_reached_for(sizes: list[int], crowded: bool, expected: list[int]) -> None:
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    assert PeerMemory([1, 2], crowded=crowded).within_reach(tensors) == expected
+    assert PeerMemory([]).within_reach(tensors) == []
+
+
+@pytest.fixture
+def reaching(hvd: ModuleType) -> Iterator[bool]:
+    """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
+    plane = current().membership(None, "test").lanes.first.plane
+    if not isinstance(plane, SharedPlane) or not plane._memory.ranks:
+        yield False
+        return
+    before, plane._memory._least = plane._memory._least, 1
+    yield True
+    plane._memory._least = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_the_bits_are_those_of_staging(hvd: ModuleType, reaching: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs = [(100 * torch.rand(n, generator=generator)).to(dtype) for n in (40_000, 9, 300_001, 70_000)]
+    average = Arithmetic(dtype, ReduceOp.AVERAGE, divisor=hvd.size())
+    results = []
+    for within_reach in (True, False):
+        tensors = [each.clone() for each in inputs]
+
+        def job(plane: Plane, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Routine[None]:
+            if reaching and far and isinstance(plane, SharedPlane):
+                plane._memory._least = 1 << 60
+            yield from plane.allreduce(tensors, average)
+
+        run(job)
+        results.append(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert torch.equal(hvd.broadcast(results[0][2], 0, name="bits"), results[0][2])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_tensor_whose_reduction_was_given_up_lives_on(hvd: ModuleType, reaching: bool) -> None:
+    if not reaching:
+        pytest.skip("the system does not let the ranks reach each other's memory")
+    context = current()
+    plane = context.membership(None, "test").lanes.first.plane
+    assert isinstance(plane, SharedPlane)
+    kept = len(shared._kept)
+    with pytest.raises(KeyError), plane._exposed([torch.ones(3)], 0):
+        raise KeyError
+    assert len(shared._kept) == kept + 1
+    shared._kept.pop()
+    with plane._exposed((), 0):
+        pass
+    assert len(shared._kept) == kept
