@@ -175,6 +175,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._gradients.reduce_by(compression, hook if compression is None else None, state)
         self._has_hook = True
 
+    def reduce_through(self, output: Any) -> None:
+        """Let backward passes that come through these tensors reduce, as if forward had returned them. Local.
+
+        output: tensors in nested lists, tuples, dicts and dataclasses. For losses that are computed inside of forward
+        and differentiated there, too; the first such pass reduces without this. Inside no_sync() it does nothing.
+        """
+        if self.require_backward_grad_sync:
+            self._gradients.after_forward(output)
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,
