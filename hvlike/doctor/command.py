@@ -1,0 +1,90 @@
+"""python -m hvlike doctor: find out, judge, report. Alone, or on every rank of a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from hvlike.doctor import job, ladder, report
+from hvlike.doctor.build import check_build
+from hvlike.doctor.case import Case
+from hvlike.doctor.facts import model, programs, rank
+from hvlike.doctor.facts.model import Model
+from hvlike.doctor.facts.programs import Programs, Trial
+from hvlike.doctor.facts.rank import RankFacts
+from hvlike.doctor.job import Meeting
+from hvlike.doctor.probe import LIMIT, Gap, Prober
+from hvlike.transport import launchers
+from hvlike.transport.library import Library
+
+_HINT = "FILE.py:function that makes the model, or a number of parameters"
+_MARGIN = 8.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the doctor; returns 1 when a rung fails, else 0. Under mpirun every rank calls it, and rank 0 speaks.
+
+    Blocks, every question at most for --limit seconds.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m hvlike doctor", description="Look for what keeps jobs from working."
+    )
+    parser.add_argument(
+        "--check-build", action="store_true", help="print what is built in, as horovodrun does, and end"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--model", metavar="MODEL", help=_HINT)
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")
+    options = parser.parse_args(arguments)
+    launcher = launchers.detect(os.environ)
+    speaks = launcher is None or not launcher.rank
+    if options.check_build:
+        if speaks:
+            print(check_build())
+        return 0
+    prober = Prober(options.limit)
+    prober.interruption.watch()
+    case = look(prober, options.model, speaks=speaks)
+    if not speaks and isinstance(case.job.meeting, Meeting):
+        # Rank 0 has been told.
+        return 0
+    answers = ladder.climb(case)
+    if speaks:
+        print(report.as_json(case, answers) if options.json else report.as_text(case, answers), flush=True)
+        return int(ladder.has_failed(answers))
+    # Status 1 would have the launcher end rank 0 in the middle of its report, which fails for the same reason.
+    # Who was ended because another one has failed has nothing to add.
+    if ladder.has_failed(answers) and not prober.interruption.came:
+        number = launcher.rank if launcher is not None else 0
+        print(report.in_one_line(f"rank {number} on {case.me.host}", answers), file=sys.stderr, flush=True)
+    return 0
+
+
+def look(prober: Prober, wanted: str | None, *, speaks: bool) -> Case:
+    """Find everything out. Collective: every rank of the job; blocks.
+
+    wanted: the model that the user has named. speaks: this is the rank that reports.
+    """
+    own = rank.collect(prober)
+    known_library = None if isinstance(own.library, Gap) else own.library
+    found = _programs(prober, known_library) if speaks and known_library is not None else None
+    trial = _trial(prober, found, own) if speaks else None
+    chosen: Model | Gap | None = None
+    if speaks and wanted is not None:
+        chosen = prober.ask(lambda: model.collect(wanted))
+    came = job.start(own, prober)
+    meeting = came.meeting
+    ranks = meeting.ranks if isinstance(meeting, Meeting) and meeting.ranks else (own,)
+    return Case(ranks, came, found, trial, chosen)
+
+
+def _programs(prober: Prober, library: Library) -> Programs | Gap:
+    return prober.ask(lambda: programs.collect(library, os.environ))
+
+
+def _trial(prober: Prober, found: Programs | Gap | None, own: RankFacts) -> Trial | Gap | None:
+    if found is None or isinstance(found, Gap) or not found.on_path or own.surroundings.launcher is not None:
+        return None
+    seconds = max(1.0, prober.limit - _MARGIN)
+    return prober.ask(lambda: programs.try_out(found.on_path[0], seconds))

@@ -1,0 +1,209 @@
+"""Asking a question that may never be answered: in a child process, with a limit.
+
+The call that is looked into can hang, crash, or end the process (MPI_Init does all three), with the interpreter's lock
+held. So it runs in a forked child, which sends one record after the other; the parent waits for each up to the limit,
+and kills a child that is silent for longer. What the child prints is kept and shown only where it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Generic, NoReturn, TypeVar
+
+from hvlike.transport.parents import ParentWatch
+
+T = TypeVar("T")
+
+LIMIT = 20.0
+"""Seconds a probe may take for one record, unless the user says otherwise."""
+
+_LOOK = 0.1
+_LENGTH_BYTES = 8
+_LAST_LINES = 8
+_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+_DYING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A question that was not answered."""
+
+    reason: str
+    """Why, as the end of a sentence: "was given up after 20 s"."""
+    said: tuple[str, ...] = ()
+    """The last lines the child printed."""
+    status: int | None = None
+    """With which the child ended by itself, minus the number of a signal; None: it did not."""
+
+
+@dataclass(frozen=True)
+class Answers(Generic[T]):
+    """What a child has sent, and why it sent no more."""
+
+    records: tuple[T, ...]
+    gap: Gap | None
+    """None: it came to its end."""
+
+
+class Interruption:
+    """Whether somebody wants this process to end, as a launcher does when another rank has failed."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def watch(self) -> None:
+        """Take note of SIGTERM from now on, in place of ending. Main thread only."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.came = True
+
+
+class Prober:
+    """Runs probes in children."""
+
+    def __init__(self, limit: float = LIMIT) -> None:
+        """limit: seconds for each record."""
+        self.limit = limit
+        self.interruption = Interruption()
+        self._parents = ParentWatch()
+
+    def ask(self, question: Callable[[], T]) -> T | Gap:
+        """The answer to a question, or why there is none. Blocks, at most for the limit.
+
+        question: runs in a child; what it returns must pickle.
+        """
+
+        def once() -> Iterator[T]:
+            yield question()
+
+        answers = self.follow(once)
+        return answers.records[0] if answers.records else answers.gap or Gap("gave no answer")
+
+    def follow(self, stages: Callable[[], Iterator[T]], limits: Callable[[int], float] | None = None) -> Answers[T]:
+        """What a generator yields in a child, up to where it ends, fails or is silent for too long. Blocks.
+
+        limits: seconds for the record of this number; default: the limit for each.
+        """
+        if self.interruption.came:
+            return Answers((), Gap("was not tried any more: the launcher is ending the job"))
+        with tempfile.TemporaryFile() as printed:
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(reader)
+                _answer(stages, writer, printed)
+            os.close(writer)
+            try:
+                return self._collect(child, reader, limits or (lambda _: self.limit), printed)
+            finally:
+                os.close(reader)
+                _end(child)
+
+    def _collect(self, child: int, reader: int, limits: Callable[[int], float], printed: IO[bytes]) -> Answers[Any]:
+        records: list[Any] = []
+        gap: Gap | None = None
+        while gap is None:
+            limit = limits(len(records))
+            message = self._receive(reader, limit)
+            if isinstance(message, Gap):
+                return Answers(tuple(records), Gap(message.reason, _last_lines(printed)))
+            kind, value = message
+            if kind == "end":
+                return Answers(tuple(records), None)
+            if kind == "error":
+                gap = Gap(value, _last_lines(printed))
+            elif kind == "record":
+                records.append(value)
+            else:
+                _, status = os.waitpid(child, 0)
+                code = os.waitstatus_to_exitcode(status)
+                gap = Gap(_ending(code), _last_lines(printed), code)
+        return Answers(tuple(records), gap)
+
+    def _receive(self, reader: int, limit: float) -> tuple[str, Any] | Gap:
+        """The next message of the child; ("silence", None) when it has closed its end without one."""
+        until = time.monotonic() + limit
+        data = b""
+        missing = _LENGTH_BYTES
+        while missing > 0:
+            if self.interruption.came:
+                return Gap("was ended by the launcher, which ends the whole job (SIGTERM)")
+            if self._parents.is_orphan():
+                sys.exit(1)
+            if time.monotonic() > until:
+                return Gap(f"was given up after {limit:g} s without an answer")
+            if not select.select([reader], [], [], _LOOK)[0]:
+                continue
+            piece = os.read(reader, missing)
+            if not piece:
+                return ("silence", None)
+            data += piece
+            missing -= len(piece)
+            if not missing and len(data) == _LENGTH_BYTES:
+                missing = int.from_bytes(data, "little")
+        message: tuple[str, Any] = pickle.loads(data[_LENGTH_BYTES:])
+        return message
+
+
+def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]) -> NoReturn:
+    """The child: send what the generator yields, then end without the exit handlers of the parent."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Nobody is left behind when the parent is killed.
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+        # The parent's may be objects of somebody else, a test runner say.
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        for record in stages():
+            _send(writer, ("record", record))
+        _send(writer, ("end", None))
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        _send(writer, ("error", f"failed: {type(error).__name__}: {error}"))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _send(writer: int, message: tuple[str, Any]) -> None:
+    data = pickle.dumps(message)
+    data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    while data:
+        data = data[os.write(writer, data) :]
+
+
+def _end(child: int) -> None:
+    """Kill the child if it still runs, and take its status; one that hangs in the kernel is left there."""
+    until = time.monotonic() + _DYING_SECONDS
+    # It may have been waited for already.
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+        while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def _ending(code: int) -> str:
+    return f"ended the process with status {code}" if code >= 0 else f"crashed with {signal.Signals(-code).name}"
+
+
+def _last_lines(printed: IO[bytes]) -> tuple[str, ...]:
+    printed.seek(0)
+    lines = [line.rstrip() for line in printed.read().decode(errors="replace").splitlines()]
+    return tuple(line for line in lines if line.strip(" -=*"))[-_LAST_LINES:]

@@ -1,0 +1,1 @@
+"""What is right and what is not: every rung is a pure function from facts to a finding."""

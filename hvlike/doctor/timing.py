@@ -1,0 +1,121 @@
+"""How long an allreduce takes on each way that the job has, and whether its result is right."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import hvlike
+
+SIZES = (4 << 10, 1 << 20, 16 << 20)
+"""Bytes."""
+_WARM = 3
+_REPEATS = 7
+_FLOAT_BYTES = 4
+
+Nodes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Some ranks, and the plane that reduces among them."""
+
+    plane: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The times of one size, in seconds."""
+
+    nbytes: int
+    median: float
+    low: float
+    high: float
+    right: bool
+    """Every element of every result was the sum."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The figures of one way, as its first rank saw them."""
+
+    way: Way
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """All ways, and what a copy in memory takes."""
+
+    timings: tuple[Timing, ...]
+    copy: float
+    """Seconds for a copy of the largest size on rank 0."""
+
+
+def ways(nodes: Nodes) -> list[Way]:
+    """The ways of a job of host memory. nodes: the ranks of each node.
+
+    [[0, 1]]           shared [0 1]
+    [[0], [1]]         network [0 1]
+    [[0, 1], [2, 3]]   shared [0 1], network [0 2], hierarchical [0 1 2 3]
+    """
+    everybody = tuple(sorted(rank for node in nodes for rank in node))
+    firsts = tuple(node[0] for node in nodes)
+    if len(everybody) == 1:
+        return []
+    if len(nodes) == 1:
+        return [Way("shared", everybody)]
+    if firsts == everybody:
+        return [Way("network", everybody)]
+    inside = [Way("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
+    return [*inside, Way("network", firsts), Way("hierarchical", everybody)]
+
+
+def process_sets(plan: Sequence[Way], size: int) -> list[hvlike.ProcessSet]:
+    """The sets that init() has to register for these ways: one for each that has not all ranks."""
+    return [hvlike.ProcessSet(list(way.ranks)) for way in plan if len(way.ranks) < size]
+
+
+def measure(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet]) -> Timings:
+    """Time every way, one after the other. hvlike runs. Collective: every rank; blocks."""
+    partial = iter(sets)
+    timings = []
+    for way in plan:
+        chosen = hvlike.global_process_set if len(way.ranks) == hvlike.size() else next(partial)
+        if hvlike.rank() in way.ranks:
+            timings.append(Timing(way, tuple(_rows(way, chosen))))
+        hvlike.barrier()
+    return Timings(tuple(timings), _copy_seconds())
+
+
+def _rows(way: Way, process_set: hvlike.ProcessSet) -> Iterator[Row]:
+    total = sum(rank + 1 for rank in way.ranks)
+    for nbytes in SIZES:
+        tensor = torch.empty(nbytes // _FLOAT_BYTES)
+        seconds = []
+        right = True
+        for _ in range(_WARM + _REPEATS):
+            tensor.fill_(hvlike.rank() + 1)
+            hvlike.barrier(process_set=process_set)
+            start = time.perf_counter()
+            hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.plane}.{nbytes}", process_set=process_set)
+            seconds.append(time.perf_counter() - start)
+            right = right and bool((tensor == total).all())
+        kept = seconds[_WARM:]
+        yield Row(nbytes, statistics.median(kept), min(kept), max(kept), right)
+
+
+def _copy_seconds() -> float:
+    source = torch.ones(SIZES[-1] // _FLOAT_BYTES)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
