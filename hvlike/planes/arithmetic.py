@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,7 @@ class Arithmetic:
         self.element = element_of(dtype)
         self.itemsize = self.element.itemsize
         self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
+        self._is_array = self.element.kind is not Kind.HALF
         self._direct: Kernel[Any] = self._kernel
         self._direct_contributions = -1
         if self.element.kind is Kind.HALF:
@@ -98,6 +100,11 @@ class Arithmetic:
         """
         if tensor.dtype is not self.dtype:
             raise UsageError(f"expected a tensor of {dtype_name(self.dtype)}, got {dtype_name(tensor.dtype)}.")
+        if self._is_array and tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
+            # Once for every gradient and step: the shortest way for what nearly all of them are.
+            with contextlib.suppress(TypeError, RuntimeError):
+                array: Array = tensor.numpy()
+                return array
         return self.over(storage_view(tensor))
 
     def over(self, buffer: Array) -> Piece:

@@ -10,6 +10,7 @@ comes from memory, where backward has left it, and not, as what a peer has just 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class PeerMemory:
         """
         self._least = CROWDED_LEAST_WORK if crowded else LEAST_WORK
         self.ranks = [ProcessMemory(process) for process in processes]
-        self._scratch: list[Any] = []
+        self._scratch: list[tuple[Any, int]] = []
 
     def within_reach(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Which of these are reduced here: the same on every rank for tensors of the same lengths."""
@@ -49,12 +50,13 @@ class PeerMemory:
         near = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= LEAST_BYTES][:ADDRESSES]
         return near if sum(tensors[index].nbytes for index in near) >= self._least else []
 
-    def scratch(self) -> list[Any]:
-        """Memory for one chunk of each rank, as bytes."""
+    def scratch(self) -> list[tuple[Any, int]]:
+        """Memory for one chunk of each rank, as bytes, and its address."""
         if not self._scratch:
             # Not in inference mode, whose tensors can be written nowhere else.
             with torch.inference_mode(False):
-                self._scratch = [torch.empty(CHUNK_BYTES, dtype=torch.uint8).numpy() for _ in self.ranks]
+                made = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu").numpy() for _ in self.ranks]
+            self._scratch = [(each, each.ctypes.data) for each in made]
         return self._scratch
 
 
@@ -70,10 +72,8 @@ class PeerReduction:
         first_owner: int,
     ) -> None:
         """pieces: the elements of the tensors whose addresses the ranks have said; first_owner: of the first chunk."""
-        ranks, itemsize = region.ranks, arithmetic.itemsize
-        lengths = [len(piece) for piece in pieces]
-        elements = fitting(sum(lengths), CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, ranks)
-        runs = cut(lengths, elements)
+        ranks = region.ranks
+        runs = _runs(tuple(map(len, pieces)), arithmetic.itemsize, ranks)
         self._mine = runs[(region.rank - first_owner) % ranks :: ranks]
         self._rank = region.rank
         self._arithmetic = arithmetic
@@ -81,10 +81,10 @@ class PeerReduction:
         self._own = region.mine.addresses[: len(pieces)].tolist()
         scratch = memory.scratch()
         self._peers = [
-            (memory.ranks[peer], region.counters[peer].addresses[: len(pieces)].tolist(), scratch[peer].ctypes.data)
+            (memory.ranks[peer], region.counters[peer].addresses[: len(pieces)].tolist(), scratch[peer][1])
             for peer in region.peers
         ]
-        self._copies = [arithmetic.over(scratch[peer]) for peer in region.peers]
+        self._copies = [arithmetic.over(scratch[peer][0]) for peer in region.peers]
         self._reduced = 0
 
     @property
@@ -117,3 +117,9 @@ class PeerReduction:
         else:
             kernel.join(first, others, first)
             kernel.deliver(own, first)
+
+
+@functools.lru_cache(maxsize=64)
+def _runs(lengths: tuple[int, ...], itemsize: int, ranks: int) -> list[tuple[int, int, int]]:
+    """The chunks of pieces of these lengths, the same from step to step."""
+    return cut(lengths, fitting(sum(lengths), CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, ranks))
