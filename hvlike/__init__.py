@@ -63,6 +63,7 @@ with without_collections():
     from hvlike.collectives.timeline import start_timeline, stop_timeline
     from hvlike.errors import HorovodInternalError, HvlikeError
     from hvlike.join import join
+    from hvlike.launch.run import run
     from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from hvlike.training.clipping import clip_grad_norm_
     from hvlike.training.convert_batch_norm import convert_sync_batchnorm
@@ -153,6 +154,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "rpc",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -1,0 +1,1 @@
+"""Jobs that are started from Python: hvd.run."""
