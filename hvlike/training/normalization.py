@@ -83,7 +83,8 @@ class Normalization(torch.autograd.Function):
         incoming = gradients[0].to(dtype)
         normalized = (values.to(dtype) - per_channel(mean, values)).mul_(per_channel(inverse, values))
         sums = torch.stack([incoming.sum(dimensions), (incoming * normalized).sum(dimensions)])
-        to_bias, to_weight = sums.clone()
+        # Memory of its own for each: what is a view of the other's changes with it when gradients are summed up.
+        to_bias, to_weight = (part.clone() for part in sums)
         to_values = None
         if ctx.needs_input_grad[0]:
             allreduce_(sums, name=f"{ctx.name}.backward", op=Sum, process_set=ctx.process_set)

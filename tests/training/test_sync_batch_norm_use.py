@@ -1,5 +1,6 @@
 """SyncBatchNorm in use: whole models, process sets, evaluation on one rank, repeated passes, copies, misuse."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Iterator
@@ -39,6 +40,28 @@ def test_a_model_with_a_distributed_optimizer_equals_one_process(hvd: ModuleType
     train(model, optimizer, [share(hvd, batch) for batch in batches])
     assert largest_difference(model.state_dict().values(), reference.state_dict().values()) < 1e-5
     assert same_on_all_ranks(model.state_dict().values())
+
+
+@pytest.mark.parametrize("wrapped", ["module", "optimizer"])
+def test_gradients_that_are_summed_up_are_not_taken_for_changed(hvd: ModuleType, wrapped: str) -> None:
+    # Once, weight's and bias' gradients were two views of one tensor. Adding to one marked the other as changed.
+    reference = make_model()
+    batches = [whole_batch(step) for step in range(3)]
+    for inputs, targets in batches:
+        (reference(inputs) - targets).square().mean().backward()
+    model = hvd.convert_sync_batchnorm(make_model())
+    if wrapped == "module":
+        outer, synchronize = hvd.nn.DistributedDataParallel(model), lambda: None
+    else:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=3)
+        outer, synchronize = model, optimizer.synchronize
+    for index, batch in enumerate(batches):
+        inputs, targets = share(hvd, batch)
+        with outer.no_sync() if wrapped == "module" and index < 2 else contextlib.nullcontext():
+            (outer(inputs) - targets).square().mean().backward()
+    synchronize()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert largest_difference(gradients, [parameter.grad for parameter in reference.parameters()]) < 1e-5
 
 
 @pytest.fixture
