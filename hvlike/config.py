@@ -87,6 +87,17 @@ class Knobs:
     first_bucket_bytes: int | None = knob(
         "FIRST_BUCKET_BYTES", None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
     )
+    # Tensors of a GPU
+    cuda_plane: str = knob(
+        "CUDA_PLANE",
+        "auto",
+        one_of("auto", "nccl", "staged"),
+        "how CUDA tensors travel: nccl, or staged through pinned host memory; auto: nccl where every rank has a GPU "
+        "of its own and CuPy",
+    )
+    nccl_timeout: float = knob(
+        "NCCL_TIMEOUT_SECONDS", 600.0, number(0), "how long a collective of NCCL may take until it is given up; 0: ever"
+    )
     # Autotune
     autotune: bool = knob("AUTOTUNE", False, SWITCH, "1: try sizes and times out during training", horovod=True)
     autotune_log: str | None = knob(

@@ -114,6 +114,8 @@ class Context:
         """The health check of the process sets; in the loop."""
         for membership in self.registry.memberships.values():
             membership.negotiator.watch()
+            for lane in membership.lanes.all():
+                lane.watch(time.monotonic())
         lost = self._liveness.lost()
         if lost:
             self._lose(

@@ -16,7 +16,9 @@ from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.request import Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
-from hvlike.planes.lane import Job, Lanes
+from hvlike.planes.cuda.jobs import on_device
+from hvlike.planes.cuda.runtime import DeviceRuntime, runtime_of
+from hvlike.planes.lane import Job, Lane, Lanes
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
@@ -44,7 +46,7 @@ class Executor:
         self, lanes: Lanes, trace: Trace, knobs: Knobs, opening: Callable[[], Routine[None]] | None = None
     ) -> None:
         """opening: what to do on the lane, once, after the first few reductions of single tensors."""
-        self._site = Site(lanes)
+        self._site = Site(lanes, knobs)
         self._trace = trace
         self._limit = knobs.fusion_threshold
         self._whole_groups = knobs.disable_group_fusion
@@ -63,11 +65,30 @@ class Executor:
             else:
                 request, verdict = batch[0]
                 job = request.job(verdict.extra) if request.job else JOBS[kind](self._site, batch)
+                after = partial(complete, batch)
+                runtime = runtime_of(request.signature.device)
+                if runtime is not None and request.tensors:
+                    job = self._on_device(runtime, job, batch)
+                    after = partial(complete_on_device, self._site.lanes.first, batch)
                 if kind == "allreduce" and self._opening is not None:
                     job = self._opening_after(job, batch)
                 if self._trace.recorder.on:
                     job = self._trace.observe(self._site.lanes.first, batch, job)
-                self._site.lanes.first.submit(job, partial(complete, batch), wake=False)
+                self._site.lanes.first.submit(job, after, wake=False)
+
+    def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
+        """The job, on the plane of the device that the tensors of this rank are on."""
+        site, lane = self._site, self._site.lanes.first
+        device = next(
+            (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind),
+            None,
+        )
+        ready = [event for request, _ in batch for event in request.ready]
+        return on_device(lane, lambda host: site.devices.open(host, runtime, device or runtime.home()), job, ready)
+
+    def close(self) -> None:
+        """Give back what the jobs have kept."""
+        self._site.close()
 
     def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, and after it the opening if it is time; decided by what was agreed, so alike on every rank."""
@@ -113,8 +134,8 @@ def fusion_kind(signature: Signature, *, whole_groups: bool) -> Any:
     if whole_groups and len(signature.shapes) > 1:
         return None
     if signature.kind in ("allreduce", "reducescatter"):
-        return (signature.kind, signature.op, signature.prescale, signature.postscale)
-    return signature.kind if signature.kind in ("allgather", "broadcast", "barrier") else None
+        return (signature.kind, signature.device, signature.op, signature.prescale, signature.postscale)
+    return (signature.kind, signature.device) if signature.kind in ("allgather", "broadcast", "barrier") else None
 
 
 def size_of(agreed: Agreed) -> int:
@@ -136,3 +157,20 @@ def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:
             except Exception as failure:
                 error = failure
         request.handle.complete(result, error)
+
+
+def complete_on_device(lane: Lane, batch: Sequence[Agreed], task: Task[None]) -> None:
+    """The same for operations on a device: they are in its stream, and who waits for them lets his own stream wait."""
+    device = lane.device
+    if task.error is not None or device is None:
+        complete(batch, task)
+        return
+    with device.runtime.use(device.stream):
+        for request, _ in batch:
+            device.keep(request.tensors)
+            try:
+                result = request.finish(request)
+            except Exception as failure:
+                request.handle.complete(None, failure)
+                continue
+            request.handle.complete(result, None, device.fence(result))

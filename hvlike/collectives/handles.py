@@ -21,7 +21,7 @@ Waiter = Callable[[Callable[[], bool], float | None], bool]
 class Handle:
     """One operation in flight on this rank."""
 
-    __slots__ = ("_done", "_error", "_lock", "_result", "_waiter", "cleared", "number")
+    __slots__ = ("_done", "_error", "_fence", "_lock", "_result", "_waiter", "cleared", "number")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -29,6 +29,7 @@ class Handle:
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._fence: Callable[[], None] | None = None
         self._waiter: Waiter | None = None
         self._lock = threading.Lock()
 
@@ -36,11 +37,14 @@ class Handle:
         """Say how to wait; done by whoever submits the operation."""
         self._waiter = waiter
 
-    def complete(self, result: Any, error: BaseException | None) -> None:
-        """Record how it ended; the first call counts."""
+    def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
+        """Record how it ended; the first call counts.
+
+        fence: called by every thread that has waited, before it uses the result: what is on a GPU may not be done yet.
+        """
         with self._lock:
             if not self._done:
-                self._result, self._error = result, error
+                self._result, self._error, self._fence = result, error, fence
                 self._done = True
 
     def done(self) -> bool:
@@ -48,7 +52,7 @@ class Handle:
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the operation has ended.
+        """Block until the operation has ended; on a GPU, until it is in a stream that the current one then waits for.
 
         timeout: seconds, None for no limit.
         Returns True when it has ended, False when the time ran out before (the operation goes on).
@@ -58,6 +62,8 @@ class Handle:
             self._waiter(self.done, timeout)
         if self._done and self._error is not None:
             raise self._error
+        if self._done and self._fence is not None:
+            self._fence()
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:

@@ -79,6 +79,7 @@ class Membership:
         self._switchboard.disconnect(self.group.number)
         for lane in self.lanes.all():
             lane.close()
+        self.executor.close()
         self.group.disconnect()
 
 

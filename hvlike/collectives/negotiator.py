@@ -25,6 +25,7 @@ from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import STEP, Waiting
 from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.planes.cuda.runtime import events_of
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
@@ -375,4 +376,5 @@ def stand_in(verdict: Verdict) -> Request | None:
     if verdict.key[0] != "allreduce":
         return None
     tensors = neutral_tensors(verdict.signature)
-    return Request(verdict.key[1], verdict.signature, tensors, lambda request: None)
+    ready = events_of(verdict.signature.device, tensors)
+    return Request(verdict.key[1], verdict.signature, tensors, lambda request: None, ready=ready)

@@ -1,4 +1,4 @@
-"""A user's tensor as the flat piece of host memory that a plane works on, and the way back."""
+"""A user's tensor as the flat piece of memory that a plane works on, and the way back."""
 
 from __future__ import annotations
 
@@ -46,20 +46,30 @@ class Operand:
 
     __slots__ = ("_tensor", "_work", "flat")
 
-    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None, dtype: torch.dtype | None = None) -> None:
-        """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own."""
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        strides: tuple[int, ...] | None,
+        dtype: torch.dtype | None = None,
+        home: torch.device | None = None,
+    ) -> None:
+        """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own.
+
+        home: the device that the plane works on, None for host memory.
+        """
         source = tensor.detach()
         if source.is_inference() and source.is_cpu and not source.is_conj() and not source.is_neg():
             source = _ordinary(source)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
-        if as_it_is and source.dtype is dtype and source.is_cpu and not source.is_conj() and not source.is_neg():
+        is_home = source.is_cpu if home is None else source.device == home
+        if as_it_is and source.dtype is dtype and is_home and not source.is_conj() and not source.is_neg():
             self._tensor = self._work = source
         else:
             agreed = row_by_row(source.shape) if strides is None else strides
             self._tensor = source
             with torch.inference_mode(False):
-                self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device="cpu")
+                self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device=home or "cpu")
             self._work.copy_(source)
         elements = self._work.numel()
         # A single element counts as contiguous with any stride, and view() would keep that stride.

@@ -11,6 +11,7 @@ import torch
 
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.operand import is_dense
+from hvlike.planes.cuda.runtime import Event
 from hvlike.planes.lane import Job
 from hvlike.transport.dtypes import dtype_name
 
@@ -54,6 +55,8 @@ class Request:
     place: str = ""
     """File and line of the call."""
     time: float = field(default_factory=time.monotonic)
+    ready: Sequence[Event] = ()
+    """When the tensors of a device hold their values."""
 
     @property
     def key(self) -> Key:

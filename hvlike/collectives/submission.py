@@ -14,6 +14,7 @@ from hvlike.collectives.places import place_of_caller
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.request import Request, Signature, signature_of
 from hvlike.errors import UsageError
+from hvlike.planes.cuda.runtime import events_of
 from hvlike.planes.lane import Job
 from hvlike.transport.dtypes import element_of
 
@@ -34,6 +35,7 @@ def submit(
     job: see Request. counted: it was tried on the express way before.
     """
     request = Request(name, signature, tensors, finish, job=job, place=place_of_caller())
+    request.ready = events_of(signature.device, tensors)
     membership.negotiator.submit(request, wake=wake, counted=counted)
     return request.handle
 

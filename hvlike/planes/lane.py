@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from hvlike.errors import LaunchError, ShutdownError
 from hvlike.planes.chunks import chunk_bytes
+from hvlike.planes.cuda.device_plane import DevicePlane
 from hvlike.planes.direct import Direct
 from hvlike.planes.hierarchical import HierarchicalPlane
 from hvlike.planes.network import Network
@@ -38,6 +39,8 @@ class Lane:
         self.number = number
         self._fabric = fabric
         self.plane = plane
+        self.device: DevicePlane | None = None
+        """The plane for tensors of a GPU, once one has come."""
         self.recorder = fabric.recorder
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
@@ -79,8 +82,16 @@ class Lane:
     def fail(self, error: BaseException) -> None:
         """End what runs and what waits with `error`. From inside the loop."""
         self.broken = self.broken or error
+        if self.device is not None:
+            self.device.abort(error)
         if self._running is not None:
             self._fabric.loop.cancel(self._running, error)
+
+    def watch(self, now: float) -> None:
+        """Look whether something has gone wrong on the device, a few times a second. In the loop."""
+        error = None if self.device is None else self.device.watch(now)
+        if error is not None:
+            self.fail(error)
 
     def close(self) -> None:
         """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""

@@ -20,11 +20,15 @@ class TracedPlane:
     """Does what the plane does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
 
     def __init__(self, plane: Plane, recorder: Recorder, row: int) -> None:
-        self._plane = plane
+        self.plane = plane
         self._recorder = recorder
         self._row = row
         self._bundling = plane.bundling
         self._kind = type(plane).__name__.removesuffix("Plane").upper()
+
+    def over(self, plane: Plane) -> TracedPlane:
+        """Another plane in the same row."""
+        return TracedPlane(plane, self._recorder, self._row)
 
     @contextmanager
     def phase(self, name: str, nbytes: int) -> Iterator[None]:
@@ -38,7 +42,7 @@ class TracedPlane:
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """See Plane."""
         with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
-            yield from self._plane.allreduce(tensors, arithmetic)
+            yield from self.plane.allreduce(tensors, arithmetic)
 
     @property
     def bundling(self) -> TracedPlane | None:
@@ -63,30 +67,30 @@ class TracedPlane:
     ) -> Routine[None]:
         """See Plane."""
         with self.phase(f"{self._kind}_REDUCE_SCATTER", total_bytes(tensors)):
-            yield from self._plane.reduce_scatter(tensors, owners, arithmetic)
+            yield from self.plane.reduce_scatter(tensors, owners, arithmetic)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """See Plane."""
         with self.phase(f"{self._kind}_GATHER", total_bytes(tensors)):
-            yield from self._plane.gather(tensors, owners)
+            yield from self.plane.gather(tensors, owners)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
         """See Plane."""
         with self.phase(f"{self._kind}_ALLTOALL", total_bytes(sends)):
-            yield from self._plane.alltoall(sends, receives)
+            yield from self.plane.alltoall(sends, receives)
 
     def begin_count(self, *, active: bool) -> None:
         """See Plane."""
-        self._plane.begin_count(active=active)
+        self.plane.begin_count(active=active)
 
     def end_count(self) -> Routine[int]:
         """See Plane."""
         with self.phase("COUNT_ACTIVE_RANKS", 0):
-            return (yield from self._plane.end_count())
+            return (yield from self.plane.end_count())
 
     def close(self) -> None:
         """See Plane."""
-        self._plane.close()
+        self.plane.close()
 
 
 def phase(plane: Plane, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ def sample(entry: Knob) -> str:
         return "0"
     if entry.kind.expected in SAMPLES:
         return SAMPLES[entry.kind.expected]
-    return "error" if entry.name == "LOG_LEVEL" else "4321987"
+    return {"LOG_LEVEL": "error", "CUDA_PLANE": "staged"}.get(entry.name, "4321987")
 
 
 def row(entry: Knob) -> str:

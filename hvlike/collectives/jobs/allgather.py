@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hvlike.collectives.jobs.site import Agreed, Site
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.lane import Job
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -18,10 +19,11 @@ def allgather_job(site: Site, batch: Sequence[Agreed]) -> Job:
 
     def job(plane: Plane) -> Routine[None]:
         pieces: list[torch.Tensor] = []
+        home = home_of(plane) or "cpu"
         for request, verdict in batch:
             for index, tensor in enumerate(request.tensors):
                 rows = tuple(lengths[index] for lengths in verdict.extra)
-                output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+                output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home)
                 parts = torch.split(output, list(rows))
                 own = parts[site.group.rank]
                 own.copy_(tensor.detach().reshape(own.shape))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.operand import Operand
+from hvlike.planes.cuda.jobs import beside, home_of
 from hvlike.planes.lane import Job
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -22,17 +24,23 @@ def alltoall_job(site: Site, batch: Sequence[Agreed]) -> Job:
     """
 
     def job(plane: Plane) -> Routine[None]:
+        home = home_of(plane)
         for request, _ in batch:
             tensor, sent = request.tensors
-            received = torch.zeros_like(sent)
-            yield from plane.alltoall(_each(sent), _each(received))
-            splits, rows = sent.tolist(), received.tolist()
-            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-            source = Operand(tensor, None).flat.view(tensor.shape)[: sum(splits)]
+            splits, rows = yield from beside(plane, partial(_exchange_counts, sent))
+            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home or "cpu")
+            source = Operand(tensor, None, home=home).flat.view(tensor.shape)[: sum(splits)]
             yield from plane.alltoall(_parts(source, splits), _parts(output, rows))
             request.outputs += [output, tuple(rows)]
 
     return job
+
+
+def _exchange_counts(sent: torch.Tensor, host: Plane) -> Routine[tuple[list[int], list[int]]]:
+    """The rows that go to each rank, and those that come."""
+    received = torch.zeros_like(sent)
+    yield from host.alltoall(_each(sent), _each(received))
+    return sent.tolist(), received.tolist()
 
 
 def _each(counts: torch.Tensor) -> list[torch.Tensor]:

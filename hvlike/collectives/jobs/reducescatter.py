@@ -9,6 +9,7 @@ import torch
 from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.operand import Operand, working_dtype
 from hvlike.collectives.reductions import arithmetic_of
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.lane import Job
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import Plane
@@ -24,10 +25,11 @@ def reducescatter_job(site: Site, batch: Sequence[Agreed]) -> Job:
     def job(plane: Plane) -> Routine[None]:
         parts: dict[torch.dtype, list[torch.Tensor]] = {}
         results = []
+        home = home_of(plane)
         for request, _ in batch:
             for index, tensor in enumerate(request.tensors):
                 rows = request.signature.detail[index] if request.signature.detail else even_rows(len(tensor), size)
-                whole = Operand(tensor, None, working_dtype(tensor.dtype, op)).flat.view(tensor.shape)
+                whole = Operand(tensor, None, working_dtype(tensor.dtype, op), home).flat.view(tensor.shape)
                 pieces = list(torch.split(whole, list(rows)))
                 pieces[rank] = pieces[rank].clone()
                 parts.setdefault(whole.dtype, []).extend(piece.reshape(-1) for piece in pieces)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.request import Request
+from hvlike.config import Knobs
 from hvlike.planes.lane import Lanes
 from hvlike.planes.packing import Packer
 from hvlike.transport.group import Group
+
+if TYPE_CHECKING:
+    from hvlike.planes.cuda.opening import DevicePlanes
 
 Agreed = tuple[Request, Verdict]
 
@@ -18,9 +23,25 @@ class Site:
     """The lanes of a process set, and what is kept between jobs."""
 
     lanes: Lanes
+    knobs: Knobs
     packer: Packer = field(default_factory=Packer)
+    _devices: DevicePlanes | None = None
 
     @property
     def group(self) -> Group:
         """The members of the set."""
         return self.lanes.first.group
+
+    @property
+    def devices(self) -> DevicePlanes:
+        """What opens planes for tensors of a GPU; nothing of it is imported before the first one comes."""
+        if self._devices is None:
+            from hvlike.planes.cuda.opening import DevicePlanes
+
+            self._devices = DevicePlanes(self.group, self.knobs, self.group.world.host)
+        return self._devices
+
+    def close(self) -> None:
+        """Give back what the planes of a device share."""
+        if self._devices is not None:
+            self._devices.close()

@@ -1,0 +1,77 @@
+"""Which plane serves the CUDA tensors of a process set, and why. Pure functions of what the ranks say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvlike.errors import LaunchError
+
+AUTO, NCCL, STAGED = "auto", "nccl", "staged"
+"""What HVLIKE_CUDA_PLANE may say."""
+
+
+class DeviceFacts(NamedTuple):
+    """What one rank says of its device."""
+
+    host: str
+    gpu: str
+    """What no other GPU of the host is called."""
+    nccl: int
+    """Version of NCCL; 0 where it cannot be used."""
+    missing: str
+    """Why it cannot."""
+
+
+class Choice(NamedTuple):
+    """A plane, and what is said about it."""
+
+    plane: str
+    """solo, nccl or staged."""
+    reason: str
+
+
+def choose_plane(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> Choice:
+    """The plane of a process set; the same on every rank.
+
+    facts: of each member, in order; ranks: what they are called. wanted: HVLIKE_CUDA_PLANE.
+    Raises: LaunchError where the plane that is wanted cannot serve; the text says why and what to do.
+    """
+    if wanted == NCCL:
+        obstacle = why_not_nccl(facts, ranks)
+        if obstacle:
+            raise LaunchError(
+                f"HVLIKE_CUDA_PLANE=nccl, but {obstacle}. Unset it: tensors then travel through host memory."
+            )
+        return Choice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
+    if len(facts) == 1:
+        return Choice("solo", "the rank is alone")
+    if wanted == STAGED:
+        return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
+    obstacle = why_not_nccl(facts, ranks)
+    if not obstacle:
+        return Choice(NCCL, "every rank has a GPU of its own and NCCL")
+    return Choice(STAGED, obstacle)
+
+
+def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
+    """Why NCCL cannot serve; empty if it can."""
+    for rank, each in zip(ranks, facts, strict=True):
+        if not each.nccl:
+            return f"rank {rank} has no NCCL ({each.missing})"
+    first: dict[tuple[str, str], int] = {}
+    for rank, each in zip(ranks, facts, strict=True):
+        other = first.setdefault((each.host, each.gpu), rank)
+        if other != rank:
+            gpus = len({gpu for host, gpu in first if host == each.host})
+            here = sum(fact.host == each.host for fact in facts)
+            return (
+                f"ranks {other} and {rank} on {each.host} share the GPU {each.gpu} ({here} ranks use {gpus} of its "
+                "GPUs), and NCCL needs one for each: call torch.cuda.set_device(hvd.local_rank()) first, or start "
+                "fewer ranks"
+            )
+    versions = {each.nccl: rank for rank, each in zip(ranks, facts, strict=True)}
+    if len(versions) > 1:
+        said = ", ".join(f"{version} on rank {rank}" for version, rank in sorted(versions.items()))
+        return f"the ranks have different versions of NCCL ({said})"
+    return ""

@@ -1,0 +1,165 @@
+"""Making the plane of a device when its first tensor comes: what all ranks have is gathered, then one choice follows.
+
+The planes of a process set are opened by jobs of its first lane, so in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvlike.config import Knobs
+from hvlike.errors import LaunchError
+from hvlike.planes import nccl
+from hvlike.planes.cuda.choice import NCCL, STAGED, Choice, DeviceFacts, choose_plane
+from hvlike.planes.cuda.device_plane import DevicePlane
+from hvlike.planes.cuda.nccl_plane import NcclPlane
+from hvlike.planes.cuda.runtime import DeviceRuntime
+from hvlike.planes.cuda.solo import SoloDevicePlane
+from hvlike.planes.cuda.staged import StagedPlane
+from hvlike.planes.plane import Plane
+from hvlike.transport.group import Group
+from hvlike.transport.routine import Routine, Wait
+
+logger = logging.getLogger("hvlike")
+
+_RECORD_BYTES = 1024
+_CONNECT_SECONDS = 120.0
+
+
+class DevicePlanes:
+    """The planes of one process set for one kind of device, on this rank. Used in the loop."""
+
+    def __init__(self, group: Group, knobs: Knobs, host: str) -> None:
+        """host: the name of this machine."""
+        self._group = group
+        self._knobs = knobs
+        self._host = host
+        self._root: nccl.Communicator | None = None
+        self.choice: Choice | None = None
+        """What was chosen; None before the first tensor."""
+
+    def open(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[DevicePlane]:
+        """Make the plane of a lane. Collective over the group; opened in the same order everywhere.
+
+        host: the lane's plane for host memory. Raises: LaunchError, on every rank, when the plane that is wanted
+        cannot serve.
+        """
+        if self.choice is None:
+            self.choice = yield from self._choose(host, runtime, device)
+            self._say()
+        place = (self._group.rank, self._group.size)
+        if self.choice.plane == NCCL:
+            communicator = yield from self._connect(host, runtime, device)
+            if communicator is not None:
+                return NcclPlane(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
+        if self.choice.plane == "solo":
+            return SoloDevicePlane(host, runtime, device, place[0])
+        return StagedPlane(host, runtime, device, place[0])
+
+    def close(self) -> None:
+        """Give back what all planes share."""
+        if self._root is not None:
+            self._root.abort()
+            self._root = None
+
+    def _choose(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[Choice]:
+        knobs = self._knobs
+        found = nccl.NcclFacts("", 0, "HVLIKE_CUDA_PLANE=staged", "", 0)
+        if knobs.cuda_plane != STAGED and (self._group.size > 1 or knobs.cuda_plane == NCCL):
+            found = nccl.describe()
+        mine = DeviceFacts(self._host, runtime.identity(device), found.version, found.missing[:300])
+        facts = [DeviceFacts(*each) for each in (yield from _tell_all(host, self._group, mine))]
+        return choose_plane(facts, self._group.ranks, knobs.cuda_plane)
+
+    def _say(self) -> None:
+        choice = self.choice
+        if choice is not None and self._group.ranks[self._group.rank] == 0:
+            logger.info("CUDA tensors of process set %d: %s plane, as %s", self._group.number, *choice)
+
+    # -- NCCL -----------------------------------------------------------------------------------
+
+    def _connect(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[nccl.Communicator | None]:
+        """A communicator for one more lane; None where some rank fails, and host memory serves instead."""
+        group = self._group
+        if self._root is None or not self._root.splits:
+            library = nccl.load()
+            number = torch.zeros(nccl.ID_BYTES, dtype=torch.uint8)
+            if group.rank == 0:
+                number = torch.frombuffer(bytearray(library.new_id()), dtype=torch.uint8)
+            yield from host.gather([number], [0])
+            known = bytes(number.tolist())
+            made = yield from self._agree(host, runtime, device, lambda: library.connect(group.size, known, group.rank))
+            if made is None or not made.splits:
+                return made
+            # Nothing else may be under way in a communicator that is split, so the first one does nothing else.
+            self._root = made
+        root = self._root
+        return (yield from self._agree(host, runtime, device, lambda: root.split(group.rank)))
+
+    def _agree(
+        self,
+        host: Plane,
+        runtime: DeviceRuntime,
+        device: torch.device,
+        make: Callable[[], nccl.Communicator],
+    ) -> Routine[nccl.Communicator | None]:
+        """What `make` returns, if it does so on all ranks; else None, or an error where only NCCL will do."""
+        attempt = Attempt(make, runtime, device)
+        while not attempt.ended(time.monotonic()):
+            yield Wait.POLL
+        said = yield from _tell_all(host, self._group, attempt.error)
+        wrong = [f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, said, strict=True) if text]
+        if not wrong:
+            return attempt.made
+        if attempt.made is not None:
+            attempt.made.abort()
+        if self._knobs.cuda_plane == NCCL:
+            raise LaunchError(f"HVLIKE_CUDA_PLANE=nccl, but no communicator could be made: {'; '.join(wrong[:3])}")
+        self.choice = Choice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})")
+        self._say()
+        return None
+
+
+class Attempt:
+    """A call that waits for other ranks, in a thread of its own, as the loop must go on."""
+
+    def __init__(self, make: Callable[[], nccl.Communicator], runtime: DeviceRuntime, device: torch.device) -> None:
+        self.made: nccl.Communicator | None = None
+        self.error = ""
+        self._make = make
+        self._runtime = runtime
+        self._device = device
+        self._until = time.monotonic() + _CONNECT_SECONDS
+        self._thread = threading.Thread(target=self._run, name="hvlike-nccl-connect", daemon=True)
+        self._thread.start()
+
+    def ended(self, now: float) -> bool:
+        """Whether it has ended or has been given up."""
+        if self._thread.is_alive() and now > self._until:
+            self.error = f"nothing was heard of the other ranks for {_CONNECT_SECONDS:g} s"
+            return True
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            # NCCL takes the device that is the current one.
+            with self._runtime.use(self._runtime.current_stream(self._device)):
+                self.made = self._make()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"[:300]
+
+
+def _tell_all(host: Plane, group: Group, said: Any) -> Routine[list[Any]]:
+    """What every rank says, in order; plain values of a few hundred bytes."""
+    records = [torch.zeros(_RECORD_BYTES, dtype=torch.uint8) for _ in range(group.size)]
+    text = json.dumps(said).encode()
+    records[group.rank][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    yield from host.gather(records, list(range(group.size)))
+    return [json.loads(bytes(record.tolist()).rstrip(b"\0")) for record in records]

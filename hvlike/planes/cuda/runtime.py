@@ -1,0 +1,101 @@
+"""What the planes ask of a device: streams, events, waits, pinned memory, copies that go on by themselves.
+
+Everything that decides, orders and waits is written against this interface. `torch_cuda.py` has it for CUDA; the
+tests have one over host memory whose streams do nothing until somebody waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+Stream: TypeAlias = Any
+"""A queue of a device: what is put there is done in order, some time. Can be a key of a dict."""
+
+Event: TypeAlias = Any
+"""A point in a stream."""
+
+
+class DeviceRuntime(Protocol):
+    """Streams and memory of one kind of device. Any thread; nothing here waits for the device."""
+
+    kind: str
+    """What torch.device.type says of its tensors."""
+
+    def home(self) -> torch.device:
+        """The device that this process uses unless something else is said."""
+
+    def identity(self, device: torch.device) -> str:
+        """What no other device of any host is called, and this one in every process."""
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """A stream that waits for no other one unless it is told to."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Where this thread puts what it asks of `device` now."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """What this thread asks of the device meanwhile goes to `stream`."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """What this thread does meanwhile is the host's own work in host memory, whatever stream is in use."""
+
+    def address(self, stream: Stream) -> int:
+        """What libraries in C call the stream."""
+
+    def record(self, stream: Stream) -> Event:
+        """The point behind everything that was put into the stream so far."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What comes into the stream from now on is done after the event."""
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether the device has come by this point."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Bytes of host memory that the device copies to and from by itself."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Put a copy between pinned memory and the device into the stream in use."""
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """`stream` uses the memory of the tensor too: it must not go to others before what is there now is done."""
+
+
+def _cuda() -> DeviceRuntime:
+    from hvlike.planes.cuda.torch_cuda import CudaRuntime
+
+    return CudaRuntime()
+
+
+KINDS: dict[str, Callable[[], DeviceRuntime]] = {"cuda": _cuda}
+"""The kinds of devices whose tensors have planes of their own; all others travel as copies in host memory."""
+
+_made: dict[str, DeviceRuntime] = {}
+
+
+def runtime_of(kind: str) -> DeviceRuntime | None:
+    """The runtime of devices of this kind (torch.device.type); None for tensors that go the host's way."""
+    if kind not in KINDS:
+        return None
+    runtime = _made.get(kind)
+    if runtime is None:
+        runtime = _made[kind] = KINDS[kind]()
+    return runtime
+
+
+def events_of(kind: str, tensors: Iterable[torch.Tensor]) -> list[Event]:
+    """When tensors hold the values that this thread has asked for; none for those that go the host's way."""
+    runtime = runtime_of(kind)
+    if runtime is None:
+        return []
+    devices = dict.fromkeys(each.device for each in tensors if each.device.type == kind)
+    return [runtime.record(runtime.current_stream(device)) for device in devices]
+
+
+def forget(kind: str) -> None:
+    """Make the runtime of this kind anew when it is asked for."""
+    _made.pop(kind, None)

@@ -1,0 +1,182 @@
+"""NCCL through CuPy: the only file that imports cupy. What of it is used is listed here and nowhere else.
+
+CuPy's `cupy.cuda.nccl` calls the libnccl.so.2 that the process has loaded already, where there is one: torch is
+imported first, so it is torch's. Its calls take addresses and release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+ID_BYTES = 128
+"""How long the number is by which the ranks of a communicator find each other."""
+
+SPLITS_FROM = 21801
+"""The first version, 2.18.1, whose communicators can be split."""
+
+_DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
+_OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG", "min": "NCCL_MIN", "max": "NCCL_MAX", "prod": "NCCL_PROD"}
+_DTYPES = {
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+}
+
+
+class NcclFacts(NamedTuple):
+    """What is installed. Plain values."""
+
+    cupy: str
+    """Version of CuPy; empty where it is not installed."""
+    version: int
+    """Version of NCCL as it says it, 22703 for 2.27.3; 0 where it cannot be used."""
+    missing: str
+    """Why it cannot be used and what to do; empty where it can."""
+    path: str
+    """The libnccl that is loaded; empty where none is, or where the system does not say."""
+    torch_version: int
+    """Version of the NCCL that torch was built with; 0 for none."""
+
+
+class Nccl:
+    """The module `cupy.cuda.nccl`, by its meaning."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.version = int(module.get_version())
+        self._ops = {
+            name: int(getattr(module, constant)) for name, constant in _OPS.items() if hasattr(module, constant)
+        }
+        self._dtypes = {
+            dtype: int(getattr(module, constant)) for dtype, constant in _DTYPES.items() if hasattr(module, constant)
+        }
+
+    def op(self, name: str) -> int | None:
+        """The number of a reduction (sum, avg, min, max, prod); None where this version has it not."""
+        return self._ops.get(name)
+
+    def dtype(self, dtype: torch.dtype) -> int | None:
+        """The number of a dtype; None for those that cannot be reduced."""
+        return self._dtypes.get(dtype)
+
+    def new_id(self) -> bytes:
+        """A number for a new communicator; one rank makes it and all use it."""
+        number = self._module.get_unique_id()
+        # CuPy before 14 has it as numbers of one signed byte.
+        return number if isinstance(number, bytes) else bytes(each & 255 for each in number)
+
+    def connect(self, size: int, number: bytes, rank: int) -> Communicator:
+        """Join the communicator with this number. Blocks until all ranks do: never in the loop."""
+        make = self._module.NcclCommunicator
+        try:
+            link = make(size, number, rank)
+        except TypeError:
+            # CuPy before 14, which refuses the form before it does anything.
+            link = make(size, tuple((each ^ 128) - 128 for each in number), rank)
+        return Communicator(self, link)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The calls made meanwhile begin together."""
+        self._module.groupStart()
+        try:
+            yield
+        finally:
+            self._module.groupEnd()
+
+
+class Communicator:
+    """The ranks of a group, each with its GPU. Calls put work into a stream and return."""
+
+    def __init__(self, nccl: Nccl, link: Any) -> None:
+        """link: a communicator of CuPy."""
+        self.nccl = nccl
+        self.link = link
+        self._ended = threading.Lock()
+
+    @property
+    def splits(self) -> bool:
+        """Whether `split` is there."""
+        return self.nccl.version >= SPLITS_FROM and hasattr(self.link, "commSplit")
+
+    def split(self, rank: int) -> Communicator:
+        """Another communicator of the same ranks. Blocks until all ranks do; nothing may be under way in this one."""
+        return Communicator(self.nccl, self.link.commSplit(0, rank))
+
+    def error(self) -> Exception | None:
+        """What has gone wrong since; does not block."""
+        try:
+            self.link.check_async_error()
+        except Exception as error:
+            # Not always an NcclError: CuPy 14.2 has no names for the newer ones and stumbles over them.
+            return error
+        return None
+
+    def abort(self) -> None:
+        """End what is under way, in a thread, as that may take a moment; once."""
+        if self._ended.acquire(blocking=False):
+            threading.Thread(target=self.link.abort, name="hvlike-nccl-abort", daemon=True).start()
+
+
+def load() -> Nccl:
+    """NCCL, if CuPy has it here. Raises: ImportError, RuntimeError, with the reason."""
+    module = importlib.import_module("cupy.cuda.nccl")
+    if not getattr(module, "available", True):
+        raise ImportError("cupy.cuda.nccl finds no libnccl.so.2")
+    return Nccl(module)
+
+
+def describe() -> NcclFacts:
+    """What of NCCL is installed. Never raises; loads CuPy and libnccl, but starts no GPU. Local."""
+    cupy = _installed_cupy()
+    theirs = _version_of_torch()
+    try:
+        nccl = load()
+    except Exception as error:
+        missing = f"CuPy {cupy} is installed, but {error}" if cupy else "CuPy is not installed"
+        return NcclFacts(cupy, 0, f"{missing}: pip install {_advice()}", _path(), theirs)
+    return NcclFacts(cupy, nccl.version, "", _path(), theirs)
+
+
+def _installed_cupy() -> str:
+    found = (each for name in _DISTRIBUTIONS for each in importlib.metadata.distributions(name=name))
+    return next((each.version for each in found), "")
+
+
+def _advice() -> str:
+    cuda = (torch.version.cuda or "12").split(".")[0]
+    return f"hvlike[cuda{cuda}]"
+
+
+def _version_of_torch() -> int:
+    find: Callable[[], tuple[int, ...]] | None = getattr(getattr(torch.cuda, "nccl", None), "version", None)
+    try:
+        major, minor, patch = find()[:3] if find is not None else (0, 0, 0)
+    except (RuntimeError, AttributeError, ValueError):
+        return 0
+    return major * 10000 + minor * 100 + patch
+
+
+def _path() -> str:
+    """The libnccl in the memory of this process, where Linux says so."""
+    try:
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                path = line.split(maxsplit=5)[-1].strip()
+                if "/libnccl.so" in path:
+                    return path
+    except OSError:
+        return ""
+    return ""

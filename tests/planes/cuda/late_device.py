@@ -1,0 +1,215 @@
+"""A device that is none: streams over host memory which do nothing until somebody waits for them.
+
+What is put into a stream while it is in use is kept in a queue. A thread of the stream does it, in order, but only as
+far as somebody asks: the host, who looks whether an event has passed or drains a stream, or another stream that waits
+for an event. So a wait that was forgotten leaves old values where new ones are expected, every time and not now and
+then.
+
+What needs a value at once (`.item()`, `if tensor:`) is refused while a stream is in use: on a device it would make the
+host wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+QUESTIONS_BEFORE_YES = 2
+"""How often the host has to ask for an event until its stream sets off."""
+SECONDS = 60.0
+
+
+class LateEvent:
+    """A point in a stream."""
+
+    def __init__(self, stream: LateStream | None, place: int) -> None:
+        self.stream = stream
+        self.place = place
+        self.questions = 0
+
+    def force(self) -> None:
+        """Let the stream come by."""
+        if self.stream is not None:
+            self.stream.release(self.place)
+
+    def block(self) -> None:
+        """Wait until it has."""
+        if self.stream is not None:
+            self.stream.release(self.place)
+            self.stream.block(self.place)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it has."""
+        return self.stream is None or self.stream.done >= self.place
+
+
+class LateStream:
+    """A queue, and a thread that works it off as far as it is asked to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = 0
+        self.failure: BaseException | None = None
+        self._queue: list[Callable[[], Any] | None] = []
+        self._released = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def put(self, action: Callable[[], Any]) -> None:
+        """Do it later."""
+        with self._changed:
+            self._queue.append(action)
+
+    def record(self) -> LateEvent:
+        """The point behind all of it."""
+        with self._changed:
+            return LateEvent(self, len(self._queue))
+
+    def release(self, place: int) -> None:
+        """Go as far as that."""
+        with self._changed:
+            self._released = max(self._released, place)
+            self._changed.notify_all()
+
+    def block(self, place: int) -> None:
+        """Wait until the stream is as far."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.done >= place, SECONDS), f"{self.name} hangs"
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.done < self._released)
+                action = self._queue[self.done]
+                self._queue[self.done] = None
+            try:
+                assert action is not None
+                action()
+            except BaseException as error:
+                self.failure = self.failure or error
+            with self._changed:
+                self.done += 1
+                self._changed.notify_all()
+
+
+class LateDevice:
+    """See DeviceRuntime; what no stream is in use for is done at once, as on a stream that everybody waits for."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.streams: list[LateStream] = []
+        self.kept: list[tuple[torch.Tensor, Any]] = []
+        self.pinned_bytes = 0
+        self._mine = threading.local()
+
+    def home(self) -> torch.device:
+        return torch.device("cpu")
+
+    def identity(self, device: torch.device) -> str:
+        return f"late {os.getpid()}"
+
+    def new_stream(self, device: torch.device) -> LateStream:
+        self.streams.append(LateStream(f"late-{len(self.streams)}"))
+        return self.streams[-1]
+
+    def current_stream(self, device: torch.device) -> LateStream | None:
+        return getattr(self._mine, "stream", None)
+
+    @contextmanager
+    def use(self, stream: LateStream | None) -> Iterator[None]:
+        before = self.current_stream(self.home())
+        self._mine.stream = stream
+        mode: AbstractContextManager[Any] = nullcontext() if stream is None else _Putting(stream)
+        try:
+            with _disable_current_modes(), mode:
+                yield
+        finally:
+            self._mine.stream = before
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self.use(None)
+
+    def address(self, stream: LateStream) -> int:
+        return 1 + self.streams.index(stream)
+
+    def record(self, stream: LateStream | None) -> LateEvent:
+        return LateEvent(None, 0) if stream is None else stream.record()
+
+    def wait(self, stream: LateStream | None, event: LateEvent) -> None:
+        if stream is None:
+            event.block()
+        elif event.stream is not None:
+            stream.put(event.block)
+
+    def has_passed(self, event: LateEvent) -> bool:
+        event.questions += 1
+        if event.questions >= QUESTIONS_BEFORE_YES:
+            event.force()
+        return event.passed
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.pinned_bytes += nbytes
+        # What is read before it was written shall look like nothing.
+        with _disable_current_modes(), torch.inference_mode(False):
+            return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert self.current_stream(self.home()) is not None, "a copy without a stream would make the host wait"
+        target.copy_(source)
+
+    def keep(self, tensor: torch.Tensor, stream: LateStream | None) -> None:
+        self.kept.append((tensor, stream))
+
+    def drain(self, stream: LateStream) -> None:
+        """Wait, as the host, for all that was put into one stream; the others go only as far as it needs them."""
+        stream.record().block()
+
+
+class _Putting(TorchDispatchMode):
+    """Puts what torch computes into a stream; shapes and views are known at once."""
+
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            raise AssertionError(f"{func} asks the device for a value, which makes the host wait")
+        tensors = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if schema.is_mutable:
+            self._stream.put(lambda: func(*args, **kwargs))
+            return args[0] if schema.returns else None
+        is_view = any(each.alias_info is not None for each in schema.returns)
+        if is_view or not tensors:
+            return func(*args, **kwargs)
+        # The result has its shape now and its values later.
+        outputs = func(*args, **kwargs)
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        for each in listed:
+            _spoil(each)
+
+        def compute() -> None:
+            found = func(*args, **kwargs)
+            for target, value in zip(listed, found if isinstance(found, (list, tuple)) else [found], strict=True):
+                target.copy_(value)
+
+        self._stream.put(compute)
+        return outputs
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """What is read too early shall look like nothing."""
+    if tensor.numel():
+        tensor.fill_(True if tensor.dtype is torch.bool else 99)
