@@ -1,0 +1,3 @@
+"""What docs/timeline.md leaves to the reader."""
+
+import hvlike as hvd
