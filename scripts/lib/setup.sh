@@ -37,10 +37,10 @@ installed() {
     done
 }
 
-# environment VENV EXTRA...: make VENV and install hvlike from this checkout with these extras, unless that was done.
-environment() {
-    local venv=$1 extra extras
-    shift
+# install_into VENV THING EXTRA...: make VENV and install a distribution with these extras, unless that was done.
+install_into() {
+    local venv=$1 thing=$2 extra extras
+    shift 2
     if installed "$venv" "$@"; then
         say "Using $venv"
         return
@@ -49,10 +49,25 @@ environment() {
     say "Installing hvlike[$extras] into $venv (once; PyTorch is a large download)"
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvlike needs Python 3.10 or newer")' &&
         "${PYTHON:-python3}" -m venv "$venv" &&
-        "$venv/bin/python" -m pip install --quiet --constraint scripts/constraints.txt --editable ".[$extras]" || return 1
+        "$venv/bin/python" -m pip install --quiet --constraint scripts/constraints.txt $editable "$thing[$extras]" || return 1
     for extra; do
         fingerprint "$venv" >"$venv/hvlike-$extra"
     done
+}
+
+# environment VENV EXTRA...: a VENV in which hvlike is this checkout, with these extras.
+environment() {
+    editable=--editable install_into "$1" . "${@:2}"
+}
+
+# from_wheel VENV EXTRA...: a VENV in which hvlike is the wheel of this checkout, as a user installs it. It is built from
+# the source distribution, with the tools of .venv, every time.
+from_wheel() {
+    local venv=$1 wheel
+    rm -rf out/dist && .venv/bin/python -m build --quiet --no-isolation --outdir out/dist . || return 1
+    wheel=$(echo out/dist/*.whl)
+    editable="" install_into "$venv" "$wheel" "${@:2}" &&
+        "$venv/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 }
 
 # mpi VENV RANKS COMMAND...: run a command of VENV on RANKS ranks of this host, with the MPI that VENV holds.
