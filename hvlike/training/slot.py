@@ -56,7 +56,7 @@ class Slot:
         Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together.
         """
         gradient = self.handed_over
-        return gradient is not None and gradient._version != self.version and not gradient._is_view()
+        return gradient is not None and gradient._version != self.version and not _is_part(gradient)
 
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
         """Return the tensor that stands for `gradient` in the reduction, the same in the whole step.
@@ -103,6 +103,12 @@ class Slot:
             reduced = reduced.to_sparse(self.sparse_dimensions)
         if reduced is not None:
             self.parameter.grad = reduced
+
+
+def _is_part(gradient: Tensor) -> bool:
+    """Whether it is a view; autograd keeps those of its own making (of a torch.cat, say) without the mark of one."""
+    is_dense = gradient.layout is torch.strided
+    return gradient._is_view() or (is_dense and gradient.untyped_storage().nbytes() > gradient.nbytes)
 
 
 def reset(slots: Iterable[Slot]) -> None:

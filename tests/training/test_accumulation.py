@@ -133,3 +133,33 @@ def test_two_losses_with_parameters_of_their_own(hvd: ModuleType) -> None:
         backward(hvd, second, 1)
         optimizer.step()
     assert same_on_all_ranks([*first.parameters(), *second.parameters()])
+
+
+@pytest.mark.parametrize("wrapped", ["module", "optimizer"])
+def test_gradients_that_are_parts_of_one_tensor_are_summed(hvd: ModuleType, wrapped: str) -> None:
+    # Once refused as "changed in place": autograd keeps parts of the gradient of torch.cat, and their changes count as
+    # those of all of them.
+    parameters = nn.ParameterList([torch.ones(2), torch.ones(3), torch.ones(1)])
+    if wrapped == "module":
+        model = hvd.nn.DistributedDataParallel(Concatenated(parameters))
+        with model.no_sync():
+            model(hvd.rank()).backward()
+        model(hvd.rank()).backward()
+    else:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), backward_passes_per_step=2)
+        for _ in range(2):
+            Concatenated(parameters)(hvd.rank()).backward()
+        optimizer.synchronize()
+    for parameter in parameters:
+        assert torch.equal(parameter.grad, torch.full_like(parameter, hvd.size() - 1.0))
+
+
+class Concatenated(nn.Module):
+    """Uses its parameters as one."""
+
+    def __init__(self, parameters: nn.ParameterList) -> None:
+        super().__init__()
+        self.parts = parameters
+
+    def forward(self, factor: float) -> Tensor:
+        return (torch.cat(list(self.parts)) * torch.full((6,), float(factor))).sum()
