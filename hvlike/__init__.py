@@ -60,6 +60,7 @@ with without_collections():
     from hvlike.collectives.registration import add_process_set, remove_process_set
     from hvlike.collectives.shared_tensors import empty_shared
     from hvlike.collectives.sparse import sparse_allreduce_async
+    from hvlike.collectives.statistics import Statistics, statistics
     from hvlike.collectives.timeline import start_timeline, stop_timeline
     from hvlike.errors import HorovodInternalError, HvlikeError
     from hvlike.join import join
@@ -89,6 +90,7 @@ __all__ = [
     "Min",
     "ProcessSet",
     "Product",
+    "Statistics",
     "Sum",
     "SyncBatchNorm",
     "__version__",
@@ -159,6 +161,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "start_timeline",
+    "statistics",
     "stop_timeline",
     "synchronize",
 ]

@@ -34,6 +34,8 @@ JOBS: dict[str, Callable[[Site, Sequence[Agreed]], Job]] = {
 }
 """What each kind does on a lane; a barrier is over once it is agreed."""
 
+AGREEMENTS = ("lane", "plan")
+"""Kinds that move nothing of the user's."""
 
 OPEN_AFTER = 3
 """Reductions of single tensors before the express way is made: a process set that does one or two shall stay light."""
@@ -64,6 +66,8 @@ class Executor:
                     self._trace.ended(batch)
             else:
                 request, verdict = batch[0]
+                if kind not in AGREEMENTS:
+                    self._site.lanes.first.counters.ran(kind, len(batch), sum(map(size_of, batch)))
                 job = request.job(verdict.extra) if request.job else JOBS[kind](self._site, batch)
                 after = partial(complete, batch)
                 runtime = runtime_of(request.signature.device)

@@ -65,6 +65,7 @@ class _Plan:
     arithmetic: Arithmetic
     copies: list[list[Piece]] | None
     """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
+    bytes: int
 
     @property
     def key(self) -> _Kind:
@@ -87,7 +88,7 @@ class _Plan:
 
 
 _NO_PLAN = _Plan(
-    torch.Size((-1,)), torch.bool, -1, 1.0, 1.0, -1, arithmetic_of(torch.bool, ReduceOp.MAX, 1, 1.0, 1.0), None
+    torch.Size((-1,)), torch.bool, -1, 1.0, 1.0, -1, arithmetic_of(torch.bool, ReduceOp.MAX, 1, 1.0, 1.0), None, 0
 )
 
 
@@ -108,6 +109,8 @@ class ExpressAllreduce:
         self._sparing = 0
         self.served = 0
         """Calls that were done here; the same on every rank after any of them."""
+        self.bytes = 0
+        """Of the tensors of those calls."""
         self._large = 0
         self._quiet = Quiet()
         with negotiator.lock:
@@ -162,9 +165,11 @@ class ExpressAllreduce:
         if working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
             return
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, prescale, postscale)
-        small = self._express.is_small(tensor.numel() * tensor.element_size())
+        nbytes = tensor.numel() * tensor.element_size()
+        small = self._express.is_small(nbytes)
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
-        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, code_of(repr(signature)), arithmetic, copies)
+        number = code_of(repr(signature))
+        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies, nbytes)
         self._plans[plan.key] = plan
 
     def set_away(self, away: bool) -> None:
@@ -195,6 +200,7 @@ class ExpressAllreduce:
                 return Outcome(False, name)
             self._sparing = 0
             self.served += 1
+            self.bytes += plan.bytes
             if plan.copies is not None:
                 self._quiet.run(plan.arithmetic.reduce_copies, plan.copies[index % RING], own)
         finally:

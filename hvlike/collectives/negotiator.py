@@ -350,9 +350,10 @@ class Negotiator:
         if agreed:
             self._run(agreed)
 
-    def _answer(self, number: int) -> Answer:
+    def unfinished(self) -> dict[Key, Submission]:
+        """What this rank has asked for or waits for, and is not over; any thread."""
         now = time.monotonic()
-        unfinished = {
+        found = {
             key: Submission(
                 key,
                 request.place,
@@ -362,9 +363,13 @@ class Negotiator:
             for key, request in list(self._requests.items())
         }
         for key, (place, since, detail) in list(self._steps_at.items()):
-            unfinished[key] = Submission(key, place, now - since, detail)
+            found[key] = Submission(key, place, now - since, detail)
+        return found
+
+    def _answer(self, number: int) -> Answer:
+        now = time.monotonic()
         last = None if self._last is None else Submission(self._last[0], self._last[1], now - self._last[2])
-        return Answer(number, unfinished, last, dict(self.steps))
+        return Answer(number, self.unfinished(), last, dict(self.steps))
 
 
 def _ignore_failure(number: int, failure: Failure) -> None:

@@ -276,7 +276,7 @@ class PlannedReducer:
         negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self.fail)
         self._membership.rounds.check_step(self.name, self._step + 1, self.fail)
         try:
-            with exposed(schedule.lane.recorder, self.name, self._step):
+            with exposed(schedule.lane, self.name, self._step):
                 negotiator.wait(key, lambda: self._unfinished == 0, None)
         finally:
             negotiator.leave_step(key)

@@ -155,7 +155,7 @@ class PlannedLane:
             negotiator.enter_step(key, number, place_of_caller(), "", self.fail)
             membership.rounds.check_step(self.name, number, self.fail)
             try:
-                with exposed(lane.recorder, self.name, number):
+                with exposed(lane, self.name, number):
                     negotiator.wait(key, lambda: step.ended, None)
             finally:
                 negotiator.leave_step(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,9 @@ from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
 Ended = Callable[[Task[None]], None]
+
+PLANNED = "gradients"
+"""What buckets are counted as."""
 
 
 class Schedule:
@@ -38,11 +42,13 @@ class Schedule:
             Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
             for entries in self.plan.buckets
         ]
+        self._bytes = [sum(map(self._size_of, bucket)) for bucket in self.plan.buckets]
         self.active = 0
         """How many ranks took part in the last step with gradients of their own."""
 
     def start(self, number: int, tensors: Sequence[torch.Tensor], after: Ended, *, active: bool, wake: bool) -> None:
         """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop."""
+        self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors)
         job = job if number else self._counting(job, active)
         if self.lane.recorder.on:
@@ -71,6 +77,9 @@ class Schedule:
             )
             tensors.append(room.zero_())
         return tensors
+
+    def _size_of(self, index: int) -> int:
+        return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
 
     def _counting(self, job: Job, active: bool) -> Job:
         def run(plane: Plane) -> Routine[None]:

@@ -10,6 +10,7 @@ An arrow leads from the call of the rank that asked last to the operation on the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -185,9 +186,15 @@ class Trace:
         return said
 
 
-def exposed(recorder: Recorder, name: str, step: int) -> AbstractContextManager[None]:
+@contextmanager
+def exposed(lane: Lane, name: str, step: int) -> Iterator[None]:
     """The caller waits for the rest of a planned reduction meanwhile: communication that nothing hides."""
-    return _wait(recorder, name, step) if recorder.on else _NOTHING
+    began = time.monotonic()
+    try:
+        with _wait(lane.recorder, name, step) if lane.recorder.on else _NOTHING:
+            yield
+    finally:
+        lane.counters.waited(name, time.monotonic() - began)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Lane:
         self.device: DevicePlane | None = None
         """The plane for tensors of a GPU, once one has come."""
         self.recorder = fabric.recorder
+        self.counters = fabric.counters
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hvlike.observe.counters import Counters
 from hvlike.observe.recorder import Recorder
 from hvlike.transport import cores, segment
 from hvlike.transport.allocations import Allocations
@@ -38,6 +39,7 @@ class Fabric:
         self.world = world
         self.fence = Fence()
         self.traffic = Traffic()
+        self.counters = Counters()
         self.allocations = Allocations()
         size = world.local_size
         counts, slots = size * BELL_BYTES, size * BELL_BYTES + 8 * size * size
