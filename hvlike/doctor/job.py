@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hvlike
+from hvlike.collectives.context import current
 from hvlike.doctor import timing
 from hvlike.doctor.facts.rank import RankFacts
 from hvlike.doctor.facts.shared_memory import mapped_by_hvlike
@@ -68,9 +69,9 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     places = roll_call.gather(roll_call.place) or []
     wall_times = roll_call.gather(roll_call.wall_time()) or []
     yield Meeting(nodes, tuple(ranks), tuple(places), tuple(wall_times))
-    plan = timing.ways(nodes)
-    sets = timing.process_sets(plan, roll_call.place.size)
-    hvlike.init(process_sets=sets)
+    hvlike.init()
+    plan = timing.ways(current().world.nodes)
+    sets = timing.add_process_sets(plan)
     mine = mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield Running(tuple(hvlike.allgather_object(mine)))
     yield timing.measure(plan, sets)

@@ -7,7 +7,21 @@ from dataclasses import dataclass
 
 from hvlike.doctor.case import Case, Unanswered
 from hvlike.doctor.finding import Finding, Verdict
-from hvlike.doctor.rungs import cores, files, gpu, hosts, knobs, launcher, library, memory, programs, running, software
+from hvlike.doctor.rungs import (
+    cores,
+    cuda_mpi,
+    files,
+    gpu,
+    hosts,
+    knobs,
+    launcher,
+    library,
+    memory,
+    nccl,
+    programs,
+    running,
+    software,
+)
 
 Judge = Callable[[Case], Finding]
 
@@ -29,6 +43,8 @@ RUNGS: dict[str, Judge] = {
     "model": memory.judge_model,
     "GPU": gpu.judge,
     "GPU per rank": gpu.judge_sharing,
+    "NCCL": nccl.judge,
+    "CUDA in MPI": cuda_mpi.judge,
     "clock": files.judge_clock,
     "filesystem": files.judge_filesystems,
     "hvlike": running.judge_start,
@@ -57,7 +73,7 @@ def _ask(judge: Judge, case: Case) -> Finding:
     except Unanswered as unanswered:
         gap = unanswered.gap
         said = [f"| {line}" for line in gap.said]
-        return Finding(Verdict.FAIL, (f"this question {gap.reason}", *said), (_STUCK,))
+        return Finding(Verdict.FAIL, (f"this step {gap.reason}", *said), (_STUCK,))
 
 
 def has_failed(answers: list[Answer]) -> bool:

@@ -168,13 +168,15 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
         # The parent's may be objects of somebody else, a test runner say.
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for record in stages():
             _send(writer, ("record", record))
         _send(writer, ("end", None))
         status = 0
     except BaseException as error:
         traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
         _send(writer, ("error", f"failed: {type(error).__name__}: {error}"))
     finally:
         sys.stdout.flush()

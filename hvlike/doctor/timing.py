@@ -76,9 +76,10 @@ def ways(nodes: Nodes) -> list[Way]:
     return [*inside, Way("network", firsts), Way("hierarchical", everybody)]
 
 
-def process_sets(plan: Sequence[Way], size: int) -> list[hvlike.ProcessSet]:
-    """The sets that init() has to register for these ways: one for each that has not all ranks."""
-    return [hvlike.ProcessSet(list(way.ranks)) for way in plan if len(way.ranks) < size]
+def add_process_sets(plan: Sequence[Way]) -> list[hvlike.ProcessSet]:
+    """The sets that these ways need: one for each that has not all ranks. Collective: every rank; blocks."""
+    partial = (way for way in plan if len(way.ranks) < hvlike.size())
+    return [hvlike.add_process_set(list(way.ranks)) for way in partial]
 
 
 def measure(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet]) -> Timings:

@@ -5,8 +5,10 @@ For whoever looks into jobs that do not start. It blocks as MPI does: call it wh
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvlike.transport import mpi as mpi_library
@@ -29,6 +31,8 @@ class Place:
     """MPI's name of it, as THREAD_MULTIPLE."""
     library: str
     """What the running MPI library calls itself."""
+    claims_cuda: bool | None
+    """Whether it says that it takes memory of a GPU; None: it does not say."""
 
 
 class RollCall:
@@ -45,7 +49,9 @@ class RollCall:
         names = {getattr(self._mpi, name): name for name in _LEVELS}
         library = self._mpi.Get_library_version().strip("\0 \n").splitlines()[0]
         host = self._mpi.Get_processor_name()
-        self.place = Place(world.Get_rank(), world.Get_size(), host, names[level], library)
+        self.place = Place(
+            world.Get_rank(), world.Get_size(), host, names[level], library, _claims_cuda(Path("/proc/self/maps"))
+        )
         self._comm: MPI.Intracomm | None = None
 
     def meet(self) -> tuple[tuple[int, ...], ...]:
@@ -73,3 +79,13 @@ class RollCall:
         if self._comm is not None:
             self._comm.Free()
         self._mpi.Finalize()
+
+
+def _claims_cuda(maps: Path) -> bool | None:
+    """Ask the library that is loaded; Open MPI and MPICH have a function for it."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libmpi." in line}
+    for path in paths:
+        question = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if question is not None:
+            return bool(question())
+    return None

@@ -44,7 +44,7 @@ def collect() -> Gpus:
             wrong = str(error).splitlines()[0]
     return Gpus(
         devices=devices,
-        driver=_driver(_DRIVER),
+        driver=driver_version(_DRIVER),
         driver_cuda=_driver_cuda(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         wrong=wrong,
@@ -57,7 +57,7 @@ def _describe(device: int) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
-def _driver(file: Path) -> str | None:
+def driver_version(file: Path) -> str | None:
     """From a line as "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ..."."""
     try:
         words = file.read_text().split()

