@@ -22,6 +22,7 @@ from hvlike.collectives.picking import pick
 from hvlike.collectives.reductions import arithmetic_of
 from hvlike.planes.adasum import Adasum
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.cuda.jobs import home_of, in_host_memory
 from hvlike.planes.lane import Job
 from hvlike.planes.ops import ReduceOp, op_name
 from hvlike.planes.packing import Packer
@@ -103,6 +104,11 @@ class Bucket:
         self._packers: Packers = {}
         self._parts = self._same_dtypes([dtypes[index] for index in entries])
 
+    @property
+    def is_plain(self) -> bool:
+        """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
+        return self._parts is not None
+
     def job(self, tensors: Sequence[torch.Tensor]) -> Job:
         """The job that reduces these tensors, one for each entry, in place."""
 
@@ -138,7 +144,8 @@ class Bucket:
         compression = self._settings.compression
         pairs = [compression.compress(tensor) for tensor in originals]
         work = [pair[0] for pair in pairs]
-        operands = [Operand(tensor, strides) for tensor, strides in zip(work, self._strides, strict=True)]
+        home = home_of(plane)
+        operands = [Operand(tensor, strides, home=home) for tensor, strides in zip(work, self._strides, strict=True)]
         yield from self._reduce(plane, [operand.flat for operand in operands])
         for operand in operands:
             operand.write_back()
@@ -154,7 +161,7 @@ class Bucket:
             same = [flat for flat in flats if flat.dtype is dtype]
             if settings.op is ReduceOp.ADASUM:
                 whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
-                yield from whole.allreduce(plane, same)
+                yield from in_host_memory(plane, same, whole.allreduce)
                 continue
             packer = self._packers.setdefault((dtype, ()), Packer())
             yield from packer.allreduce(plane, same, settings.arithmetic(dtype))

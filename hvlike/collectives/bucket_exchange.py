@@ -8,6 +8,7 @@ import torch
 
 from hvlike.collectives.operand import Operand
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.packing import Packer
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -36,7 +37,7 @@ class BucketExchange:
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Routine[None]:
         """See Exchange.allreduce; every dtype is a reduction of its own."""
-        operands = [Operand(tensor, None) for tensor in tensors]
+        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
         for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
             flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
             packer = self._packers.setdefault((dtype, tuple(len(flat) for flat in flats)), Packer())

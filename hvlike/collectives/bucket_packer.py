@@ -17,7 +17,8 @@ from hvlike.collectives.operand import Operand, is_dense, row_by_row
 from hvlike.collectives.picking import pick
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.bundle import Bundle, fill
-from hvlike.planes.packing import small_ones
+from hvlike.planes.cuda.jobs import home_of
+from hvlike.planes.packing import SMALL_BYTES, SMALL_ON_DEVICE, small_ones
 from hvlike.planes.plane import Bundling, Plane
 from hvlike.planes.traced import phase
 from hvlike.transport.routine import Routine
@@ -48,10 +49,11 @@ class BucketPacker:
         """Reduce dense tensors in place; the same shapes, and the same plane every time, on every rank."""
         shapes = list(map(_shape, tensors))
         bundling = plane.bundling
+        home = home_of(plane)
         if shapes != self._shapes:
-            self._lay_out(shapes, bundling)
+            self._lay_out(shapes, bundling, home)
         dtype = self._arithmetic.dtype
-        operands = [Operand(tensors[index], self._strides[index], dtype) for index in self._large]
+        operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
         flats = [operand.flat for operand in operands]
         if not self._bundles:
             yield from plane.allreduce(flats, self._arithmetic)
@@ -77,7 +79,7 @@ class BucketPacker:
         with phase(plane, "MEMCPY_OUT_FUSION_BUFFER", bundle.tensors), torch.inference_mode():
             bundle.scatter()
 
-    def _lay_out(self, shapes: list[torch.Size], bundling: Bundling | None) -> None:
+    def _lay_out(self, shapes: list[torch.Size], bundling: Bundling | None, home: torch.device | None) -> None:
         self._shapes = shapes
         self._strides = [
             strides if strides is not None and _fits(shape, strides) else None
@@ -86,7 +88,7 @@ class BucketPacker:
         lengths = [shape.numel() for shape in shapes]
         itemsize = self._arithmetic.itemsize
         most = sum(lengths)
-        small = small_ones(lengths, itemsize)
+        small = small_ones(lengths, itemsize, SMALL_BYTES if home is None else SMALL_ON_DEVICE)
         if bundling is not None:
             most = bundling.bundle_elements(sum(lengths[index] for index in small), itemsize)
             small = [index for index in small if lengths[index] <= most]
@@ -99,6 +101,7 @@ class BucketPacker:
             self._whole = torch.empty(
                 max((sum(lengths[index] for index in small[first:last]) for first, last in parts), default=0),
                 dtype=self._arithmetic.dtype,
+                device=home or "cpu",
             )
             self._bundles = [(self._bundle(small[first:last], shapes), slice(first, last)) for first, last in parts]
 

@@ -16,7 +16,7 @@ from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.request import Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
-from hvlike.planes.cuda.jobs import on_device
+from hvlike.planes.cuda.jobs import home_of, on_device
 from hvlike.planes.cuda.runtime import DeviceRuntime, runtime_of
 from hvlike.planes.lane import Job, Lane, Lanes
 from hvlike.planes.plane import Plane
@@ -88,7 +88,18 @@ class Executor:
             None,
         )
         ready = [event for request, _ in batch for event in request.ready]
-        return on_device(lane, lambda host: site.devices.open(host, runtime, device or runtime.home()), job, ready)
+
+        def run(plane: Plane) -> Routine[None]:
+            home = home_of(plane)
+            for request, _ in batch:
+                if request.signature.kind == "allreduce":
+                    # Those of a rank that has joined were made in host memory.
+                    request.tensors = [
+                        each if each.device.type == runtime.kind else each.to(home) for each in request.tensors
+                    ]
+            yield from job(plane)
+
+        return on_device(lane, lambda host: site.devices.open(host, runtime, device), run, ready)
 
     def close(self) -> None:
         """Give back what the jobs have kept."""

@@ -12,7 +12,6 @@ from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.collectives.operand import row_by_row
 from hvlike.collectives.request import Key, Signature
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.cuda.runtime import runtime_of
 from hvlike.planes.ops import ReduceOp, identity
 
 JOIN_KEY: Key = ("join", "join")
@@ -187,11 +186,8 @@ def neutral_tensors(signature: Signature) -> list[torch.Tensor]:
         # The factor comes first and turns the order round.
         op = ReduceOp.MAX if op is ReduceOp.MIN else ReduceOp.MIN
     tensors = []
-    runtime = runtime_of(signature.device)
-    device = "cpu" if runtime is None else runtime.home()
     for name, shape, strides in zip(signature.dtypes, signature.shapes, signature.strides, strict=True):
         dtype: torch.dtype = getattr(torch, name)
         value = 0 if signature.prescale == 0 else identity(op, dtype)
-        room = torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype, device=device)
-        tensors.append(room.fill_(value))
+        tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype, device="cpu").fill_(value))
     return tensors

@@ -21,6 +21,8 @@ class LaneProposal(NamedTuple):
     """A lane that an earlier owner on this rank has given back; -1: none."""
     serial: int = -1
     """Number of the agreed lane among the plans of the process set."""
+    device: str = ""
+    """The kind of the device that the lane needs a plane for; empty for none."""
 
 
 def merge_lane_proposals(proposals: Sequence[LaneProposal]) -> LaneProposal:
@@ -32,11 +34,11 @@ def merge_lane_proposals(proposals: Sequence[LaneProposal]) -> LaneProposal:
 
 def find_lane_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[LaneProposal]) -> MismatchError | None:
     """The error for descriptions that differ, naming the first thing that does; None when all are equal."""
-    first = dict(proposals[0].described)
+    first = dict(_everything(proposals[0]))
     for rank, other in zip(ranks, proposals, strict=True):
-        if other.described == proposals[0].described:
+        if _everything(other) == _everything(proposals[0]):
             continue
-        its = dict(other.described)
+        its = dict(_everything(other))
         for key in dict.fromkeys([*first, *its]):
             mine, theirs = first.get(key, _ABSENT), its.get(key, _ABSENT)
             if mine != theirs:
@@ -49,3 +51,7 @@ def find_lane_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Lane
             f"{', '.join(its)}. {proposals[0].advice}"
         )
     return None
+
+
+def _everything(proposal: LaneProposal) -> tuple[tuple[str, str], ...]:
+    return (*proposal.described, ("device", proposal.device)) if proposal.device else proposal.described

@@ -25,7 +25,6 @@ from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import STEP, Waiting
 from hvlike.errors import DuplicateNameError, HorovodInternalError
-from hvlike.planes.cuda.runtime import events_of
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
@@ -381,5 +380,4 @@ def stand_in(verdict: Verdict) -> Request | None:
     if verdict.key[0] != "allreduce":
         return None
     tensors = neutral_tensors(verdict.signature)
-    ready = events_of(verdict.signature.device, tensors)
-    return Request(verdict.key[1], verdict.signature, tensors, lambda request: None, ready=ready)
+    return Request(verdict.key[1], verdict.signature, tensors, lambda request: None)

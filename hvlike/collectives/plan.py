@@ -7,7 +7,7 @@ from then on every rank follows it without a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ SINGLE_BUCKET_BYTES = 64 << 20
 """Bucket size where it cannot, so that fewer buckets cost less."""
 
 
+DEVICE_BUCKET_BYTES = 24 << 20
+"""Bucket size of tensors of a GPU: about that of torch's DistributedDataParallel. Not measured yet."""
+
+
 class BucketSizes(NamedTuple):
     """How much is reduced together."""
 
@@ -29,9 +33,12 @@ class BucketSizes(NamedTuple):
     """The most that the first bucket holds: where it is less, communication starts earlier."""
 
 
-def choose_sizes(bucket_bytes: int | None, first_bucket_bytes: int | None, *, overlaps: bool) -> BucketSizes:
-    """What the user has set, else what suits a reduction beside backward or after it."""
-    chosen = bucket_bytes or (OVERLAPPED_BUCKET_BYTES if overlaps else SINGLE_BUCKET_BYTES)
+def choose_sizes(
+    bucket_bytes: int | None, first_bucket_bytes: int | None, *, overlaps: bool, on_device: bool = False
+) -> BucketSizes:
+    """What the user has set, else what suits a reduction beside backward or after it, and tensors of a GPU."""
+    suited = OVERLAPPED_BUCKET_BYTES if overlaps else SINGLE_BUCKET_BYTES
+    chosen = bucket_bytes or (DEVICE_BUCKET_BYTES if on_device else suited)
     return BucketSizes(chosen, first_bucket_bytes or chosen)
 
 
@@ -48,6 +55,8 @@ class Proposal(NamedTuple):
     sizes: BucketSizes
     settings: tuple[Any, ...]
     """What else has to be equal: op, factors, compression, groups."""
+    devices: tuple[str, ...]
+    """Kind of the device of each; empty for those that are reduced in host memory."""
     memory: Mark = Mark()
     """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
     spare_lane: int = -1
@@ -56,6 +65,11 @@ class Proposal(NamedTuple):
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
     serial: int = -1
     """Number of the agreed plan; different from that of every other plan of the process set."""
+
+    @property
+    def device(self) -> str:
+        """The kind of the device that the lane needs a plane for; empty for none."""
+        return next(filter(None, self.devices), "")
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,8 @@ def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Seque
     sparse = tuple(index for index, is_sparse in enumerate(agreed.sparse) if is_sparse)
     order = [index for index in agreed.order if not agreed.sparse[index]]
     sizes = [math.prod(shape) * itemsize for shape, itemsize in zip(agreed.shapes, itemsizes, strict=True)]
-    buckets = fill_buckets(units(order, groups), sizes, agreed.dtypes, *agreed.sizes)
+    kinds = list(zip(agreed.dtypes, agreed.devices, strict=True))
+    buckets = fill_buckets(units(order, groups), sizes, kinds, *agreed.sizes)
     return Plan(tuple(tuple(bucket) for bucket in buckets), agreed.strides, sparse)
 
 
@@ -112,20 +127,20 @@ def units(order: Sequence[int], groups: Sequence[Sequence[int]]) -> list[list[in
 def fill_buckets(
     parts: Sequence[Sequence[int]],
     sizes: Sequence[int],
-    dtypes: Sequence[str],
+    kinds_of: Sequence[Hashable],
     limit: int,
     first_limit: int | None = None,
 ) -> list[list[int]]:
-    """Join parts, in order, to buckets of at most `limit` bytes and one dtype each; a larger part is one alone.
+    """Join parts, in order, to buckets of at most `limit` bytes and one kind each; a larger part is one alone.
 
-    first_limit: the same for the first bucket, where it differs.
+    kinds_of: dtype and device of each entry. first_limit: the same for the first bucket, where it differs.
     """
     buckets: list[list[int]] = []
     filled = 0
-    kinds: set[str] = set()
+    kinds: set[Hashable] = set()
     for part in parts:
         size = sum(sizes[index] for index in part)
-        kind = {dtypes[index] for index in part}
+        kind = {kinds_of[index] for index in part}
         most = first_limit if first_limit is not None and len(buckets) == 1 else limit
         if buckets and kind == kinds and filled + size <= most:
             buckets[-1].extend(part)
@@ -185,4 +200,5 @@ _COMPARED: tuple[tuple[str, Callable[[Proposal], Sequence[Any]], type[MismatchEr
     ("names", lambda each: each.names, MismatchError),
     ("shapes", lambda each: [list(shape) for shape in each.shapes], ShapeMismatchError),
     ("data types", lambda each: each.dtypes, MismatchError),
+    ("devices", lambda each: [device or "host memory" for device in each.devices], MismatchError),
 )

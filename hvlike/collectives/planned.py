@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hvlike.collectives.arrivals import Arrivals, arrivals_of
 from hvlike.collectives.bucket import Settings
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.context import current
@@ -35,6 +36,7 @@ from hvlike.collectives.shadow import Keep, PlanShadow, Shadow
 from hvlike.collectives.sparse import SparseSum
 from hvlike.collectives.trace import exposed
 from hvlike.collectives.waits import STEP
+from hvlike.planes.cuda.runtime import kind_of
 from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
@@ -83,16 +85,22 @@ class PlannedReducer:
         self._process_set = process_set
         self._lock = threading.Lock()
         self._marked: dict[int, torch.Tensor] = {}
-        self.overlaps = current().overlaps
-        """Complete buckets start beside backward."""
         knobs = current().knobs
-        self.sizes = choose_sizes(knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps)
+        self._arrivals = arrivals_of(self._entries)
+        on_device = self._arrivals is not None
+        # What a device does needs no core; only the host has to begin it.
+        self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
+        """Complete buckets start beside backward."""
+        self.sizes = choose_sizes(
+            knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps, on_device=on_device
+        )
         self.served = 0
         """Steps that the plan has served: the same on every rank after a step."""
         self.schedule: Schedule | None = None
         """What is agreed; None before the first step."""
         self._release: weakref.finalize[Any, PlannedReducer] | None = None
         self._bucket_of: dict[int, int] = {}
+        self._device_bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
         self._started = 0
         self._unfinished = 0
@@ -133,6 +141,8 @@ class PlannedReducer:
         with self._lock:
             self._marked[index] = tensor
             if not self.overlaps or index not in self._bucket_of or tensor.is_sparse:
+                if self._arrivals is not None:
+                    self._arrived_on_device(self._arrivals, index, tensor)
                 return
             bucket = self._bucket_of[index]
             self._missing[bucket] -= 1
@@ -169,6 +179,8 @@ class PlannedReducer:
             self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
             self._started = 0
             self._step += 1
+            if self._arrivals is not None:
+                self._arrivals.clear()
 
     def resize(self, sizes: BucketSizes) -> None:
         """Reduce in buckets of other sizes from the next step on, under a new plan.
@@ -201,6 +213,7 @@ class PlannedReducer:
         self.served = 0
         self._step = 0
         self._bucket_of = {}
+        self._device_bucket_of = {}
 
     # -- what a join needs ----------------------------------------------------------------------
 
@@ -243,10 +256,12 @@ class PlannedReducer:
             order=tuple(dict.fromkeys([*self._marked, *range(len(tensors))])),
             sizes=self.sizes,
             settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
+            devices=tuple(kind_of(entry.device) for entry in self._entries),
             memory=self.mark(),
             portable=self._settings if self._settings.is_portable else None,
         )
-        lane, agreed = agree_on_lane(self._membership, "plan", self.name, proposal)
+        home = None if self._arrivals is None else self._arrivals.home
+        lane, agreed = agree_on_lane(self._membership, "plan", self.name, proposal, home)
         self._release = weakref.finalize(self, self._membership.lanes.give_back, lane.number)
         return self._follow(lane, agreed)
 
@@ -255,7 +270,9 @@ class PlannedReducer:
         if self._settings.memory is not None:
             self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, lane, self._settings)
-        self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
+        bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
+        self._device_bucket_of = {index: each for index, each in bucket_of.items() if agreed.devices[index]}
+        self._bucket_of = {index: each for index, each in bucket_of.items() if not agreed.devices[index]}
         return schedule
 
     # -- one step -------------------------------------------------------------------------------
@@ -281,11 +298,22 @@ class PlannedReducer:
         finally:
             negotiator.leave_step(key)
         error, self._error = self._error, None
+        if self._arrivals is not None and error is None:
+            error = self._arrivals.leave(schedule.device)
         if error is not None:
             # The lane is lost with the job that failed; the next step starts from a new plan.
             self.close()
             raise error
         schedule.commit()
+
+    def _arrived_on_device(self, arrivals: Arrivals, index: int, tensor: torch.Tensor) -> None:
+        """A tensor of a GPU is final once its stream has come to this point; with the lock held."""
+        bucket = self._device_bucket_of.get(index)
+        if self.overlaps and bucket is not None and not tensor.is_sparse:
+            arrivals.note(bucket, tensor)
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._start_complete()
 
     def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
@@ -297,8 +325,10 @@ class PlannedReducer:
             self._start(schedule, number, marked, wake=True)
 
     def _start(self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool) -> None:
-        self._unfinished += 1
-        schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake)
+        streams = () if self._arrivals is None else self._arrivals.streams(number)
+        if schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake, streams=streams):
+            # With the lock held, which whoever ends it needs.
+            self._unfinished += 1
 
     def _bucket_ended(self, task: Task[None]) -> None:
         if task.error is not None:

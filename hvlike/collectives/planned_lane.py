@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.context import Context, current, is_running
 from hvlike.collectives.lane_agreement import agree_on_lane
@@ -27,6 +29,8 @@ from hvlike.collectives.shadow import CountingJob, LaneShadow, Shadow
 from hvlike.collectives.trace import exposed, recorded
 from hvlike.collectives.waits import STEP
 from hvlike.errors import UsageError
+from hvlike.planes.cuda.jobs import on_device
+from hvlike.planes.cuda.runtime import kind_of, runtime_of
 from hvlike.planes.lane import Job, Lane
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -64,12 +68,15 @@ class PlannedLane:
         described: Mapping[str, Any] | None = None,
         *,
         advice: str = ADVICE,
+        device: torch.device | None = None,
     ) -> None:
         """Local.
 
         name: what it is for; numbered at the first `agree`, which all ranks make in the same order.
         described: what must be equal on all ranks, by what it is; compared and shown as str(value).
         advice: how to make them so, a sentence for the error.
+        device: where the tensors of the jobs are, if that is a GPU: jobs then run on its plane, and `result` makes the
+            current stream wait for them.
         """
         self.name = name
         self.stand_in: Callable[[], CountingJob] | None = None
@@ -80,6 +87,8 @@ class PlannedLane:
         self._process_set = process_set
         self._described = tuple((key, str(value)) for key, value in (described or {}).items())
         self._advice = advice
+        self._device = device
+        self._kind = "" if device is None else kind_of(device)
         self._context: Context | None = None
         self._membership: Membership | None = None
         self._lane: Lane | None = None
@@ -111,7 +120,8 @@ class PlannedLane:
         membership = self._membership
         if self._lane is not None or membership is None:
             return
-        lane, agreed = agree_on_lane(membership, "lane", self.name, LaneProposal(self._described, self._advice))
+        proposal = LaneProposal(self._described, self._advice, device=self._kind)
+        lane, agreed = agree_on_lane(membership, "lane", self.name, proposal, self._device)
         self._release = weakref.finalize(self, membership.lanes.give_back, lane.number)
         self._lane, self._serial = lane, agreed.serial
         membership.shadows.planned.add(self)
@@ -139,8 +149,11 @@ class PlannedLane:
             step.active = yield from job(plane)
 
         work: Job = run
+        runtime = runtime_of(self._kind)
+        if runtime is not None and self._device is not None:
+            work = on_device(lane, None, run, [runtime.record(runtime.current_stream(self._device))])
         if lane.recorder.on:
-            work = recorded(lane.recorder, lane, self.name, {"step": self._step}, [], run)
+            work = recorded(lane.recorder, lane, self.name, {"step": self._step}, [], work)
         with self._lock:
             self._unfinished += 1
         lane.submit(work, lambda task: self._ended(step, task), wake=wake)
@@ -159,6 +172,8 @@ class PlannedLane:
                     negotiator.wait(key, lambda: step.ended, None)
             finally:
                 negotiator.leave_step(key)
+        if step.error is None and self._kind and lane is not None and lane.device is not None:
+            lane.device.fence()()
         if step.error is not None:
             # The lane is lost with the job that failed; the next step starts on a new one.
             self.close()
@@ -191,14 +206,14 @@ class PlannedLane:
         assert lane is not None
         assert serial is not None
         assert stand_in is not None
-        return LaneShadow(lane, serial, stand_in)
+        return LaneShadow(lane, serial, stand_in, on_device=bool(self._kind))
 
     def adopt(self, lane: Lane, agreed: LaneProposal) -> Shadow:
         """See Planned."""
         stand_in = self.stand_in
         assert stand_in is not None
         self._lane, self._serial = lane, agreed.serial
-        return LaneShadow(lane, agreed.serial, stand_in)
+        return LaneShadow(lane, agreed.serial, stand_in, on_device=bool(self._kind))
 
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""

@@ -57,6 +57,8 @@ class Request:
     time: float = field(default_factory=time.monotonic)
     ready: Sequence[Event] = ()
     """When the tensors of a device hold their values."""
+    home: torch.device | None = None
+    """The device of this rank, for a request without tensors that opens a lane."""
 
     @property
     def key(self) -> Key:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
 from hvlike.collectives.bucket import Bucket, Settings
 from hvlike.collectives.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.trace import recorded
+from hvlike.planes.cuda.device_plane import DevicePlane
+from hvlike.planes.cuda.jobs import on_device
+from hvlike.planes.cuda.runtime import Stream
 from hvlike.planes.lane import Job, Lane
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
 Ended = Callable[[Task[None]], None]
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PLANNED = "gradients"
 """What buckets are counted as."""
@@ -42,18 +49,50 @@ class Schedule:
             Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
             for entries in self.plan.buckets
         ]
+        self._on_device = {
+            number for number, entries in enumerate(self.plan.buckets) if any(agreed.devices[each] for each in entries)
+        }
         self._bytes = [sum(map(self._size_of, bucket)) for bucket in self.plan.buckets]
         self.active = 0
         """How many ranks took part in the last step with gradients of their own."""
 
-    def start(self, number: int, tensors: Sequence[torch.Tensor], after: Ended, *, active: bool, wake: bool) -> None:
-        """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop."""
+    def start(
+        self,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        after: Ended,
+        *,
+        active: bool,
+        wake: bool,
+        streams: Iterable[Stream] = (),
+    ) -> bool:
+        """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop.
+
+        streams: of a device, where the tensors are made. Returns False, and does not call `after`, where all of it is
+        in the stream of the device and the host has nothing left to do.
+        """
         self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors)
+        if number in self._on_device:
+            rest = self._launch(number, job, streams)
+            if rest is None and number:
+                return False
+            job = rest or _nothing
         job = job if number else self._counting(job, active)
         if self.lane.recorder.on:
             job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
         self.lane.submit(job, after, wake=wake)
+        return True
+
+    @property
+    def device(self) -> DevicePlane | None:
+        """What reduces the tensors that are on a device; None where there are none."""
+        return self.lane.device if self._on_device else None
+
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """What this thread does with results on the device meanwhile is done after they are there."""
+        device = self.device
+        return _NOTHING if device is None else device.runtime.use(device.stream)
 
     def commit(self) -> None:
         """All buckets of a step are reduced: a compressor remembers the step. On every rank, or it is agreed anew."""
@@ -68,15 +107,34 @@ class Schedule:
     def zeros(self, number: int) -> list[torch.Tensor]:
         """What a rank without gradients contributes to bucket `number`."""
         tensors = []
+        home = self.device.home if self.device is not None and number in self._on_device else None
+        device = home or torch.device("cpu")
         for index in self.plan.buckets[number]:
             shape, strides, dtype = self._agreed.shapes[index], self.plan.strides[index], self._dtypes[index]
             room = (
-                torch.empty(shape, dtype=dtype, device="cpu")
+                torch.empty(shape, dtype=dtype, device=device)
                 if strides is None
-                else torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+                else torch.empty_strided(shape, strides, dtype=dtype, device=device)
             )
             tensors.append(room.zero_())
         return tensors
+
+    def _launch(self, number: int, job: Job, streams: Iterable[Stream]) -> Job | None:
+        """Put what can be put into the device's stream at once, here and now; the job that is left, None for none."""
+        device = self.device
+        assert device is not None
+        ready = [device.runtime.record(stream) for stream in dict.fromkeys(streams)]
+        if self.lane.recorder.on or not (self.buckets[number].is_plain or device.launches):
+            return on_device(self.lane, None, job, ready)
+        routine = device.run(job(device), ready)
+        try:
+            next(routine)
+        except StopIteration:
+            return None
+        except Exception as error:
+            # It shall end the lane like an error that comes later.
+            return partial(_fail, error)
+        return lambda plane: routine
 
     def _size_of(self, index: int) -> int:
         return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
@@ -88,3 +146,14 @@ class Schedule:
             self.active = yield from plane.end_count()
 
         return run
+
+
+def _nothing(plane: Plane) -> Routine[None]:
+    """A job with nothing to do."""
+    yield from ()
+
+
+def _fail(error: Exception, plane: Plane) -> Routine[None]:
+    """A job that has failed before it began."""
+    yield from ()
+    raise error

@@ -11,6 +11,7 @@ import torch
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.schedule import Schedule
 from hvlike.errors import ShutdownError
+from hvlike.planes.cuda.jobs import on_device
 from hvlike.planes.lane import Lane
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -64,14 +65,16 @@ class PlanShadow(Shadow):
         self.finished = not schedule.buckets
         self._schedule = schedule
         self._keep = keep
-        self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
+        with schedule.in_stream():
+            self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
         self._left = 0
 
     def begin(self) -> None:
         """See Shadow."""
         self._left = len(self._tensors)
         for number, tensors in enumerate(self._tensors):
-            self._schedule.start(number, tensors, self._ended, active=False, wake=False)
+            if not self._schedule.start(number, tensors, self._ended, active=False, wake=False):
+                self._left -= 1
 
     def _ended(self, task: Task[None]) -> None:
         self._left -= 1
@@ -84,15 +87,16 @@ class PlanShadow(Shadow):
             return
         self.steps += 1
         self._schedule.commit()
-        if self._keep is not None:
-            try:
-                self._keep(self._results(), self._schedule.active)
-            except Exception as error:
-                self.fail(error)
-                return
-        for tensors in self._tensors:
-            for tensor in tensors:
-                tensor.zero_()
+        with self._schedule.in_stream():
+            if self._keep is not None:
+                try:
+                    self._keep(self._results(), self._schedule.active)
+                except Exception as error:
+                    self.fail(error)
+                    return
+            for tensors in self._tensors:
+                for tensor in tensors:
+                    tensor.zero_()
         self.begin()
 
     def _results(self) -> dict[int, torch.Tensor]:
@@ -106,9 +110,12 @@ class PlanShadow(Shadow):
 class LaneShadow(Shadow):
     """Runs on a planned lane what its owner has for a rank that has joined."""
 
-    def __init__(self, lane: Lane, serial: int, stand_in: Callable[[], CountingJob]) -> None:
-        """stand_in: makes the job of a step."""
+    def __init__(
+        self, lane: Lane, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
+    ) -> None:
+        """stand_in: makes the job of a step. on_device: it runs on the plane of the lane's device."""
         super().__init__(lane, serial)
+        self._on_device = on_device
         self._stand_in = stand_in
         self._active = 0
 
@@ -123,7 +130,7 @@ class LaneShadow(Shadow):
         def run(plane: Plane) -> Routine[None]:
             self._active = yield from job(plane)
 
-        self.lane.submit(run, self._ended, wake=False)
+        self.lane.submit(on_device(self.lane, None, run) if self._on_device else run, self._ended, wake=False)
 
     def _ended(self, task: Task[None]) -> None:
         self.error = self.error or task.error

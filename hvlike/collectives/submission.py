@@ -29,12 +29,13 @@ def submit(
     wake: bool = True,
     job: Callable[[Any], Job] | None = None,
     counted: bool = False,
+    home: torch.device | None = None,
 ) -> Handle:
     """Put an operation in flight. `wake=False`: the caller waits for the handle at once.
 
-    job: see Request. counted: it was tried on the express way before.
+    job, home: see Request. counted: it was tried on the express way before.
     """
-    request = Request(name, signature, tensors, finish, job=job, place=place_of_caller())
+    request = Request(name, signature, tensors, finish, job=job, place=place_of_caller(), home=home)
     request.ready = events_of(signature.device, tensors)
     membership.negotiator.submit(request, wake=wake, counted=counted)
     return request.handle

@@ -34,8 +34,9 @@ class Bundle:
             view = scratch.as_strided(shape, stride, start)
             self._views.append(view)
             start += view.numel()
-        self.piece: Piece = arithmetic.view(scratch[:start])
-        """The scratch memory that holds the bundle between `gather` and `scatter`."""
+        if scratch.is_cpu:
+            self.piece: Piece = arithmetic.view(scratch[:start])
+            """The scratch memory that holds the bundle between `gather` and `scatter`, where the host reduces it."""
 
     def gather(self) -> None:
         """Copy the tensors into scratch, cast to its dtype."""

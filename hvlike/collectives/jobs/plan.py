@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvlike.collectives.jobs.site import Agreed, Site
+from hvlike.planes.cuda.runtime import runtime_of
 from hvlike.planes.lane import Job
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -16,6 +17,9 @@ def plan_job(site: Site, batch: Sequence[Agreed]) -> Job:
 
     def job(plane: Plane) -> Routine[None]:
         lane = yield from site.lanes.take(verdict.extra.spare_lane)
+        runtime = runtime_of(verdict.extra.device)
+        if runtime is not None and lane.device is None:
+            lane.device = yield from site.devices.open(lane.plane, runtime, request.home)
         request.outputs += [lane, verdict.extra]
 
     return job

@@ -29,16 +29,20 @@ def home_of(plane: Plane) -> torch.device | None:
     return None if device is None else device.home
 
 
-def on_device(lane: Lane, opening: Callable[[Plane], Routine[DevicePlane]], job: Job, ready: Iterable[Event]) -> Job:
-    """The same job for the plane of the lane's device, which is opened if this is the first.
+def on_device(
+    lane: Lane, opening: Callable[[Plane], Routine[DevicePlane]] | None, job: Job, ready: Iterable[Event] = ()
+) -> Job:
+    """The same job for the plane of the lane's device.
 
-    ready: when its tensors hold their values.
+    opening: opens it if this is the first job; None where it was opened with the lane. ready: when the tensors of the
+    job hold their values.
     """
 
     def run(host: Plane) -> Routine[None]:
-        if lane.device is None:
+        if lane.device is None and opening is not None:
             lane.device = yield from opening(lane.plane)
         device = lane.device
+        assert device is not None
         plane: Plane = host.over(device) if isinstance(host, TracedPlane) else device
         yield from device.run(job(plane), ready)
 

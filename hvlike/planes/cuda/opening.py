@@ -45,12 +45,14 @@ class DevicePlanes:
         self.choice: Choice | None = None
         """What was chosen; None before the first tensor."""
 
-    def open(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[DevicePlane]:
+    def open(self, host: Plane, runtime: DeviceRuntime, device: torch.device | None) -> Routine[DevicePlane]:
         """Make the plane of a lane. Collective over the group; opened in the same order everywhere.
 
-        host: the lane's plane for host memory. Raises: LaunchError, on every rank, when the plane that is wanted
-        cannot serve.
+        host: the lane's plane for host memory. device: where this rank has its tensors; None where it has none.
+        Raises: LaunchError, on every rank, when the plane that is wanted cannot serve.
         """
+        if device is None:
+            device = runtime.home(self._group.world.local_rank)
         if self.choice is None:
             self.choice = yield from self._choose(host, runtime, device)
             self._say()

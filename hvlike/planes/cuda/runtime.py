@@ -25,8 +25,8 @@ class DeviceRuntime(Protocol):
     kind: str
     """What torch.device.type says of its tensors."""
 
-    def home(self) -> torch.device:
-        """The device that this process uses unless something else is said."""
+    def home(self, local_rank: int) -> torch.device:
+        """The device of a process that has no tensor on one yet, as the so-manieth of its node."""
 
     def identity(self, device: torch.device) -> str:
         """What no other device of any host is called, and this one in every process."""
@@ -85,6 +85,11 @@ def runtime_of(kind: str) -> DeviceRuntime | None:
     if runtime is None:
         runtime = _made[kind] = KINDS[kind]()
     return runtime
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of a device whose tensors have planes of their own; empty for all others."""
+    return device.type if device.type in KINDS else ""
 
 
 def events_of(kind: str, tensors: Iterable[torch.Tensor]) -> list[Event]:

@@ -19,9 +19,9 @@ class CudaRuntime:
 
     kind = "cuda"
 
-    def home(self) -> torch.device:
-        """See DeviceRuntime."""
-        return torch.device("cuda", torch.cuda.current_device())
+    def home(self, local_rank: int) -> torch.device:
+        """See DeviceRuntime; the current device is one of the thread that has set it, which this need not be."""
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
 
     def identity(self, device: torch.device) -> str:
         """See DeviceRuntime."""

@@ -112,7 +112,7 @@ class LateDevice:
         self.pinned_bytes = 0
         self._mine = threading.local()
 
-    def home(self) -> torch.device:
+    def home(self, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
 
     def identity(self, device: torch.device) -> str:
