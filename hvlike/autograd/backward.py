@@ -14,7 +14,7 @@ from hvlike.autograd.contexts import contexts
 from hvlike.autograd.local_machine import Roots
 from hvlike.autograd.protocol import Mode, State
 from hvlike.autograd.runs import Runs
-from hvlike.errors import UsageError
+from hvlike.errors import RpcError, UsageError, WrongTypeError
 from hvlike.rpc.agent import Agent, current
 
 _MODES = {mode.name.lower(): mode for mode in Mode}
@@ -48,14 +48,14 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     edges = _edges(tensors)
     runs = _Process.runs
     if runs is None:
-        raise RuntimeError("RPC has been shut down.")
+        raise RpcError("RPC has been shut down.")
     run = runs.begin(context, edges, _MODES[mode], bool(retain_graph))
     run.complete(agent.timeout or None)
     if run.part.state is State.FAILED:
         cause, run.cause = run.cause, None
         if cause is not None and not isinstance(cause, Exception):
             raise cause
-        raise RuntimeError(run.part.error) from cause
+        raise RpcError(run.part.error) from cause
 
 
 def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[Tensor]]:
@@ -73,7 +73,7 @@ def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[
     if not isinstance(retain_graph, bool | int):
         wrong = f"retain_graph={retain_graph!r}"
     if wrong:
-        raise TypeError(
+        raise WrongTypeError(
             "backward(): incompatible function arguments: it takes context_id, an int; roots, a sequence of tensors; "
             f"retain_graph, a bool; mode, a str. Got {wrong}."
         )
@@ -83,7 +83,7 @@ def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[
 def _edges(tensors: list[Tensor]) -> Roots:
     """Where backward begins, and with what. Raises: RuntimeError for tensors that cannot be roots."""
     if not tensors:
-        raise RuntimeError("No tensors provided for gradient computation.")
+        raise RpcError("No tensors provided for gradient computation.")
     edges = []
     for place, root in enumerate(tensors):
         node = root.grad_fn
@@ -97,10 +97,10 @@ def _no_root(place: int, root: Tensor) -> RuntimeError:
     """Why a tensor cannot be a root."""
     what = f"root {place} of backward (shape {list(root.shape)}, {root.dtype})"
     if not root.requires_grad:
-        return RuntimeError(f"requires_grad not set on {what}.")
+        return RpcError(f"requires_grad not set on {what}.")
     if root.numel() != 1:
-        return RuntimeError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
-    return RuntimeError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
+        return RpcError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
+    return RpcError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
 
 
 def _begin_session(agent: Agent) -> None:

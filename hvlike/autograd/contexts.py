@@ -18,10 +18,12 @@ from hvlike.autograd.distributed_context import DistributedContext
 from hvlike.autograd.identifiers import Identifiers, end_of, giver_of
 from hvlike.autograd.recording import record_recv, record_send
 from hvlike.autograd.timeline import show_send
+from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc import contexts as seam
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.agent import current as current_agent
 from hvlike.rpc.contexts import NO_CONTEXT, NO_MESSAGE, Note, inside, unknown
+from hvlike.rpc.devices.devices import follow
 
 RELEASE, WITHDRAW = 50, 51
 """Kinds of notices.
@@ -135,7 +137,9 @@ class Contexts:
 
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
         """A copy of the context's map from leaves to gradients. Raises: RuntimeError where it is not here."""
-        return dict(self.find(context).gradients)
+        found = self.find(context)
+        follow(found.marks)
+        return dict(found.gradients)
 
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
         """See hvlike.autograd.backward."""
@@ -258,9 +262,7 @@ def context() -> Iterator[int]:
     """
     current_agent()
     if seam.current() != NO_CONTEXT:
-        raise RuntimeError(
-            f"Already have an autograd context id for this thread: {seam.current()}. Leave that one first."
-        )
+        raise RpcError(f"Already have an autograd context id for this thread: {seam.current()}. Leave that one first.")
     made = contexts.create()
     try:
         with inside(made.id):
@@ -285,7 +287,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 def checked_id(function: str, context_id: object) -> int:
     """A context's number, as the user has given it. Raises: TypeError."""
     if not isinstance(context_id, int):
-        raise TypeError(
+        raise WrongTypeError(
             f"{function}(): incompatible function arguments: context_id must be the int that hvlike.autograd.context() "
             f"gives, got {context_id!r}."
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from hvlike.rpc.devices.devices import Marks
+
 if TYPE_CHECKING:
     from hvlike.autograd.segment import Segment
 
@@ -48,6 +50,8 @@ class Send:
     """Where the gradients of these tensors go: as the tensors were when the message was packed."""
     owners: list[object]
     """Keeps the nodes of the edges alive."""
+    devices: Sequence[torch.device] = ()
+    """Where these tensors are, and their gradients have to be; empty where all are on the CPU."""
 
 
 @dataclass(eq=False)
@@ -70,7 +74,8 @@ class Recv:
 def new_send(message: int, rank: int, about: str, graded: Sequence[Tensor]) -> Send:
     """The send of a message that is packed now."""
     edges, owners = zip(*map(edge_of, graded), strict=True)
-    return Send(message, rank, about, list(edges), list(owners))
+    devices = () if all(tensor.is_cpu for tensor in graded) else tuple(tensor.device for tensor in graded)
+    return Send(message, rank, about, list(edges), list(owners), devices)
 
 
 def new_recv(message: int, rank: int, count: int) -> Recv:
@@ -105,6 +110,8 @@ class DistributedContext:
     recvs: dict[int, Recv] = field(default_factory=dict)
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     """Of the leaves of this worker, summed over all backwards; changed under `lock`."""
+    marks: Marks | None = None
+    """Where in the streams of GPUs the gradients are there."""
     reached: set[int] = field(default_factory=set)
     """The workers that this one has sent a message of the context to."""
     segments: Sequence[Segment] = ()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hvlike.autograd.accumulation import accumulate
+from hvlike.errors import RpcError
 
 _Hook = Callable[..., Any]
 
@@ -63,5 +64,5 @@ def _nothing(*_: Any) -> None:
 def _one(changed: Any, hook: _Hook) -> tuple[Tensor | None]:
     gradients = changed if isinstance(changed, tuple) else (changed,)
     if len(gradients) != 1 or not isinstance(gradients[0], Tensor | None):
-        raise RuntimeError(f"prehook {hook!r} of a leaf's node must return one gradient or None, got {changed!r}")
+        raise RpcError(f"prehook {hook!r} of a leaf's node must return one gradient or None, got {changed!r}")
     return gradients

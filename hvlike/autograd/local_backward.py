@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -20,6 +21,8 @@ from hvlike.autograd.leaf_hooks import deliver
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.autograd.plan import Plan, plan
 from hvlike.autograd.segment import Segment, Values, add_value, run_engine, take_values
+from hvlike.rpc.devices.devices import Marks
+from hvlike.rpc.devices.travelling import on_device
 
 if TYPE_CHECKING:
     from hvlike.autograd.distributed_context import Recv, Send
@@ -57,12 +60,15 @@ class LocalBackward:
         """What has run, in this order."""
         self.finished = False
         """Everything has run: each recv was emitted, each gradient of a leaf is in the context's map."""
+        self.marks: Marks | None = None
+        """Where in the streams of GPUs the gradients of leaves are there, if any are on one."""
         self._gradients = gradients
         self._emit = emit
         self._retain_graph = retain_graph
         self._pending = {
             message: send.edges for message, send in sends.items() if waits_for is None or message in waits_for
         }
+        self._devices = {message: sends[message].devices for message in self._pending if sends[message].devices}
         self._silent = dict(recvs)
         """The recvs that were not emitted."""
         self._graph = LocalGraph(recvs) if graph is None else graph
@@ -101,6 +107,7 @@ class LocalBackward:
         if edges is None:
             return
         self._answered.append(message)
+        gradients = self._placed(message, gradients)
         waits = self._graph.scan.waits
         ready = []
         for edge, gradient in zip(edges, [None] * len(edges) if gradients is None else gradients, strict=True):
@@ -133,6 +140,16 @@ class LocalBackward:
         """Called by the Receive function's backward, in the engine's thread, with the gradients of its outputs."""
         if self._silent.pop(recv.message, None) is not None:
             self._emit(recv, list(gradients))
+
+    def _placed(self, message: int, gradients: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
+        """What has come for a message, where its tensors are."""
+        devices = self._devices.get(message)
+        if devices is None or gradients is None:
+            return gradients
+        return [
+            None if gradient is None else on_device(gradient, device)
+            for gradient, device in zip(gradients, devices, strict=True)
+        ]
 
     def _clear(self, ready: Sequence[Node]) -> None:
         """These nodes wait for nothing any more."""
@@ -200,6 +217,7 @@ class LocalBackward:
 
     def _keep(self, captured: list[Tensor | None], skip: int, partial: Sequence[Node], leaves: Sequence[Node]) -> None:
         """Put away what was captured; the list is emptied, so that each gradient is held by as few as possible."""
+        devices: dict[torch.device, None] = {}
         captured.reverse()
         del captured[len(captured) - skip :]
         for node in partial:
@@ -210,7 +228,11 @@ class LocalBackward:
             if gradient is not None:
                 # Asked while nothing but this variable holds it.
                 sole = is_sole(gradient)
+                if not gradient.is_cpu:
+                    devices[gradient.device] = None
                 deliver(self._gradients, node, leaf, gradient, sole)
+        if devices:
+            self.marks = Marks(devices)
 
     def _let_go(self) -> None:
         """Keep nothing of the graph."""

@@ -107,6 +107,8 @@ class LocalMachine:
         if self._local is not None:
             with collecting(self._collected):
                 self._local.step()
+            if self._local.marks is not None:
+                self._context.marks = self._local.marks
             if self._ran is not None:
                 self._ran(self._local.segments)
 

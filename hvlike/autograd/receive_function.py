@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hvlike.errors import RpcError
+from hvlike.rpc.devices.travelling import on_host
+
 if TYPE_CHECKING:
     from hvlike.autograd.distributed_context import Recv
 
@@ -32,11 +35,12 @@ class Receive(torch.autograd.Function):
         """Raises: RuntimeError where this is not a backward of the context."""
         recv: Recv = ctx.recv
         if recv.run is None:
-            raise RuntimeError(
+            raise RpcError(
                 f"This graph leads to tensors that rank {recv.rank} has sent. Call hvlike.autograd.backward("
                 "context_id, roots) instead of an ordinary backward: it goes on there."
             )
-        recv.run.ran(recv, grads)
+        # Those of a GPU travel as copies in host memory; here they are made in the stream that has the values.
+        recv.run.ran(recv, [grad if grad is None or grad.is_cpu else on_host(grad) for grad in grads])
         return None, None, None
 
 

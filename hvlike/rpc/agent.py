@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from hvlike.errors import RpcError, UsageError, WorkerLostError
 from hvlike.rpc.contexts import inside
+from hvlike.rpc.devices.devices import Devices
 from hvlike.rpc.message import Call, Packed, Request
 from hvlike.rpc.options import RpcBackendOptions
 from hvlike.rpc.parting import Parting
@@ -36,6 +38,7 @@ class Agent:
         session: int,
         workers: tuple[WorkerInfo, ...],
         options: RpcBackendOptions,
+        devices: Devices,
     ) -> None:
         """workers: by rank. Local; `begin` opens it for the messages of the others."""
         self.rank = fabric.world.rank
@@ -43,6 +46,7 @@ class Agent:
         self.workers = workers
         self.me = workers[self.rank]
         self.options = options
+        self.devices = devices
         self.session = session
         self.timeout = options.rpc_timeout
         """Seconds that a call may take which does not say itself."""
@@ -93,7 +97,7 @@ class Agent:
         self._switchboard.end()
         self._loop.crew.allow(0)
         for call in self.pending.take_all():
-            self._finish(call, RuntimeError(why))
+            self._finish(call, RpcError(why))
 
     @property
     def lost(self) -> dict[int, str]:
@@ -122,10 +126,10 @@ class Agent:
         elif isinstance(to, int) and not isinstance(to, bool):
             found = self.workers[to] if 0 <= to < self.size else None
         else:
-            raise ValueError(f"Cannot get WorkerInfo from name {to!r}: pass a worker's name, its rank or a WorkerInfo.")
+            raise UsageError(f"Cannot get WorkerInfo from name {to!r}: pass a worker's name, its rank or a WorkerInfo.")
         if found is None:
             names = ", ".join(worker.name for worker in self.workers[:16]) + (", ..." if self.size > 16 else "")
-            raise RuntimeError(
+            raise RpcError(
                 f"could not find destination {to!r}: {self.me.name} (rank {self.rank}) knows the workers {names}, with "
                 f"the ranks 0 to {self.size - 1}."
             )
@@ -238,13 +242,13 @@ class Agent:
         elif what == FAILURE:
             call.failure = rest[1]
         else:
-            error = RuntimeError(f"RPC has been shut down on {self.workers[source].name} (rank {source}).")
+            error = RpcError(f"RPC has been shut down on {self.workers[source].name} (rank {source}).")
         self._finish(call, error)
 
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         if self._ended is not None or call.rank in self._lost:
             if self.pending.take(number) is not None:
-                self._finish(call, RuntimeError(self._ended or self._lost[call.rank]))
+                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self._lost[call.rank]))
             return
         if call.timeout:
             deadline = time.monotonic() + call.timeout
@@ -280,7 +284,7 @@ class Agent:
         return self.pending.next_deadline()
 
     def _timed_out(self, call: Call) -> RuntimeError:
-        return RuntimeError(
+        return RpcError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an error: "
             f"no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} (rank {call.rank})."
         )
@@ -290,9 +294,9 @@ class Agent:
         self._lost.update(errors)
         for rank, error in errors.items():
             for hook in self.when_lost:
-                hook(rank, RuntimeError(error))
+                hook(rank, WorkerLostError(error))
         for call in self.pending.take_all(set(errors)):
-            self._finish(call, RuntimeError(errors[call.rank]))
+            self._finish(call, WorkerLostError(errors[call.rank]))
         self.parting.look()
 
     # -- in a thread of its own time ------------------------------------------------------------
@@ -353,7 +357,7 @@ def current() -> Agent:
     """The agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
     agent = _Process.agent
     if agent is None:
-        raise RuntimeError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
+        raise RpcError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
     return agent
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvlike.errors import UsageError
+from hvlike.errors import RpcError, UsageError
 
 _known: dict[Any, Any] = {}
 """Functions of the module torch that were asked for, and how they travel."""
@@ -50,7 +50,7 @@ def described(about: object) -> str:
 
 def missing_name(error: AttributeError | ImportError) -> RuntimeError:
     """What to raise where a name that came does not exist on this worker."""
-    return RuntimeError(
+    return RpcError(
         f"{error}. The RPC pickler does not serialize code of functions and classes, only their names: define them "
         f"under the same name in the same module on both workers."
     )

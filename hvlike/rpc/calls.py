@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc import contexts, profiling, rrefs
 from hvlike.rpc.agent import Agent, current
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
@@ -72,7 +73,7 @@ def rpc_async(
     agent = current()
     if is_recorded(agent.fabric.recorder):
         return observed_async(agent, _promise, to, func, args, kwargs, timeout)
-    promise = Promise()
+    promise = Promise(devices=agent.devices)
     _promise(agent, promise, to, func, args, kwargs, timeout)
     return promise.future
 
@@ -101,7 +102,7 @@ def result_of(agent: Agent, call: Call, *, original: bool = False) -> Any:
     if call.failure is not None:
         raise rebuild(call.failure, original=original)
     if call.error is None:
-        raise RuntimeError("This call has not ended.")
+        raise RpcError("This call has not ended.")
     raise call.error
 
 
@@ -121,13 +122,15 @@ def packed_call(
 ) -> Packed:
     """A function and its arguments, on their way to a worker. Raises: TypeError, and what pickle raises."""
     if not callable(func):
-        raise TypeError("function should be callable.")
+        raise WrongTypeError("function should be callable.")
     outgoing = Outgoing(
         rank,
         cloudpickle=agent.options.cloudpickle,
         context=contexts.current(),
         about=func,
         records=torch.is_grad_enabled(),
+        device_map=agent.devices.of_requests(rank),
+        what=f"Request to {agent.workers[rank].name}",
     )
     return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
 
@@ -139,6 +142,8 @@ def packed_answer(agent: Agent, request: Request, value: Any) -> Packed:
         cloudpickle=agent.options.cloudpickle,
         context=request.packed.context,
         about=request.about,
+        device_map=agent.devices.of_answers(request.source),
+        what=f"Response to {agent.workers[request.source].name}",
     )
     return pack(value, outgoing)
 

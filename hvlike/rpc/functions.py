@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvlike.errors import RpcError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MARK = "_wrapped_async_rpc_function"
@@ -73,7 +75,7 @@ def answer_later(returned: Any, answer: Callable[[Any], None], fail: Callable[[B
     """
     if not isinstance(returned, torch._C.Future):
         kind = type(returned)
-        raise RuntimeError(
+        raise RpcError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but got {kind.__module__}.{kind.__qualname__}."
         )

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from hvlike.rpc.devices.devices import Devices
+
 logger = logging.getLogger("hvlike")
 
 
@@ -23,10 +25,14 @@ class Promise:
     future: what the user waits for. Callbacks that he adds run in the thread that completes it and may block.
     """
 
-    __slots__ = ("_base", "_error", "_value", "future")
+    __slots__ = ("_base", "_devices", "_error", "_value", "future")
 
-    def __init__(self, through: Callable[[Any], Any] | None = None) -> None:
-        """through: given a future that completes first, makes the one which `future` follows."""
+    def __init__(self, through: Callable[[Any], Any] | None = None, devices: Devices | None = None) -> None:
+        """through: given a future that completes first, makes the one which `future` follows.
+
+        devices: where the value may be; whoever takes it has his streams wait for those that have made it.
+        """
+        self._devices = devices
         self._value: Any = None
         self._error: Exception | None = None
         self._base: Any = torch._C.Future([])
@@ -37,6 +43,10 @@ class Promise:
     def set_result(self, value: Any) -> None:
         """Complete the future, once, from any thread; runs its callbacks."""
         self._value = value
+        marks = None if self._devices is None else self._devices.marks()
+        if marks is not None:
+            # Called in the thread that takes the value, in callbacks too.
+            self.future._set_unwrap_func(lambda _: marks.follow())
         self._complete()
 
     def set_error(self, error: Exception) -> None:

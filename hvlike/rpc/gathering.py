@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc.agent import current
 from hvlike.rpc.calls import gather_futures, rpc_sync
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
@@ -45,7 +46,7 @@ def _all_gather(
     names = tuple(sorted(set(worker_names or [worker.name for worker in agent.workers])))
     leader = agent.worker(names[0])
     if agent.me.name not in names:
-        raise RuntimeError(f"_all_gather: {agent.me.name} called it with {list(names)}, a list without itself.")
+        raise RpcError(f"_all_gather: {agent.me.name} called it with {list(names)}, a list without itself.")
     with _Meetings.lock:
         number = _Meetings.numbers[agent.session, names] = _Meetings.numbers.get((agent.session, names), 0) + 1
     gathered: dict[str, Any] = rpc_sync(

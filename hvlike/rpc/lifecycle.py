@@ -15,6 +15,8 @@ from hvlike.errors import HorovodInternalError, RpcError, UsageError
 from hvlike.rpc import agent as agents
 from hvlike.rpc import calls, contexts, rrefs
 from hvlike.rpc.agent import Agent, current
+from hvlike.rpc.devices.device_map import Offer, check_offers
+from hvlike.rpc.devices.devices import Devices
 from hvlike.rpc.options import RpcBackendOptions, checked_timeout, settle_options
 from hvlike.rpc.state import describe_state, in_words
 from hvlike.rpc.switchboard import Switchboard
@@ -66,13 +68,16 @@ def init_rpc(
     context.start(None, [])
     running = context.current()
     wrong = wrong or _wrong_place(running.world.rank, running.world.size, rank, world_size)
-    answers = allgather_object((wrong, name, _Sessions.number), name="hvlike.rpc.init_rpc")
+    answers = allgather_object((wrong, name, _Sessions.number, options.offer()), name="hvlike.rpc.init_rpc")
     _check_answers(answers, running.world.rank)
-    _Sessions.number = max(number for _, _, number in answers) + 1
+    _Sessions.number = max(number for _, _, number, _ in answers) + 1
     if _Sessions.fabric is not running.fabric:
         _Sessions.fabric, _Sessions.switchboard = running.fabric, Switchboard(running.fabric)
-    workers = tuple(WorkerInfo(each, number) for number, (_, each, _) in enumerate(answers))
-    agent = Agent(running.fabric, _Sessions.switchboard, _Sessions.number, workers, options)
+    workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
+    devices = Devices(
+        running.world.rank, [each.name for each in workers], [each[3] for each in answers], options.devices
+    )
+    agent = Agent(running.fabric, _Sessions.switchboard, _Sessions.number, workers, options, devices)
     calls.install(agent)
     rrefs.install(agent)
     contexts.installed().begin(agent)
@@ -137,18 +142,21 @@ def _wrong_place(rank: int, size: int, given_rank: int | None, given_size: int |
     return ""
 
 
-def _check_answers(answers: list[tuple[str, str, int]], rank: int) -> None:
-    wrong = {each: text for each, (text, _, _) in enumerate(answers) if text}
+def _check_answers(answers: list[tuple[str, str, int, Offer]], rank: int) -> None:
+    wrong = {each: text for each, (text, *_) in enumerate(answers) if text}
     if wrong:
         if rank in wrong:
             raise UsageError(wrong[rank])
         raise HorovodInternalError("; ".join(f"rank {each}: {text}" for each, text in wrong.items()))
     ranks: dict[str, list[int]] = {}
-    for each, (_, name, _) in enumerate(answers):
+    for each, (_, name, *_) in enumerate(answers):
         ranks.setdefault(name, []).append(each)
     for name, holders in ranks.items():
         if len(holders) > 1:
             raise RpcError(f"RPC worker name {name} is not unique: the ranks {holders} have it. Name each its own.")
+    unfit = check_offers([name for _, name, *_ in answers], [offer for *_, offer in answers])
+    if unfit:
+        raise UsageError(f"init_rpc: device maps that cannot be: {unfit}.")
 
 
 def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:

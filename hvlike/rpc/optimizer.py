@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvlike.errors import UsageError
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.rpc import contexts
 from hvlike.rpc.calls import rpc_async
 from hvlike.rpc.rref import RRef
@@ -55,7 +55,7 @@ class DistributedOptimizer:
             others have taken their step then.
         """
         if not isinstance(context_id, int) or isinstance(context_id, bool):
-            raise TypeError(
+            raise WrongTypeError(
                 f"step(): incompatible function arguments: context_id must be an int, got {context_id!r}; pass what "
                 "`with hvlike.autograd.context() as context_id` gives."
             )

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
+
 from hvlike.errors import UsageError
 from hvlike.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
-
-DeviceMap = Mapping[Any, Any]
+from hvlike.rpc.devices.device_map import DeviceMap, Offer, device_of, parse_map
 
 
 class BackendType(enum.Enum):
@@ -51,6 +52,10 @@ class RpcBackendOptions:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
         self.cloudpickle = cloudpickle
+        self.device_maps: dict[str, DeviceMap] = {}
+        """Where tensors of this worker's GPUs go, by the name of the worker that gets them."""
+        self.devices: list[torch.device] = []
+        """GPUs that functions called here use, beside those in the maps."""
         self.check()
 
     def check(self) -> None:
@@ -62,6 +67,10 @@ class RpcBackendOptions:
         if not isinstance(self.cloudpickle, bool):
             raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
 
+    def offer(self) -> Offer:
+        """What the other workers have to know of the GPUs here; does not start CUDA."""
+        return Offer(torch.cuda.device_count(), self.device_maps)
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(num_worker_threads={self.num_worker_threads}, rpc_timeout={self.rpc_timeout}, "
@@ -72,7 +81,9 @@ class RpcBackendOptions:
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The same, under the name and with the arguments that torch programs use.
 
-    device_maps, devices: where CUDA tensors go on the callee; only empty ones, since RPC carries CPU tensors.
+    device_maps: {worker: {device here: device there}}, GPUs as numbers, texts or torch.devices: where tensors in calls
+    to that worker arrive; its results come back the other way round. Without a map for it a tensor of a GPU is refused.
+    devices: GPUs of this worker that called functions use beside those in maps.
     _transports, _channels: taken and not used.
     Raises: UsageError (a ValueError).
     Source: torch.distributed.rpc.TensorPipeRpcBackendOptions.
@@ -84,7 +95,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str | None = DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, DeviceMap] | None = None,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
         devices: Sequence[Any] | None = None,
         cloudpickle: bool = False,
         _transports: Sequence[str] | None = None,
@@ -96,29 +107,21 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             init_method=init_method,
             cloudpickle=cloudpickle,
         )
-        self.device_maps: dict[str, dict[Any, Any]] = {}
-        self.devices: list[Any] = []
         for to, device_map in (device_maps or {}).items():
             self.set_device_map(to, device_map)
         self.set_devices(devices or [])
 
-    def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Say where tensors of this worker's devices go on the worker `to`; only an empty map. Raises: UsageError."""
-        if device_map:
-            raise _only_cpu(f"the device map {dict(device_map)} to worker {to!r}")
-        self.device_maps[to] = {}
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Say where tensors of this worker's GPUs go on the worker `to`; adds to what was said before.
+
+        Raises: UsageError for what is no GPU, and where the whole is not one to one.
+        """
+        what = f"TensorPipeRpcBackendOptions: device map to worker {to!r}"
+        self.device_maps[to] = parse_map(what, device_map, self.device_maps.get(to, {}))
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Say which devices RPC uses here; only none. Raises: UsageError."""
-        if devices:
-            raise _only_cpu(f"the devices {list(devices)}")
-
-
-def _only_cpu(what: str) -> UsageError:
-    return UsageError(
-        f"TensorPipeRpcBackendOptions: {what} cannot be served: RPC carries CPU tensors, CUDA comes with a later "
-        "version of hvlike. Send tensor.cpu() and leave device_maps and devices empty."
-    )
+        """Say which GPUs functions use that are called here. Raises: UsageError for what is no GPU."""
+        self.devices = [device_of("TensorPipeRpcBackendOptions: devices", each) for each in devices]
 
 
 def checked_timeout(what: str, seconds: object) -> float:
@@ -148,9 +151,12 @@ def settle_options(
             "init_rpc: rpc_backend_options must be hvlike.rpc.RpcBackendOptions or "
             f"hvlike.rpc.TensorPipeRpcBackendOptions, got {type(options).__module__}.{type(options).__name__}."
         )
-    return RpcBackendOptions(
+    settled = RpcBackendOptions(
         num_worker_threads=options.num_worker_threads if num_worker_threads is None else num_worker_threads,
         rpc_timeout=options.rpc_timeout if rpc_timeout is None else rpc_timeout,
         init_method=options.init_method,
         cloudpickle=options.cloudpickle,
     )
+    settled.device_maps = {to: dict(device_map) for to, device_map in options.device_maps.items()}
+    settled.devices = list(options.devices)
+    return settled

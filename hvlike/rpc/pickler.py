@@ -7,7 +7,8 @@ to build that sequence stands in a table behind the stream:
     stream                      the value; tensors are references to "the next buffer"
     memory                      the short pieces, as bytes; long ones go by themselves (tensors.Cargo)
     table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead;
-                                sparse.SparseRow, after the rows of its parts), and the lengths of the short pieces
+                                sparse.SparseRow, after the rows of its parts), the lengths of the short pieces, and
+                                which rows go to which device
     record, its length, b"S"    instead of these where there is one simple tensor (single.py)
 
 RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
@@ -18,24 +19,24 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from hvlike.rpc import contexts, single, sparse
-from hvlike.rpc.callables import cloud_pickler, described, missing_name, reduce_builtin
+from hvlike.rpc.callables import cloud_pickler, described, missing_name
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
+from hvlike.rpc.reducers import REDUCERS, THE_TENSOR, arrived
 from hvlike.rpc.single import record_of, tensor_of
 from hvlike.rpc.sparse import SparseRow
-from hvlike.rpc.storages import reduce_elsewhere, reduce_storage, reduce_typed_storage
-from hvlike.rpc.tensors import GRADED, MEMORY, NAMES, PARAMETER, PART, Hold, build, lay_out
+from hvlike.rpc.tensors import GRADED, MEMORY, PARAMETER, PART, Hold, build, lay_out
 
 T = TypeVar("T")
+NO_MAP: Mapping[torch.device, torch.device] = MappingProxyType({})
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a class of carry_ahead and the numbers of an object."""
 
@@ -48,8 +49,7 @@ _ARRAY_BYTES = 4096
 _KEEP_BYTES = 1 << 17
 """A pickler is used again after messages up to this size; a larger one leaves it a large memo to wipe each time."""
 
-# Stand for "the next buffer" in the stream. Writable, or pickle would add an opcode that asks for real memory.
-_THE_TENSOR = pickle.PickleBuffer(bytearray(1))
+# As THE_TENSOR.
 _THE_INCOMING = pickle.PickleBuffer(bytearray(1))
 
 
@@ -58,10 +58,21 @@ class Outgoing:
 
     destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle. context: that of
     distributed autograd that it belongs to; about: the function that it calls or answers, or what to say of it;
-    records: whether gradients may come back for its tensors.
+    records: whether gradients may come back for its tensors. device_map: where tensors of GPUs go; what: the message
+    in words, for those that have nowhere to go.
     """
 
-    __slots__ = ("about", "cloudpickle", "context", "destination", "graded", "records", "undo")
+    __slots__ = (
+        "about",
+        "cloudpickle",
+        "context",
+        "destination",
+        "device_map",
+        "graded",
+        "records",
+        "undo",
+        "what",
+    )
 
     def __init__(
         self,
@@ -71,12 +82,16 @@ class Outgoing:
         context: int = NO_CONTEXT,
         about: object = "",
         records: bool = True,
+        device_map: Mapping[torch.device, torch.device] = NO_MAP,
+        what: str = "Message",
     ) -> None:
         self.destination = destination
         self.cloudpickle = cloudpickle
         self.context = context
         self.about = about
         self.records = records
+        self.device_map = device_map
+        self.what = what
         self.graded: list[Tensor] = []
         """The tensors of the message that require grad, each once, in order of appearance."""
         self.undo: list[Callable[[], None]] = []
@@ -166,9 +181,9 @@ def carry_ahead(
     def travel(walk: Walk, obj: T) -> tuple[Any, ...]:
         numbers = reduce(obj, walk.outgoing)
         walk.ahead[len(walk.items)] = cls.__qualname__, numbers
-        return _arrived, (_THE_INCOMING,)
+        return arrived, (_THE_INCOMING,)
 
-    _REDUCERS[cls] = travel
+    REDUCERS[cls] = travel
     _AHEAD[cls.__qualname__] = restore
 
 
@@ -182,7 +197,7 @@ def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[
     def travel(walk: Walk, obj: T) -> tuple[Any, ...]:
         return restore, (reduce(obj, walk.outgoing), _THE_INCOMING)
 
-    _REDUCERS[cls] = travel
+    REDUCERS[cls] = travel
 
 
 class Pickler(pickle.Pickler):
@@ -207,8 +222,10 @@ class Walk:
         self.items: list[tuple[Tensor, int] | None] = []
         self.ahead: dict[int, _Ahead | SparseRow] = {}
         """The rows of what is no dense tensor, by place."""
-        self.sparse: dict[int, Tensor] = {}
-        """The sparse tensors among them."""
+        self.originals: dict[int, Tensor] = {}
+        """The tensors that travel as others, sparse ones and those of GPUs, by place."""
+        self.targets: dict[int, str] = {}
+        """The devices that tensors are put on where the message is opened, by place."""
         self._chunks: list[bytes] = []
         self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
         theirs = getattr(self._pickler, "reducer_override", None)
@@ -232,11 +249,12 @@ class Walk:
             rows, cargo = lay_out(items)
             storages = cargo.storages
             mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
-            table = pickle.dumps((mixed, [len(piece) for piece in cargo.short]), _PROTOCOL)
+            table = pickle.dumps((mixed, [len(piece) for piece in cargo.short], self.targets or None), _PROTOCOL)
             chunks += (*cargo.short, table, _END.pack(len(table), _TABLE))
             items.clear()
             self.ahead.clear()
-            self.sparse.clear()
+            self.originals.clear()
+            self.targets.clear()
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self._pickler.clear_memo()
@@ -245,23 +263,27 @@ class Walk:
 
     def _simple(self) -> tuple[bytes, bytes, Tensor | None] | None:
         """What record_of makes of the only tensor; None where there are others, or it is not simple."""
-        only = self.items[0] if len(self.items) == 1 else None
+        only = self.items[0] if len(self.items) == 1 and not self.targets else None
         return None if only is None or only[1] not in (0, PARAMETER) else record_of(*only, single.SHORT_BYTES)
 
     def _graded(self) -> list[Tensor]:
-        """The tensors that require grad, the sparse ones too, in order of appearance."""
-        tensors = [self.sparse.get(place) if item is None else item[0] for place, item in enumerate(self.items)]
+        """The tensors that require grad, those that travel as others too, in order of appearance."""
+        originals = self.originals
+        tensors = [
+            originals.get(place) if item is None or place in originals else item[0]
+            for place, item in enumerate(self.items)
+        ]
         return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
     def _reduce(self, obj: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
         """What the pickler asks for every object that is not a plain number, string or container."""
-        reduce = _REDUCERS.get(type(obj))
+        reduce = REDUCERS.get(type(obj))
         reduced = NotImplemented if reduce is None else reduce(self, obj)
         return otherwise(obj) if reduced is NotImplemented and otherwise is not None else reduced
 
     def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         """What the pickler asks for every buffer."""
-        if buffer is _THE_TENSOR:
+        if buffer is THE_TENSOR:
             return False
         if buffer is _THE_INCOMING:
             self.items.append(None)
@@ -281,7 +303,7 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
     """Build what the stream takes as buffers, in order of appearance."""
     if packed.body[-1] == _SINGLE[0]:
         return _single_arrival(packed, incoming)
-    rows, pieces = table_of(packed.body)
+    rows, pieces, targets = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
     hold = Hold(pieces, packed.storages)
     arrivals: list[Any] = []
@@ -295,7 +317,7 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
             arrival = sparse.assemble(parts, row)
             parts.clear()
         else:
-            arrival = build(row, hold)
+            arrival = build(row, hold, targets.get(place) if targets else None)
             if row[-1] & PART:
                 parts.append(arrival)
                 continue
@@ -323,17 +345,17 @@ def _single_arrival(packed: Packed, incoming: Incoming) -> list[Any]:
     return list(graded or arrivals)
 
 
-def table_of(body: bytes) -> tuple[list[Any], list[bytes]]:
-    """The rows of a message, and its short pieces of memory."""
+def table_of(body: bytes) -> tuple[list[Any], list[bytes], dict[int, str] | None]:
+    """The rows of a message, its short pieces of memory, and which rows go to which device."""
     length, _ = _END.unpack_from(body, len(body) - _END.size)
     stop = len(body) - _END.size - length
-    rows, lengths = pickle.loads(memoryview(body)[stop:])
+    rows, lengths, targets = pickle.loads(memoryview(body)[stop:])
     start = stop - sum(lengths)
     pieces = []
     for length in lengths:
         pieces.append(body[start : start + length])
         start += length
-    return rows, pieces
+    return rows, pieces, targets
 
 
 def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
@@ -345,52 +367,5 @@ def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
     }
 
 
-def _arrived(obj: Any) -> Any:
-    """The object that the stream took from the buffers."""
-    return obj
-
-
-def reduce_tensor(walk: Walk, tensor: Tensor) -> Any:
-    if not tensor.is_cpu:
-        return reduce_elsewhere(tensor)
-    if tensor.dtype not in NAMES or tensor.is_nested:
-        return NotImplemented
-    if tensor.layout is torch.strided:
-        walk.items.append((tensor, 0))
-    elif tensor.layout in sparse.LAYOUTS:
-        parts, row = sparse.take_apart(tensor)
-        walk.items += [(part, PART) for part in parts]
-        walk.ahead[len(walk.items)] = row
-        walk.sparse[len(walk.items)] = tensor
-        walk.items.append(None)
-    else:
-        return NotImplemented
-    return _arrived, (_THE_TENSOR,)
-
-
-def _reduce_parameter(walk: Walk, parameter: Parameter) -> Any:
-    if parameter.layout is not torch.strided:
-        return NotImplemented
-    reduced = reduce_tensor(walk, parameter)
-    if reduced is NotImplemented or reduced[0] is not _arrived:
-        return NotImplemented
-    walk.items[-1] = (parameter, PARAMETER)
-    state = parameter.__dict__
-    return (*reduced, state, None, None, _set_attributes) if state else reduced
-
-
-def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
-    vars(obj).update(state)
-
-
 _AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}
 """How objects are restored that stand in the table, by the name of their class."""
-
-_REDUCERS: dict[type, Callable[[Walk, Any], Any]] = {
-    Tensor: reduce_tensor,
-    Parameter: _reduce_parameter,
-    torch.UntypedStorage: lambda walk, storage: reduce_storage(storage),
-    torch.TypedStorage: lambda walk, storage: reduce_typed_storage(storage),
-    BuiltinFunctionType: lambda walk, function: reduce_builtin(function),
-}
-"""How objects of these very classes travel; all others as pickle has it."""

@@ -1,4 +1,4 @@
-"""Where a remote module lives: "worker1/cpu", "worker1", "rank:1/cpu" or "rank:1"."""
+"""Where a remote module lives: "worker1/cpu", "worker1/cuda:0", "worker1", "rank:1/cpu" or "rank:1"."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 from hvlike.errors import UsageError
 
-FORMS = "'<worker>', '<worker>/cpu', 'rank:<rank>' or 'rank:<rank>/cpu'"
+FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 
 
 class Placement(NamedTuple):
@@ -20,7 +20,7 @@ def parse_placement(text: str) -> Placement:
     """Read a placement.
 
     Returns the worker as a name or an int rank, unchecked against the workers that exist, and its device.
-    Raises: UsageError for any other form, for a device without a worker, and for a device that is not the CPU.
+    Raises: UsageError for any other form, for a device without a worker, and for a device that is no CPU and no GPU.
     Source: the forms that torch.distributed.nn.RemoteModule takes.
     """
     if not isinstance(text, str):
@@ -33,10 +33,8 @@ def parse_placement(text: str) -> Placement:
     if not worker or (":" in worker and not by_rank) or (slash and not is_device(device)):
         raise UsageError(f"Could not parse remote_device: {text!r}. The valid forms are {FORMS}")
     device = device or "cpu"
-    if torch.device(device).type != "cpu":
-        raise UsageError(
-            f"remote device {text!r}: hvlike.rpc moves tensors of the CPU only; place the module on '{worker}/cpu'"
-        )
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise UsageError(f"remote device {text!r}: modules are placed on a CPU or a GPU; write {FORMS}")
     return Placement(int(rank) if by_rank else worker, device)
 
 

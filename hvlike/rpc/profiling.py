@@ -23,6 +23,7 @@ from hvlike.observe.recorder import Recorder
 from hvlike.rpc import remote_events
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.callables import described, name_of
+from hvlike.rpc.devices.devices import Devices
 from hvlike.rpc.functions import async_execution, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.message import Packed, Request
@@ -99,12 +100,12 @@ class ObservedPromise(Promise):
 
     __slots__ = ("_call",)
 
-    def __init__(self, call: ObservedCall, range_: Any) -> None:
+    def __init__(self, call: ObservedCall, range_: Any, devices: Devices) -> None:
         """range_: what entering the call's range has given."""
         self._call = call
         # A range of kineto must not outlast its profile: when it ends in the next one, torch writes to freed memory.
         outlasts = range_ is not None and remote_events.is_legacy()
-        super().__init__(range_._call_end_callbacks_on_future if outlasts else None)
+        super().__init__(range_._call_end_callbacks_on_future if outlasts else None, devices)
 
     def set_result(self, value: Any) -> None:
         """As Promise."""
@@ -138,7 +139,7 @@ def observed_async(
     """call(agent, promise, to, func, args, kwargs, *more), which completes the promise later, observed."""
     observed = ObservedCall(agent, "async", to, func)
     with observed.range() as range_:
-        promise = ObservedPromise(observed, range_)
+        promise = ObservedPromise(observed, range_, agent.devices)
         try:
             call(agent, promise, to, *observed.to_run(func, args, kwargs), *more)
         except Exception as error:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from hvlike.errors import UsageError
+from hvlike.errors import RpcError, UsageError
 from hvlike.rpc.agent import current
 from hvlike.rpc.calls import rpc_async, rpc_sync
 from hvlike.rpc.pickler import Incoming, Outgoing, carry
@@ -54,9 +54,11 @@ ADVICE = {"parameters": " Please use ``remote_parameters`` instead."}
 class RemoteModule(nn.Module):
     """A module that one worker owns and any worker can call; it travels through RPC as a reference.
 
-    remote_device: "worker1", "worker1/cpu", "rank:1" or "rank:1/cpu".
+    remote_device: "worker1", "worker1/cpu", "worker1/cuda:0", or "rank:1" in the place of "worker1".
     module_cls: a class of modules, or any function that returns one; called there with args and kwargs.
     Returns at once: an error of the constructor is raised by the first call that uses the module.
+    On a GPU the module is moved there, and so are the tensors in the arguments of a call; those in its result travel
+    from there where the caller has a device map to that worker, else from the CPU.
     Any worker, after init_rpc. Attributes: on (name or rank), device, module_rref.
     Raises: UsageError (form or device), RuntimeError (no such worker, or RPC is not running).
     Source: torch.distributed.nn.RemoteModule.
@@ -75,7 +77,7 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         self.on, self.device = parse_placement(remote_device)
-        self.module_rref = remote(self.on, _create, args=(module_cls, args or (), kwargs or {}))
+        self.module_rref = remote(self.on, _create, args=(module_cls, args or (), kwargs or {}, self.device))
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> "RemoteModule":
@@ -95,11 +97,17 @@ class RemoteModule(nn.Module):
 
         Hooks of the module run there. Raises what rpc_sync raises.
         """
-        return rpc_sync(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs))
+        return rpc_sync(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._way()))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """As forward(), but returns at once, with a future of the result."""
-        return rpc_async(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs))
+        return rpc_async(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._way()))
+
+    def _way(self) -> tuple[str, bool]:
+        """The module's device, and whether its results have to travel from the CPU."""
+        device = torch.device(self.device)
+        targets = current().devices.of_requests(self.module_rref.owner().id).values()
+        return self.device, device.type != "cpu" and all((each.type, each.index) != _place(device) for each in targets)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The RRef of the module; its to_here() copies the module, its local_value() on the owner is the module."""
@@ -137,15 +145,15 @@ class RemoteModule(nn.Module):
                     "dtype, or the device 'cpu'"
                 )
         rpc_sync(self.module_rref.owner(), _convert, args=(self.module_rref, args, kwargs))
+        if any(str(value) == "cpu" for value in (*args, *kwargs.values())):
+            self.device = "cpu"
         return self
 
     def __repr__(self) -> str:
         return f"RemoteModule(on={self.on!r}, device={self.device!r})"
 
     def __getstate__(self) -> NoReturn:
-        raise RuntimeError(
-            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
-        )
+        raise RpcError("Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC")
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
@@ -182,20 +190,42 @@ def _restore(args: tuple[str | int, str, RRef[nn.Module]], incoming: Incoming) -
 carry(RemoteModule, _reduce, _restore)
 
 
-def _create(module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Module:
+def _place(device: torch.device) -> tuple[str, int]:
+    return device.type, device.index or 0
+
+
+def _create(
+    module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> nn.Module:
     """Runs on the owner."""
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
-        raise ValueError(
+        raise UsageError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but it returns an instance of {type(module)}."
         )
-    return module
+    return module if device == "cpu" else module.to(device)
 
 
-def _call(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], device: str, to_cpu: bool) -> Any:
     """Runs on the owner."""
-    return module_rref.local_value()(*args, **kwargs)
+    if device != "cpu":
+        args, kwargs = _moved(args, device), _moved(kwargs, device)
+    result = module_rref.local_value()(*args, **kwargs)
+    return _moved(result, "cpu") if to_cpu else result
+
+
+def _moved(value: Any, device: str) -> Any:
+    """The same value with all tensors in nested tuples, lists and dicts on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, _moved(item, device)) for key, item in value.items())
+    return value
 
 
 def _parameters(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:

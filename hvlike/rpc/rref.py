@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
+from hvlike.rpc.devices.devices import follow
 from hvlike.rpc.remote_error import Description, rebuild
 from hvlike.rpc.rrefs import backward as backwards
 from hvlike.rpc.rrefs import fetching, proxy, types
@@ -43,9 +45,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule | torch._C.ScriptModule):
-            raise RuntimeError(
-                "type_hint should only be specified when the RRef being created contains a ScriptModule."
-            )
+            raise RpcError("type_hint should only be specified when the RRef being created contains a ScriptModule.")
         session = current()
         self._set(session, session.local(value), None)
 
@@ -71,11 +71,11 @@ class RRef(Generic[T]):
             self.creation.check()
         if isinstance(held, Fork):
             if held.dropped or self.session.is_over:
-                raise RuntimeError(f"{self.name} has been deleted. Cannot call to_here() on it after deletion.")
+                raise RpcError(f"{self.name} has been deleted. Cannot call to_here() on it after deletion.")
             copied: T = fetching.fetch(self.session, held, timeout)
             return copied
         if timeout > 0 and not self.session.wait(held, timeout):
-            raise RuntimeError(
+            raise RpcError(
                 f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {self.name} has no value yet."
             )
         return self.local_value()
@@ -87,7 +87,7 @@ class RRef(Generic[T]):
         """
         held = self.held
         if isinstance(held, Fork):
-            raise RuntimeError(
+            raise RpcError(
                 f"For {self.name}, can't call localValue() on user {self.session.agent.me}. "
                 f"Call it on owner {self.owner()}"
             )
@@ -96,6 +96,7 @@ class RRef(Generic[T]):
             raise rebuild(held.failure, original=True)
         if held.failure is not None:
             raise held.failure
+        follow(held.marks)
         value: T = held.value
         return value
 
@@ -153,7 +154,7 @@ class RRef(Generic[T]):
     def _get_future(self) -> torch.futures.Future[Any]:
         """A future that is done when the owner has acknowledged the creation."""
         if self.creation is None:
-            raise RuntimeError(f"{self.name} was not created by remote() on this worker, there is nothing to wait for.")
+            raise RpcError(f"{self.name} was not created by remote() on this worker, there is nothing to wait for.")
         return self.creation.future()
 
     def __repr__(self) -> str:
@@ -163,7 +164,7 @@ class RRef(Generic[T]):
         return f"OwnerRRef({held.id})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+        raise RpcError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def __del__(self) -> None:
         held = getattr(self, "held", None)

@@ -1,4 +1,4 @@
-"""How memory travels that is no ordinary CPU tensor: bare storages; tensors on devices are refused."""
+"""How bare storages travel, the memory of tensors that reduce themselves."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-def reduce_elsewhere(tensor: Tensor) -> Any:
-    """A tensor that is not in this machine's memory."""
-    if tensor.is_meta:
-        return NotImplemented
-    raise RuntimeError(
-        f"RPC only supports CPU tensors, got one of shape {list(tensor.shape)} on {tensor.device}: please move your "
-        f"tensors to CPU before sending them over RPC (tensor.cpu()), and back on the other worker."
-    )
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:

@@ -18,6 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hvlike.errors import RpcError
+from hvlike.rpc.devices.travelling import on_device
+
 Row: TypeAlias = tuple[int, str, int, tuple[int, ...], tuple[int, ...], int]
 """Where the elements are, dtype, offset in elements, shape, strides in elements, flags.
 
@@ -165,7 +168,7 @@ def _row(tensor: Tensor, flags: int, claim: tuple[_Span, int] | None, cargo: Car
 def _check(tensor: Tensor, span: _Span) -> None:
     held = 0 if tensor._is_zerotensor() else span.memory.nbytes()
     if held < span.stop:
-        raise RuntimeError(
+        raise RpcError(
             f"A tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot be sent: its storage holds {held} "
             f"bytes, {span.stop} are needed. Was it freed (resize_)? If it is a placeholder, send a clone."
         )
@@ -211,10 +214,12 @@ class Hold:
         return template.new_empty(0).set_(self.memory(place), offset, shape, stride)
 
 
-def build(row: Row, hold: Hold) -> Any:
-    """Return what a row stands for: a tensor, a Parameter or a memoryview."""
+def build(row: Row, hold: Hold, device: str | None = None) -> Any:
+    """Return what a row stands for: a tensor, on this device if one is given, a Parameter or a memoryview."""
     _, name, _, _, _, flags = row
     tensor = hold.elements(row, _template(name))
+    if device is not None:
+        tensor = on_device(tensor, device)
     flags &= ~(ALONE | PART)
     if not flags:
         return tensor
@@ -234,6 +239,6 @@ def _template(name: str) -> Tensor:
     if template is None:
         dtype = _DTYPES.get(name)
         if dtype is None:
-            raise RuntimeError(f"A tensor of {name} has come, which torch {torch.__version__} here does not know.")
+            raise RpcError(f"A tensor of {name} has come, which torch {torch.__version__} here does not know.")
         template = _empty[name] = torch.empty(0, dtype=dtype, device="cpu")
     return template

@@ -86,17 +86,6 @@ def test_what_is_set_later_is_looked_at_when_rpc_starts() -> None:
         settle_options(None, options, None, None)
 
 
-def test_devices_are_refused_with_the_reason() -> None:
-    for make in (
-        lambda: TensorPipeRpcBackendOptions(device_maps={"worker1": {0: 1}}),
-        lambda: TensorPipeRpcBackendOptions(devices=["cuda:0"]),
-        lambda: TensorPipeRpcBackendOptions().set_device_map("worker1", {"cuda:0": "cuda:1"}),
-        lambda: TensorPipeRpcBackendOptions().set_devices([0]),
-    ):
-        with pytest.raises(UsageError, match="RPC carries CPU tensors, CUDA comes with a later version"):
-            make()
-
-
 def test_options_of_others_are_refused() -> None:
     for options in ({"rpc_timeout": 5}, torch.distributed.rpc.TensorPipeRpcBackendOptions()):
         with pytest.raises(UsageError, match=r"rpc_backend_options must be hvlike\.rpc\.RpcBackendOptions"):

@@ -11,7 +11,8 @@ from hypothesis import strategies
 from rpc.parcels import memory_bytes, received, same_memory, travel
 
 from hvlike.rpc import single, tensors
-from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, reduce_tensor, unpack
+from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, unpack
+from hvlike.rpc.reducers import reduce_tensor
 from hvlike.rpc.tensors import NAMES
 
 pytestmark = pytest.mark.pure
@@ -347,12 +348,25 @@ def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
         pack([torch._efficientzerotensor((3,))], Outgoing(1))
 
 
-def test_tensors_of_a_gpu_are_refused() -> None:
+def test_tensors_of_a_gpu_without_a_place_to_go_are_refused() -> None:
     elsewhere: Any = SimpleNamespace(
-        layout=torch.strided, is_cpu=False, is_meta=False, shape=torch.Size([2]), device=torch.device("cuda", 1)
+        layout=torch.strided,
+        dtype=torch.float32,
+        is_nested=False,
+        is_cpu=False,
+        is_meta=False,
+        shape=torch.Size([2]),
+        device=torch.device("cuda", 1),
     )
+    walk = Walk(Pickler)
+    walk.outgoing = Outgoing(1, what="Request to worker1")
     with pytest.raises(RuntimeError, match=r"RPC only supports CPU tensors.*shape \[2\] on cuda:1.*move your tensors"):
-        reduce_tensor(Walk(Pickler), elsewhere)
+        reduce_tensor(walk, elsewhere)
+    walk.outgoing = Outgoing(
+        1, what="Request to worker1", device_map={torch.device("cuda", 0): torch.device("cuda", 1)}
+    )
+    with pytest.raises(RuntimeError, match=r"Request to worker1: .* not available for cuda:1; it has \['cuda:0'\]"):
+        reduce_tensor(walk, elsewhere)
 
 
 def test_a_default_device_does_not_matter() -> None:

@@ -244,8 +244,8 @@ def test_an_error_of_forward_keeps_its_type(rpc: ModuleType, other: str) -> None
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("worker0/cuda:0", "tensors of the CPU only.*'worker0/cpu'"),
-        ("worker0/meta", "tensors of the CPU only"),
+        ("worker0/meta", "placed on a CPU or a GPU.*'<worker>/cuda:<number>'"),
+        ("rank:1/mps", "placed on a CPU or a GPU"),
         ("cpu", "names no worker"),
         ("cuda:1", "names no worker"),
         ("", "Could not parse remote_device"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc import calls, contexts
 from hvlike.rpc.contexts import NO_CONTEXT
 
@@ -17,12 +18,12 @@ def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """See RRef.backward."""
     if not rref.is_owner():
         if context_id == NO_CONTEXT:
-            raise RuntimeError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         calls.rpc_sync(rref.owner(), backward, (rref, context_id, retain_graph))
         return
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
-        raise RuntimeError("RRef should contain a tensor for .backward()")
+        raise RpcError("RRef should contain a tensor for .backward()")
     if context_id == NO_CONTEXT:
         torch.autograd.backward(value, retain_graph=retain_graph)
     else:

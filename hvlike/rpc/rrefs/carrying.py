@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from hvlike.errors import RpcError
 from hvlike.rpc import contexts
 from hvlike.rpc import rref as rref_module
 from hvlike.rpc.message import CALL, FETCH, Packed
@@ -18,7 +19,7 @@ def reduce(rref: rref_module.RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:
     """The numbers by which `rref` travels. Raises: RuntimeError for one that cannot be sent any more."""
     session, held = rref.session, rref.held
     if session.is_over or (isinstance(held, Fork) and held.dropped):
-        raise RuntimeError(f"{rref.name} has been deleted. Cannot call fork an UserRRef after deletion.")
+        raise RpcError(f"{rref.name} has been deleted. Cannot call fork an UserRRef after deletion.")
     if rref.creation is not None:
         rref.creation.check()
     ticket = session.perform(session.lifetime.send, held, outgoing.destination)

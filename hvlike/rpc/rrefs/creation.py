@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc import calls, contexts
 from hvlike.rpc import rref as rref_module
 from hvlike.rpc.agent import Agent
@@ -71,11 +72,11 @@ class Creation:
         if self.error is None:
             return
         if "RPC ran for more than" in str(self.error):
-            raise RuntimeError(
+            raise RpcError(
                 "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not "
                 f"exist. {self.error}"
             )
-        raise RuntimeError(f"RRef creation via rpc.remote() failed: {self.error}")
+        raise RpcError(f"RRef creation via rpc.remote() failed: {self.error}")
 
     def _fulfil(self, promise: Promise) -> None:
         if self.error is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hvlike.rpc.devices.devices import Marks
 from hvlike.rpc.rrefs.identity import GlobalId
 
 
@@ -40,7 +41,19 @@ class Entry:
     yes      else      never: the function raised
     """
 
-    __slots__ = ("created", "creator", "failure", "holders", "id", "reserved", "settled", "value", "waiting", "what")
+    __slots__ = (
+        "created",
+        "creator",
+        "failure",
+        "holders",
+        "id",
+        "marks",
+        "reserved",
+        "settled",
+        "value",
+        "waiting",
+        "what",
+    )
 
     def __init__(self, rref: GlobalId, what: str = "") -> None:
         self.id = rref
@@ -50,6 +63,8 @@ class Entry:
         """False while the owner has only heard of it from others."""
         self.settled = False
         self.value: Any = None
+        self.marks: Marks | None = None
+        """Where in the streams of this worker's GPUs the value is there."""
         self.failure: Any = None
         """remote_error.describe's account of the exception, or an exception to raise as it is."""
         self.holders: dict[GlobalId, Holder] = {}

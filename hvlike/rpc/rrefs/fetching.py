@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from hvlike.rpc import calls, contexts
+from hvlike.rpc.devices.devices import follow
 from hvlike.rpc.message import FETCH, Packed, Request
 from hvlike.rpc.rrefs.entry import Entry
 from hvlike.rpc.rrefs.fork import Fork
@@ -52,6 +53,7 @@ def _answer(session: Session, request: Request, entry: Entry) -> None:
         request.fail(entry.failure)
         return
     try:
+        follow(entry.marks)
         packed = calls.packed_answer(session.agent, request, entry.value)
     except Exception as error:
         request.fail(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hvlike.errors import WorkerLostError
 from hvlike.rpc.rrefs.effects import REGISTERED, Effects, Notice
 from hvlike.rpc.rrefs.entry import Entry, Holder
 from hvlike.rpc.rrefs.identity import GlobalId
@@ -23,7 +24,7 @@ class OwnerTable:
     def __init__(self, rank: int, effects: Effects) -> None:
         self.effects = effects
         self.entries: dict[GlobalId, Entry] = {}
-        gone = RuntimeError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
+        gone = WorkerLostError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
         self.no_creations: dict[int, Exception] = {rank: gone}
         """Workers whose creations cannot be still to come, and why: this one, and those that are lost."""
 

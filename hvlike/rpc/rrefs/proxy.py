@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvlike.rpc import calls, contexts
+from hvlike.rpc.devices.devices import Devices
 from hvlike.rpc.functions import async_execution, is_async
 from hvlike.rpc.futures import Promise
 from hvlike.rpc.rrefs import creation
@@ -65,12 +66,14 @@ def _invoke(rref: RRef[Any], start: Callable[..., Any], timeout: float, name: st
     found = find_type(rref, limit)
     if start is not calls.rpc_async:
         return call(found.wait())
-    return call_later(found, call)
+    return call_later(found, call, rref.session.agent.devices)
 
 
-def call_later(found: torch.futures.Future[Any], call: Callable[[Any], torch.futures.Future[Any]]) -> Any:
+def call_later(
+    found: torch.futures.Future[Any], call: Callable[[Any], torch.futures.Future[Any]], devices: Devices
+) -> Any:
     """A future of what the future that `call` returns for the value of `found` completes with."""
-    promise = Promise()
+    promise = Promise(devices=devices)
 
     # No tracebacks: their frames hold the promise, and the collector of garbage does not see into torch's futures.
     def copy(result: torch.futures.Future[Any]) -> None:

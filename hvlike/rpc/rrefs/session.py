@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from hvlike.errors import RpcError
 from hvlike.rpc.agent import Agent
 from hvlike.rpc.rrefs.effects import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Effects
 from hvlike.rpc.rrefs.entry import Entry
@@ -84,7 +85,9 @@ class Session:
         return True
 
     def settle(self, entry: Entry, value: Any = None, failure: Any = None) -> None:
-        """The value is there, or will never be."""
+        """The value is there, or will never be; in the thread that has made it."""
+        if failure is None:
+            entry.marks = self.agent.devices.marks()
         self.perform(self.lifetime.owned.settle, entry, value, failure)
 
     def local(self, value: Any) -> Entry:
@@ -92,14 +95,13 @@ class Session:
         entry = Entry(self.lifetime.new_id())
         entry.created = entry.settled = True
         entry.value = value
+        entry.marks = self.agent.devices.marks()
         return entry
 
     def end(self) -> None:
         """RRefs of this session raise from now on, values that are not there will never be."""
         self.is_over = True
-        failure = RuntimeError(
-            f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there."
-        )
+        failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
         for entry in list(self.lifetime.owned.entries.values()):
             self.perform(self.lifetime.owned.settle, entry, None, failure)
         self.lifetime.owned.entries.clear()
@@ -135,7 +137,7 @@ def current() -> Session:
     """The running session. Raises: RuntimeError before init_rpc and after shutdown."""
     session = _Process.session
     if session is None:
-        raise RuntimeError(NO_AGENT)
+        raise RpcError(NO_AGENT)
     return session
 
 

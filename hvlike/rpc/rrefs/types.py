@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc import calls
 from hvlike.rpc.functions import async_execution
 from hvlike.rpc.futures import Promise
@@ -64,6 +65,6 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
             promise.set_error(error.with_traceback(None))
 
     if not isinstance(rref.held, Entry):
-        raise RuntimeError(f"{rref.name} has come to a worker that does not own it.")
+        raise RpcError(f"{rref.name} has come to a worker that does not own it.")
     rref.session.when_settled(rref.held, answer)
     return promise.future

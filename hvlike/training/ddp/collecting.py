@@ -6,11 +6,11 @@ opens a Collected around each part and, when all have run, reduces what was coll
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -49,23 +49,22 @@ class Collected:
                 calls.callback(module.reduce_in, self._gradients)
 
 
-class _Thread(threading.local):
-    collection: Collected | None = None
-
-
-_thread = _Thread()
+_KEY = "hvlike.training.ddp.collecting"
 
 
 def collection() -> Collected | None:
     """That of the pass that this thread runs a part of; None where gradients go into `.grad`."""
-    return _thread.collection
+    found: Collected | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    return found
 
 
 @contextmanager
 def collecting(into: Collected) -> Iterator[None]:
-    """A part of a backward pass runs meanwhile, in this thread."""
-    before, _thread.collection = _thread.collection, into
+    """A part of a backward pass runs meanwhile, from this thread."""
+    before = collection()
+    # torch's own kind of thread-local: a backward pass takes it along to the threads that it has for each GPU.
+    torch._C._stash_obj_in_tls(_KEY, into)
     try:
         yield
     finally:
-        _thread.collection = before
+        torch._C._stash_obj_in_tls(_KEY, before)
