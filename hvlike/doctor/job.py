@@ -74,6 +74,6 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     sets = timing.add_process_sets(plan)
     mine = mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield Running(tuple(hvlike.allgather_object(mine)))
-    yield timing.measure(plan, sets)
+    yield timing.measure(plan, sets, timing.own_gpu())
     hvlike.shutdown()
     roll_call.end()

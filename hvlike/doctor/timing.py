@@ -6,22 +6,24 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 import hvlike
+from hvlike.collectives.context import current
 
 SIZES = (4 << 10, 1 << 20, 16 << 20)
 """Bytes."""
 _WARM = 3
 _REPEATS = 7
 _FLOAT_BYTES = 4
+_HOST = torch.device("cpu")
 
 Nodes = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """Some ranks, and the plane that reduces among them."""
 
     plane: str
@@ -82,37 +84,64 @@ def add_process_sets(plan: Sequence[Way]) -> list[hvlike.ProcessSet]:
     return [hvlike.add_process_set(list(way.ranks)) for way in partial]
 
 
-def measure(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet]) -> Timings:
-    """Time every way, one after the other. hvlike runs. Collective: every rank; blocks."""
+def own_gpu() -> torch.device | None:
+    """A GPU of this rank, where every rank has one; else None. Collective: every rank; blocks."""
+    count = torch.cuda.device_count()
+    if not all(hvlike.allgather_object(count > 0)):
+        return None
+    device = torch.device("cuda", hvlike.local_rank() % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def measure(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: torch.device | None) -> Timings:
+    """Time every way, one after the other. hvlike runs. Collective: every rank; blocks.
+
+    gpu: where tensors of a GPU are reduced too; None: nowhere.
+    """
     partial = iter(sets)
     timings = []
     for way in plan:
         chosen = hvlike.global_process_set if len(way.ranks) == hvlike.size() else next(partial)
         if hvlike.rank() in way.ranks:
-            timings.append(Timing(way, tuple(_rows(way, chosen))))
+            timings.append(Timing(way, tuple(_rows(way, chosen, _HOST))))
         hvlike.barrier()
+    if gpu is not None and hvlike.size() > 1:
+        everybody = Way("cuda", tuple(range(hvlike.size())))
+        rows = tuple(_rows(everybody, hvlike.global_process_set, gpu))
+        # Which plane it is was decided when the first tensor came.
+        plane = type(current().membership(None, "doctor").lanes.first.device).__name__
+        timings.append(Timing(everybody._replace(plane=f"cuda ({plane})"), rows))
     return Timings(tuple(timings), _copy_seconds())
 
 
-def _rows(way: Way, process_set: hvlike.ProcessSet) -> Iterator[Row]:
+def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
     total = sum(rank + 1 for rank in way.ranks)
     for nbytes in SIZES:
-        tensor = torch.empty(nbytes // _FLOAT_BYTES)
+        tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
         seconds = []
         right = True
         for _ in range(_WARM + _REPEATS):
             tensor.fill_(hvlike.rank() + 1)
+            _settle(device)
             hvlike.barrier(process_set=process_set)
             start = time.perf_counter()
             hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.plane}.{nbytes}", process_set=process_set)
+            _settle(device)
             seconds.append(time.perf_counter() - start)
             right = right and bool((tensor == total).all())
         kept = seconds[_WARM:]
         yield Row(nbytes, statistics.median(kept), min(kept), max(kept), right)
 
 
+def _settle(device: torch.device) -> None:
+    """Wait for what was asked of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _copy_seconds() -> float:
-    source = torch.ones(SIZES[-1] // _FLOAT_BYTES)
+    source = torch.ones(SIZES[-1] // _FLOAT_BYTES, device=_HOST)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(_REPEATS):

@@ -59,7 +59,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
         software=SOFTWARE,
         surroundings=surroundings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         library=LIBRARY,
-        processor=Processor("x86_64", 4, frozenset(range(4)), None, 1),
+        processor=Processor("x86_64", 4, frozenset(range(4)), frozenset(range(4)), None, 1),
         memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
         files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4", network=False),), 1.8e9, backwards=False),
         gpus=Gpus((), None, None, None, None, None),

@@ -44,7 +44,7 @@ def memory(**changes: Any) -> SharedMemory:
 
 def processor(*allowed: int, cores: int = 4, threads: int = 1, quota: float | None = None) -> Processor:
     """A rank that may run on these cores."""
-    return Processor("x86_64", cores, frozenset(allowed), quota, threads)
+    return Processor("x86_64", cores, frozenset(allowed), frozenset(range(cores)), quota, threads)
 
 
 def both(**changes: Any) -> Case:
@@ -171,6 +171,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("same software", case(rank(), rank(library=MPICH)), Verdict.FAIL, "the same MPI library"),
     ("cores", both(processor=processor(0)), Verdict.WARN, "--bind-to none"),
     ("cores", both(processor=processor(0, cores=1)), Verdict.WARN, "at most 1"),
+    ("cores", case(rank(processor=processor(0)), rank(processor=processor(1))), Verdict.WARN, "beside backward"),
     ("cores", both(processor=processor(0, 1, 2, 3, quota=1.0)), Verdict.WARN, "--cpus"),
     (
         "threads",
@@ -271,6 +272,7 @@ RIGHT_TOO: list[tuple[str, Case]] = [
     ("hosts", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("clock", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("cores", both(processor=processor(0, 1, 2, 3, quota=4.0))),
+    ("cores", case(rank(processor=processor(0, cores=2)), rank(processor=processor(1, cores=2)))),
     ("shared memory", both(memory=memory(memfd=False))),
     ("allreduce", timed("network", median=0.1)),
 ]

@@ -22,21 +22,31 @@ class Processor:
     """Of the machine."""
     allowed: frozenset[int]
     """On which this process may run."""
+    around: frozenset[int]
+    """On which the launcher may run, that is, what it could have left to its ranks."""
     quota: float | None
     """Cores' worth of time that the container may use; None: no limit is known."""
     threads: int
     """That torch wants for an operation."""
 
 
-def collect() -> Processor:
-    """Ask the system. Local."""
+def collect(launcher: int) -> Processor:
+    """Ask the system. Local. launcher: the process that has started this one."""
     return Processor(
         machine=platform.machine(),
         cores=os.cpu_count() or 1,
         allowed=cores.available(),
+        around=_around(launcher),
         quota=quota(Path("/")),
         threads=torch.get_num_threads(),
     )
+
+
+def _around(process: int) -> frozenset[int]:
+    try:
+        return frozenset(os.sched_getaffinity(process))
+    except OSError:
+        return cores.available()
 
 
 def quota(root: Path) -> float | None:

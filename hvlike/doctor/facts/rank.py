@@ -36,12 +36,13 @@ class RankFacts:
 
 def collect(prober: Prober) -> RankFacts:
     """Look at this process and its machine, every question in a process of its own. Local."""
+    launcher = os.getppid()
     return RankFacts(
         host=socket.gethostname(),
         software=prober.ask(software.collect),
         surroundings=surroundings.collect(os.environ),
         library=prober.ask(lambda: library.ask(os.environ)),
-        processor=prober.ask(processor.collect),
+        processor=prober.ask(lambda: processor.collect(launcher)),
         memory=prober.ask(shared_memory.collect),
         files=prober.ask(files.collect),
         gpus=prober.ask(gpu.collect),

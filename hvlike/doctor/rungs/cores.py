@@ -32,12 +32,16 @@ def judge_cores(case: Case) -> Finding:
 
 def _crowding(case: Case, node: tuple[int, ...], processors: list[Processor], shares: list[float]) -> list[Remark]:
     remarks = []
-    host, cores_of_host = case.ranks[node[0]].host, processors[0].cores
+    host = case.ranks[node[0]].host
     used = frozenset().union(*(each.allowed for each in processors))
+    idle = frozenset().union(*(each.around for each in processors)) - used
     crowded = [rank for rank, share in zip(node, shares, strict=True) if cores.is_crowded(share)]
-    if crowded and len(node) <= cores_of_host and len(used) < len(node):
-        text = f"{host}: {name_ranks(crowded)} share {len(used)} cores while others are free"
+    if crowded and idle:
+        text = f"{host}: {name_ranks(crowded)} share {len(used)} core(s), and {len(idle)} are left to nobody"
         remarks.append(warn(text, _BIND))
+    elif not all(map(cores.has_spare_core, shares)) and len(idle) >= len(node):
+        text = f"{host}: ranks are bound to one core each, and {len(idle)} are left to nobody"
+        remarks.append(warn(text, f"Gradients could be reduced beside backward, and data be loaded. {_BIND}"))
     elif crowded:
         text = f"{host}: {len(node)} ranks on {len(used)} cores"
         remarks.append(warn(text, f"Start at most {len(used)} ranks there: more take turns on the cores."))

@@ -26,6 +26,8 @@ def judge_launcher(case: Case) -> Finding:
     found = ["no launcher: started by hand" if launcher is None else describe(launcher)]
     if surroundings.interfaces:
         found.append(f"it offers {' and '.join(surroundings.interfaces)}")
+    elif launcher is not None:
+        found.append("it offers neither PMIx nor PMI, by which ranks find each other")
     if surroundings.batch is not None:
         found.append(f"inside of {surroundings.batch}")
     place = case.job.place

@@ -76,7 +76,7 @@ def _judge(timing: Timing, timings: Timings) -> list[Remark]:
         if small.median > SLOW_SMALL:
             text = f"{way.plane}: {in_seconds(small.median)} for {in_bytes(small.nbytes)}"
             remarks.append(warn(text, "Ranks wake each other late: see cores and threads."))
-    elif large.nbytes / large.median < SLOW_NETWORK:
+    elif way.plane in ("network", "hierarchical") and large.nbytes / large.median < SLOW_NETWORK:
         text = f"{way.plane}: {large.nbytes / large.median / 1e6:.0f} MB/s"
         advice = "Is this the network you mean? Name it: docs/several-nodes.md."
         remarks.append(warn(text, advice))
