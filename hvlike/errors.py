@@ -4,15 +4,23 @@
     ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded
     ├── ForkedProcessError                              a call from a child process of a rank
     ├── HostsUpdatedInterrupt      (also RuntimeError)  elastic.run shall start again with the state as it is
+    ├── CheckpointError            (also RuntimeError)  no checkpoint that can be read, or one that cannot be written
+    ├── RpcError                   (also RuntimeError)  a call of hvlike.rpc or hvlike.autograd that cannot be served
+    │   └── WorkerLostError                             its worker has left, or its process has gone
+    ├── WaitTimeoutError           (also TimeoutError)  wait(timeout) or result(timeout) of a handle ran out of time
     ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
     │   ├── DataParallelError      (also RuntimeError)  a DistributedDataParallel cannot work in this way
     │   ├── DuplicateNameError                          the name is already in flight on this rank
-    │   └── UnknownHandleError                          never created here, or already synchronised
+    │   ├── NotJoinableError       (also AssertionError)  an object in Join([...]) that has not called Joinable.__init__
+    │   ├── StateError             (also RuntimeError)  a call that cannot be made now, or not from here
+    │   ├── UnknownHandleError                          never created here, or already synchronised
+    │   └── WrongTypeError         (also TypeError)     an argument of a type that is not accepted
     └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
         ├── NotInitializedError    (also ValueError)    a call before init() or after shutdown()
         ├── MismatchError                               the ranks asked for different things
         │   ├── ShapeMismatchError
         │   └── DeadlockError                           every rank waits for something another one never asked for
+        ├── InputsExhaustedError                        a rank is out of inputs, and Join shall not go on without it
         ├── JoinError                                   another rank has left a Join context by an exception
         ├── PeerLeftError                               a rank needed for this has ended its program
         ├── ShutdownError                               hvlike was shut down while this was in flight
@@ -45,6 +53,22 @@ class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
         self.skip_sync = skip_sync
 
 
+class CheckpointError(HvlikeError, RuntimeError):
+    """No checkpoint can be read, or one cannot be written; the text names each file and what is wrong with it."""
+
+
+class RpcError(HvlikeError, RuntimeError):
+    """A call of hvlike.rpc or hvlike.autograd cannot be served, or made now; torch raises a RuntimeError there."""
+
+
+class WorkerLostError(RpcError):
+    """The worker that was called has left or its process has gone; the text names it."""
+
+
+class WaitTimeoutError(HvlikeError, TimeoutError):
+    """The operation has not ended within the time that wait() or result() was given; it goes on."""
+
+
 class UsageError(HvlikeError, ValueError):
     """A wrong argument. Raised on the calling rank only, before anything is sent."""
 
@@ -57,8 +81,20 @@ class DuplicateNameError(UsageError):
     """The same kind of operation is already in flight on this rank under this name."""
 
 
+class NotJoinableError(UsageError, AssertionError):
+    """An object was passed to Join whose class has not called Joinable.__init__."""
+
+
+class StateError(UsageError, RuntimeError):
+    """A call that cannot be made in this state or from this place; the text says when it can."""
+
+
 class UnknownHandleError(UsageError):
     """The handle was not created here or has already been synchronised."""
+
+
+class WrongTypeError(UsageError, TypeError):
+    """An argument of a type that is not accepted."""
 
 
 class HorovodInternalError(HvlikeError, RuntimeError):
@@ -79,6 +115,10 @@ class ShapeMismatchError(MismatchError):
 
 class DeadlockError(MismatchError):
     """Every rank waits for an operation that some other rank has not asked for."""
+
+
+class InputsExhaustedError(HorovodInternalError):
+    """A rank is out of inputs, and its Join context was told not to go on without it."""
 
 
 class JoinError(HorovodInternalError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
-from hvlike.collectives.membership import Membership
+from hvlike.collectives.membership import Membership, stall_limits
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.registry import Registry, ranks_of, what_is_wrong
 from hvlike.collectives.settings import Settings
@@ -19,7 +19,8 @@ from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftErr
 from hvlike.transport import forks
 from hvlike.transport.cores import has_spare_core
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.guard import Guard
+from hvlike.transport.guard import Guard, give_up
+from hvlike.transport.impatience import impatience
 from hvlike.transport.liveness import Liveness
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.world import World
@@ -39,6 +40,7 @@ class Context:
             comm,
             ranks_per_node=knobs.ranks_per_node,
             patience=knobs.init_patience,
+            limit=knobs.stall_shutdown_seconds,
             serialized=knobs.mpi_threads_disable,
             check=settings.check,
         )
@@ -47,6 +49,16 @@ class Context:
         self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
         """Told in the loop which ranks have left, and how."""
         self.guard = Guard(self.world, lambda: self.close(EXIT))
+        with impatience(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
+            self._connect(process_sets, settings)
+        self.guard.install()
+        if self.world.mpi.COMM_WORLD.Get_size() == 1:
+            # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
+            atexit.register(self.close)
+
+    def _connect(self, process_sets: Sequence[ProcessSet], settings: Settings) -> None:
+        """Build what reaches the other ranks. Collective and blocking."""
+        knobs = self._knobs
         try:
             self._check_same(process_sets, settings.misplaced(self.world))
         except UsageError:
@@ -57,7 +69,7 @@ class Context:
         settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
-        self._farewell = Farewell(self.fabric, self._lose)
+        self._farewell = Farewell(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
@@ -65,10 +77,6 @@ class Context:
             self.fabric.loop.wait(partial(getattr, task, "done"))
             if task.error is not None:
                 raise task.error
-        self.guard.install()
-        if self.world.mpi.COMM_WORLD.Get_size() == 1:
-            # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
-            atexit.register(self.close)
 
     @property
     def knobs(self) -> Knobs:

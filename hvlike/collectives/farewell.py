@@ -3,17 +3,26 @@
 A rank that is through (its program ended, or it called shutdown) tells rank 0 and stays reachable
 until all are. When some have left and others go on, rank 0 tells those who has left, so that what
 they ask for fails with an error instead of waiting for ever.
+
+Those who have left wait asleep for the others. Now and then rank 0 reports where these are (latecomers.py), and the
+rest look whether rank 0 still answers. Past the limit for waits, where there is one, parting fails.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError
+from hvlike.collectives.inspection import ANSWER_SECONDS, StallLimits
+from hvlike.collectives.latecomers import Latecomers
+from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
+from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.routine import Routine, Wait
+
+logger = logging.getLogger("hvlike")
 
 _TOPIC = 3
 GRACE_SECONDS = 0.5
@@ -25,22 +34,61 @@ EXIT, SHUTDOWN = "exit", "shutdown"
 class Farewell:
     """The end of a job, seen from one rank."""
 
-    def __init__(self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None]) -> None:
+    def __init__(
+        self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None], limits: StallLimits
+    ) -> None:
         """on_gone: told in the loop, on the ranks that go on, who has left and with which error."""
         self._fabric = fabric
         self._world = fabric.world
         self._on_gone = on_gone
+        self._limits = limits
         self._left: dict[int, str] = {}
         self._told: set[int] = set()
         self._telling = False
+        self._latecomers: Latecomers | None = None
+        self._answered = -1.0
+        self._stalled: StalledError | None = None
         self.all_left = False
         fabric.channel.listen(_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
 
     def part(self, reason: str) -> None:
-        """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this."""
+        """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this.
+
+        Raises: StalledError when that takes longer than the limit for waits.
+        """
         loop = self._fabric.loop
         loop.post(lambda: self._tell(0, "left", reason), wake=False)
-        loop.wait(lambda: self.all_left and self._fabric.channel.quiet)
+        began = time.monotonic()
+        while not loop.wait(self._is_over, self._limits.shortest):
+            if self._world.rank != 0:
+                self._look_for_first_rank(time.monotonic() - began)
+        if self._stalled is not None:
+            raise self._stalled
+
+    def _is_over(self) -> bool:
+        return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)
+
+    def _look_for_first_rank(self, waited: float) -> None:
+        """Rank 0 reports who is late, if it can."""
+        loop = self._fabric.loop
+        asked = time.monotonic()
+        loop.post(lambda: self._tell(0, "where", asked), wake=False)
+        if loop.wait(lambda: self._is_over() or self._answered == asked, ANSWER_SECONDS):
+            return
+        text = (
+            f"{self._world} has ended its program, or called shutdown(), {waited:.0f} s ago and waits for the others. "
+            f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0, many_look=True)}"
+        ).removesuffix("; ")
+        report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
+        if report is not None and waited >= report:
+            logger.warning("%s", text)
+        if shutdown and waited >= shutdown:
+            self._stalled = StalledError(
+                f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}"
+            )
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._world.size) if rank not in self._left]
 
     def _tell(self, rank: int, what: str, value: Any) -> None:
         if rank == self._world.rank:
@@ -61,9 +109,18 @@ class Farewell:
             self._on_gone({each: _error(each, reason) for each, reason in value.items()})
         elif what == "all left":
             self.all_left = True
+        elif what == "where":
+            self._tell(rank, "here", (value, main_stack()))
+        elif what == "here":
+            self._answered, place = value
+            if self._latecomers is not None:
+                self._latecomers.hear(rank, place)
+        elif what == "stalled":
+            self._stalled = value
 
     def _tell_the_rest(self) -> Routine[None]:
         """On rank 0, while some have left and others have not."""
+        self._latecomers = Latecomers(self._limits, lambda rank: self._tell(rank, "where", 0.0), self._fabric.look_at)
         while len(self._left) < self._world.size:
             until = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < until:
@@ -74,6 +131,11 @@ class Farewell:
                 for rank in range(self._world.size):
                     if rank == 0 or rank not in self._left:
                         self._tell(rank, "gone", dict(self._left))
+            if self._latecomers.is_due:
+                error = yield from self._latecomers.inspect(self._missing)
+                if error is not None:
+                    for rank in self._left:
+                        self._tell(rank, "stalled", error)
 
 
 def _error(rank: int, reason: str) -> HorovodInternalError:

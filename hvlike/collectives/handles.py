@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hvlike.errors import UnknownHandleError
+from hvlike.errors import UnknownHandleError, WaitTimeoutError
 
 _numbers = itertools.count()
 
@@ -72,7 +72,7 @@ class Handle:
         Raises: the error of the operation; TimeoutError when `timeout` seconds have passed before.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
+            raise WaitTimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
         return self._result
 
     def __repr__(self) -> str:

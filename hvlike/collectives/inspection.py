@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from hvlike.collectives.agreement import Agreement, name_ranks
 from hvlike.collectives.joining import JOIN_KEY
@@ -22,6 +23,9 @@ logger = logging.getLogger("hvlike")
 
 ANSWER_SECONDS = 2.0
 """How long the members have to answer."""
+
+SHOWN_STACKS = 4
+"""Of so many missing ranks the stack is shown."""
 
 HEAD = (
     "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for "
@@ -38,6 +42,12 @@ class StallLimits:
     """After how long a report is made, and how long until the next; None: never."""
     shutdown_seconds: float = 0.0
     """After how long everything in the process set ends with StalledError; 0: never."""
+
+    @property
+    def shortest(self) -> float | None:
+        """After how long a wait is worth a look; None: never."""
+        limits = (self.report_seconds, self.shutdown_seconds or None)
+        return min((each for each in limits if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,8 @@ class Answer:
     """What it has asked for last, finished or not."""
     steps: Counts
     """Steps of each planned reduction it has entered."""
+    stack: str = ""
+    """Where its main thread is, while that does not wait in hvlike."""
 
 
 @dataclass
@@ -77,6 +89,8 @@ class Inspection:
     ask: Callable[[int], None]
     """Sends a question with this number to every member."""
     limits: StallLimits
+    look: Callable[[int], str] = lambda rank: ""
+    """What can be seen from here of a rank that does not answer; empty: nothing."""
     _number: int = 0
     _deadline: float | None = None
     _next_report: float = 0.0
@@ -85,10 +99,10 @@ class Inspection:
     def watch(self, agreement: Agreement, waits: WaitTable) -> HorovodInternalError | None:
         """Ask, or report what was answered; returns the error that shall end everything once that is due."""
         now = time.monotonic()
-        limits = [each for each in (self.limits.report_seconds, self.limits.shutdown_seconds or None) if each]
-        if not limits:
+        shortest = self.limits.shortest
+        if shortest is None:
             return None
-        overdue = find_overdue(agreement, waits, now, min(limits))
+        overdue = find_overdue(agreement, waits, now, shortest)
         if self._deadline is None:
             if overdue and now >= self._next_report:
                 self._number += 1
@@ -99,13 +113,17 @@ class Inspection:
         if len(self._answers) < len(self.ranks) and now < self._deadline:
             return None
         self._deadline = None
-        self._next_report = now + min(limits)
-        lines = {key: self._describe(key, agreement, waits) for key in overdue}
+        self._next_report = now + shortest
+        absent: set[int] = set()
+        if JOIN_KEY in overdue:
+            # A wait in join() takes as long as the others have data: what counts is how long they rest.
+            overdue[JOIN_KEY] = self._rest(agreement.missing(JOIN_KEY))
+        lines = {key: self._describe(key, agreement, waits, absent) for key in overdue}
         found = {key: line for key, line in lines.items() if line is not None}
         if not found:
             return None
         report, shutdown = self.limits.report_seconds, self.limits.shutdown_seconds
-        text = "\n".join(found.values())
+        text = "\n".join([*found.values(), *self._stacks(sorted(absent))])
         if report is not None and any(overdue[key] >= report for key in found):
             logger.warning("%s\n%s", HEAD.format(seconds=report), text)
         if shutdown and any(overdue[key] >= shutdown for key in found):
@@ -120,9 +138,14 @@ class Inspection:
         if answer.number == self._number:
             self._answers[position] = answer
 
-    def _describe(self, key: Key, agreement: Agreement, waits: WaitTable) -> str | None:
-        """One operation of the report; None if it is not clear that it waits for anybody."""
-        if key[0] == STEP:
+    def _describe(self, key: Key, agreement: Agreement, waits: WaitTable, absent: set[int]) -> str | None:
+        """One operation of the report, None if it is not clear that it waits for anybody; `absent`: for whom."""
+        if key == JOIN_KEY:
+            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
+            waiting = sorted(agreement.pending.get(key, ()))
+            if self._rest(agreement.missing(key)) < (self.limits.shortest or 0.0):
+                return None
+        elif key[0] == STEP:
             missing = self._behind(key[1], agreement)
             waiting = [each for each, wait in waits.waits.items() if wait.key == key]
         else:
@@ -133,8 +156,26 @@ class Inspection:
         known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
         details = [each.detail for each in known if each is not None]
         where = ", ".join(self._where(position, key) for position in waiting)
-        absent = "; ".join(self._last_of(position) for position in missing)
-        return f"{key[0]} {key[1]!r}{details[0] if details else ''}\n  waits on {where}\n  missing: {absent}"
+        last = "; ".join(self._last_of(position) for position in missing)
+        absent.update(missing)
+        return f"{key[0]} {key[1]!r}{details[0] if details else ''}\n  waits on {where}\n  missing: {last}"
+
+    def _rest(self, ranks: Iterable[int]) -> float:
+        """For how long none of these has asked for anything; those that do not answer do not count."""
+        answers = [self._answers.get(self.ranks.index(rank)) for rank in ranks]
+        return min((each.last.seconds for each in answers if each is not None and each.last is not None), default=inf)
+
+    def _stacks(self, positions: Sequence[int]) -> Iterable[str]:
+        """Where the members at these positions are, a line for each and its stack; the first few of them."""
+        for position in positions[:SHOWN_STACKS]:
+            answer = self._answers.get(position)
+            rank = self.ranks[position]
+            if answer is None:
+                seen = self.look(rank)
+                if seen:
+                    yield f"  rank {rank} does not answer; {seen}"
+            elif answer.stack:
+                yield f"  rank {rank} is at\n{answer.stack}"
 
     def _behind(self, name: str, agreement: Agreement) -> list[int]:
         """Who has not entered the step that others are in, as far as they have answered."""
@@ -165,7 +206,7 @@ class Inspection:
 
 def find_overdue(agreement: Agreement, waits: WaitTable, now: float, seconds: float) -> dict[Key, float]:
     """What has waited for others longer than `seconds`, and how long: requests not all have made, planned steps."""
-    ages = {key: now - since for key, since in agreement.since.items() if key != JOIN_KEY}
+    ages = {key: now - since for key, since in agreement.since.items()}
     for wait in waits.waits.values():
         if wait.key[0] == STEP:
             ages[wait.key] = max(ages.get(wait.key, 0.0), now - wait.since)

@@ -9,11 +9,11 @@ Each Negotiator lives in the loop, but for `submit` and `wait`, which any thread
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hvlike.collectives.agreement import Verdict
@@ -22,15 +22,15 @@ from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submi
 from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, Failure, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.request import Key, Request, Signature
+from hvlike.collectives.silence import PING, PONG, Silence, answer_of
 from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import STEP, Waiting
 from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.observe.stacks import main_stack
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine, Wait
-
-logger = logging.getLogger("hvlike")
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
@@ -92,7 +92,9 @@ class Negotiator:
         self._numbers: dict[Signature, int] = {}
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         self._closed: HorovodInternalError | None = None
-        self._report_seconds = limits.report_seconds
+        me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
+        look = partial(fabric.look_at, many_look=True)
+        self._silence = Silence(fabric.loop, me, group.ranks[0], neighbours, send, look, limits)
         self._threads: set[threading.Thread] = set()
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this negotiator."""
@@ -101,7 +103,7 @@ class Negotiator:
         self._gathered: list[Announcement] = []
         self._coordinator: Coordinator | None = None
         if group.rank == 0:
-            inspection = Inspection(group.ranks, lambda number: self._tell_all(INSPECT, number), limits)
+            inspection = Inspection(group.ranks, lambda number: self._tell_all(INSPECT, number), limits, fabric.look_at)
             self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity, trace)
 
     # -- any thread -----------------------------------------------------------------------------
@@ -173,20 +175,16 @@ class Negotiator:
             loop.post(lambda: self._report(RESUMED, None), wake=False)
 
     def _wait_on(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
-        """Go on waiting; say so now and then when all have asked and the data do not come: the coordinator cannot."""
-        loop, seconds = self._fabric.loop, self._report_seconds
+        """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
+        loop, seconds = self._fabric.loop, self._silence.seconds
         if seconds is None or timeout is not None:
             return loop.wait(done, timeout)
         began = time.monotonic()
         while not loop.wait(done, seconds):
-            if key[0] != STEP and key not in self._requests:
-                logger.warning(
-                    "rank %d waits for the data of %s %r since %.0f s, though all ranks have asked for it: a rank has "
-                    "stopped in the middle of it, or the network is down or very slow.",
-                    self._fabric.world.rank,
-                    *key,
-                    time.monotonic() - began + PATIENCE_SECONDS,
-                )
+            agreed = key[0] != STEP and key not in self._requests
+            error = self._silence.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
+            if error is not None:
+                loop.post(partial(self._end, error), wake=False)
         return True
 
     def report_failure(self, number: int, failure: Failure) -> None:
@@ -239,6 +237,10 @@ class Negotiator:
             self._report(ANSWER, self._answer(value))
         elif what == END:
             self._end(value)
+        elif what == PING:
+            self._send(rank, PONG, answer_of(value))
+        elif what == PONG:
+            self._silence.hear(rank, value)
         elif what == FAILED:
             self.on_failure(*value)
         elif coordinator is not None:
@@ -368,7 +370,7 @@ class Negotiator:
     def _answer(self, number: int) -> Answer:
         now = time.monotonic()
         last = None if self._last is None else Submission(self._last[0], self._last[1], now - self._last[2])
-        return Answer(number, self.unfinished(), last, dict(self.steps))
+        return Answer(number, self.unfinished(), last, dict(self.steps), main_stack())
 
 
 def _ignore_failure(number: int, failure: Failure) -> None:

@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         statistics = reduce_statistics(values, name, self.process_set)
         # A rank that has more values than one needs not ask: on a GPU the question would wait for the device.
         if count_of(values) <= 1 and int(statistics.total) == 1:
-            raise ValueError(
+            raise UsageError(
                 "Expected more than 1 value per channel when training, got 1 over all ranks; input size of this rank "
                 f"is {list(values.shape)}."
             )

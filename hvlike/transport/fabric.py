@@ -8,7 +8,7 @@ from typing import Any
 
 from hvlike.observe.counters import Counters
 from hvlike.observe.recorder import Recorder
-from hvlike.transport import cores, segment
+from hvlike.transport import cores, segment, stack_signal
 from hvlike.transport.allocations import Allocations
 from hvlike.transport.channel import Channel, MessageCounters
 from hvlike.transport.clock import agree_on_clock
@@ -120,6 +120,18 @@ class Fabric:
             yield Wait.POLL
         copy.Set_errhandler(self.world.mpi.ERRORS_RETURN)
         return CountedComm(copy, self.traffic)
+
+    def look_at(self, rank: int, *, many_look: bool = False) -> str:
+        """What can be seen of a rank that does not answer, for a report; empty for one of another node.
+
+        many_look: the others of this node look as well; one of them is enough.
+        """
+        if rank not in self.bells:
+            return ""
+        places = self.local_ranks
+        if many_look and places[(places.index(rank) + 1) % len(places)] != self.world.rank:
+            return ""
+        return stack_signal.ask(self.bells[rank].process)
 
     def _tick(self) -> None:
         for each in self.ticks:

@@ -9,6 +9,11 @@ guard sees how this rank ends and ends the whole job where that is needed:
     exception in a thread        traceback with the rank, Abort(1) at once (the main thread may wait for ever)
     normal end, sys.exit(0)      `farewell()`: tell the others, then MPI_Finalize
     launcher killed with -9      `watch_parent()` ends the process
+    fatal signal (SIGSEGV, ...)  the stacks of all threads, by Python's faulthandler; the launcher ends the job
+
+One report is shown, that of the rank which fails first (first_report.py). Where the error says that another rank was
+first (`CONSEQUENCES`), that one has `PRECEDENCE` seconds to report the cause; so have the ranks of the first node where
+all ranks raise alike.
 
 Exit handlers and non-daemon threads of a failing rank have `GRACE` seconds before the job is aborted anyway.
 """
@@ -16,6 +21,7 @@ Exit handlers and non-daemon threads of a failing rank have `GRACE` seconds befo
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 import threading
@@ -26,12 +32,20 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Protocol
 
-from hvlike.transport import forks, launchers, mpi
+from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
+from hvlike.transport import forks, launchers, mpi, stack_signal
 from hvlike.transport.exit_status import ExitObserver
+from hvlike.transport.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.parents import ParentWatch
 
 GRACE = 5.0
 """Seconds between the end of a failing program and Abort, for exit handlers and threads that still run."""
+
+PRECEDENCE = 0.5
+"""Seconds by which the report of a cause may be later than that of its consequence."""
+
+CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
+"""What a rank raises because another one has failed or left."""
 
 
 class Member(Protocol):
@@ -45,6 +59,8 @@ class Member(Protocol):
     def size(self) -> int: ...
     @property
     def host(self) -> str: ...
+    @property
+    def on_first_node(self) -> bool: ...
 
 
 class Guard:
@@ -64,11 +80,17 @@ class Guard:
         self._owner = os.getpid()
         self._exit = ExitObserver(self._on_sys_exit)
         self._failure: int | None = None
+        self._failed_at = 0.0
+        self._reported = False
+        self._summary = ""
+        self._shows_stacks = False
+        self._answers_signal = False
         self._watching = False
         self._previous_hook = sys.excepthook
         self._previous_thread_hook: Callable[[Any], Any] = threading.excepthook
         self._last_error: object = None
         self._parents: ParentWatch | None = None
+        self._first = FirstReport(f"alone-{self._owner}")
 
     @classmethod
     def is_on_duty(cls) -> bool:
@@ -91,6 +113,11 @@ class Guard:
         atexit.register(self._at_exit)
         if launchers.detect(os.environ) is not None:
             self._parents = ParentWatch()
+            self._first = FirstReport(job_name(self._parents.launcher))
+        self._answers_signal = stack_signal.listen()
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
+            self._shows_stacks = True
 
     def uninstall(self) -> None:
         """Stop watching and put the hooks back, unless somebody has put his own in front of them."""
@@ -106,6 +133,18 @@ class Guard:
         self._exit.uninstall()
         atexit.unregister(self._at_exit)
         self._parents = None
+        self._first.release()
+        if self._answers_signal:
+            self._answers_signal = False
+            stack_signal.stop()
+        if self._shows_stacks:
+            self._shows_stacks = False
+            faulthandler.disable()
+
+    def end_job(self, text: str, summary: str) -> None:
+        """Report, and end the job with status 1; from any thread."""
+        self._report_text(text, summary)
+        self._abort(1)
 
     def watch_parent(self) -> None:
         """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
@@ -151,11 +190,24 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, CONSEQUENCES) or (
+            isinstance(error, HorovodInternalError) and not self._world.on_first_node
+        ):
+            # The rank that has the cause to report ends this process meanwhile.
+            time.sleep(PRECEDENCE)
         text = f"hvlike: {what} on {self._name}\n"
         if with_trace:
             text += "".join(traceback.format_exception(kind, error, trace))
-        # One write, or the lines of several failing ranks are shuffled.
-        self._say(text.rstrip("\n"))
+        self._report_text(text, "".join(traceback.format_exception_only(kind, error)))
+
+    def _report_text(self, text: str, summary: str) -> None:
+        """Say it, unless another rank of this node has reported already: that one is told the first line."""
+        self._reported = True
+        self._failed_at = time.monotonic()
+        self._summary = summary.strip().partition("\n")[0]
+        if self._first.claim(self._world.rank, self._summary):
+            # One write, or the lines of several failing ranks are shuffled.
+            self._say(text.rstrip("\n"))
 
     def _say(self, text: str) -> None:
         if sys.stderr is None:
@@ -183,7 +235,9 @@ class Guard:
         if self._failure is None and self._was_failure_hidden():
             self._failure = 1
         if self._failure:
-            self._say(f"hvlike: {self._name} ended with status {self._failure}: the whole job ends")
+            if not self._reported:
+                said = f"ended with status {self._failure}"
+                self._report_text(f"hvlike: {self._name} {said}: the whole job ends", said)
             self._abort(self._failure)
         parted = False
         try:
@@ -204,6 +258,11 @@ class Guard:
         return self._exit.status is None and replaced and last is not None and last is not self._last_error
 
     def _abort(self, status: int) -> None:
+        others = self._first.others()
+        if others:
+            self._say(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
+        # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
+        self._first.wait_for_holder(self._failed_at + 2 * GRACE)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 try:
@@ -223,6 +282,8 @@ class _Newcomer:
     rank: int
     size: int
     host: str
+    on_first_node: bool = True
+    """It is not known yet."""
 
 
 def watch_start() -> None:
@@ -236,6 +297,17 @@ def watch_start() -> None:
     everybody = module.COMM_WORLD
     newcomer = _Newcomer(module, everybody.Get_rank(), everybody.Get_size(), module.Get_processor_name())
     Guard(newcomer, lambda: None).install()
+
+
+def give_up(text: str, summary: str) -> None:
+    """Report, and end the job with status 1, wherever this process is on its way through init(); from any thread."""
+    watch_start()
+    if Guard._on_duty is not None:
+        Guard._on_duty.end_job(text, summary)
+    elif sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+    # Before MPI has started there is no Abort: the launcher ends the other ranks.
+    os._exit(1)
 
 
 def _is_interactive() -> bool:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hvlike.errors import ShutdownError
+from hvlike.errors import ShutdownError, StateError
 from hvlike.transport import patience
 from hvlike.transport.crew import Crew
 from hvlike.transport.doorbell import Doorbell
@@ -120,7 +120,7 @@ class Loop:
         """Block until `done()`, driving the loop if nobody does; False when `seconds` ran out first."""
         deadline = None if seconds is None else time.monotonic() + seconds
         if self._driver == threading.get_ident():
-            raise RuntimeError(
+            raise StateError(
                 "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
                 "only start operations from such a place, never wait for them"
             )

@@ -32,6 +32,11 @@ class ParentWatch:
         self._look = look or _look
         self._chain = self._climb()
 
+    @property
+    def launcher(self) -> int:
+        """The process id of the first parent that is no shell."""
+        return self._chain[-1]
+
     def is_orphan(self) -> bool:
         """Whether the launcher is gone. Costs some microseconds."""
         if self._parent() != self._chain[0]:

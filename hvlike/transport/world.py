@@ -8,14 +8,11 @@ started, closed and started again.
 from __future__ import annotations
 
 import array
-import logging
 import multiprocessing
 import operator
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
@@ -23,11 +20,10 @@ from typing import TYPE_CHECKING, cast
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport import forks, guard, launchers, leftovers, topology
 from hvlike.transport import mpi as mpi_library
+from hvlike.transport.impatience import impatience
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-logger = logging.getLogger("hvlike")
 
 _INVALID_COMM = "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object."
 # Open MPI sends messages with this tag on COMM_WORLD, where the user may receive too: an unlikely one.
@@ -64,6 +60,7 @@ class World:
         *,
         ranks_per_node: int | None = None,
         patience: float = 60.0,
+        limit: float = 0.0,
         serialized: bool = False,
         check: Callable[[MPI.Intracomm], None] | None = None,
     ) -> World:
@@ -73,6 +70,7 @@ class World:
             intracommunicator of mpi4py, which is duplicated and stays the caller's.
         ranks_per_node: split each real node into nodes of so many ranks, to try multi-node code on one machine.
         patience: seconds after which a rank that still waits for the others says so in the log, again and again.
+        limit: seconds after which it ends the job, with a report; 0: never.
         serialized: ask MPI for THREAD_SERIALIZED only, if it does not run yet.
         check: called on every rank with the communicator of hvlike before anything follows from the arguments above;
             raises UsageError on every rank or on none.
@@ -80,7 +78,8 @@ class World:
         Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent); what `check` raises.
         """
         try:
-            return cls._start(comm, ranks_per_node, patience, serialized, check)
+            with impatience(patience, limit, guard.give_up):
+                return cls._start(comm, ranks_per_node, serialized, check)
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
             guard.watch_start()
@@ -90,7 +89,6 @@ class World:
         cls,
         comm: Sequence[int] | MPI.Comm | None,
         ranks_per_node: int | None,
-        patience: float,
         serialized: bool,
         check: Callable[[MPI.Intracomm], None] | None,
     ) -> World:
@@ -101,7 +99,7 @@ class World:
         source = _check_comm(mpi, comm)
         if ranks_per_node is not None and ranks_per_node < 1:
             raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
-        private = _make_private(mpi, source, patience)
+        private = _make_private(mpi, source)
         _prime(private)
         if check is not None:
             try:
@@ -130,6 +128,11 @@ class World:
             host=mpi.Get_processor_name(),
             thread_level=mpi.Query_thread(),
         )
+
+    @property
+    def on_first_node(self) -> bool:
+        """Whether this rank is on the node of rank 0."""
+        return self.rank in self.nodes[0]
 
     def close(self) -> None:
         """Free the communicators; MPI goes on. Collective. A second call does nothing."""
@@ -192,50 +195,23 @@ def _check_ranks(ranks: tuple[int, ...], rank: int, size: int) -> None:
         )
 
 
-def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...], patience: float) -> MPI.Intracomm:
-    with _impatience(mpi, patience):
-        if isinstance(source, tuple):
-            world = mpi.COMM_WORLD.Get_group()
-            members = world.Incl(source)
-            private = mpi.COMM_WORLD.Create_group(members, _GROUP_TAG)
-            members.Free()
-            world.Free()
-        else:
-            # Idup rather than Dup: a rank that waits here for others uses no CPU and can be interrupted.
-            private, request = source.Idup()
-            pause = 1e-5
-            while not request.Test():
-                time.sleep(pause)
-                pause = min(pause * 2, 0.01)
+def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...]) -> MPI.Intracomm:
+    if isinstance(source, tuple):
+        world = mpi.COMM_WORLD.Get_group()
+        members = world.Incl(source)
+        private = mpi.COMM_WORLD.Create_group(members, _GROUP_TAG)
+        members.Free()
+        world.Free()
+    else:
+        # Idup rather than Dup: a rank that waits here for others uses no CPU and can be interrupted.
+        private, request = source.Idup()
+        pause = 1e-5
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(pause * 2, 0.01)
     private.Set_errhandler(mpi.ERRORS_RETURN)
     private.Set_name("hvlike")
     return cast("MPI.Intracomm", private)
-
-
-@contextmanager
-def _impatience(mpi: ModuleType, patience: float) -> Iterator[None]:
-    """While the body runs, say every `patience` seconds that this rank waits in init()."""
-    done = threading.Event()
-    started = time.monotonic()
-
-    def complain() -> None:
-        while not done.wait(patience):
-            logger.warning(
-                "rank %d of %d on %s has waited %.0f s in init() for other ranks: every rank of the communicator must "
-                "call init(), with the same comm argument. Look for a rank that is still busy or has not called it.",
-                mpi.COMM_WORLD.Get_rank(),
-                mpi.COMM_WORLD.Get_size(),
-                mpi.Get_processor_name(),
-                time.monotonic() - started,
-            )
-
-    thread = threading.Thread(target=complain, name="hvlike-init", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _split_by_node(mpi: ModuleType, comm: MPI.Intracomm, ranks_per_node: int | None) -> MPI.Intracomm:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hvlike.transport import launchers
 from hvlike.transport.guard import Guard, watch_start
 
 pytestmark = pytest.mark.pure
@@ -25,7 +26,7 @@ class Recorder:
 
 
 def member(mpi: Any) -> Any:
-    return SimpleNamespace(mpi=mpi, rank=1, size=3, host="here")
+    return SimpleNamespace(mpi=mpi, rank=1, size=3, host="here", on_first_node=True)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     monkeypatch.setattr(Guard, "_on_duty", None)
+    # Under mpirun too nobody else is to claim the report.
+    monkeypatch.setattr(launchers, "detect", lambda environment: None)
 
 
 def hooks() -> tuple[object, ...]:

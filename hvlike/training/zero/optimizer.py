@@ -22,6 +22,7 @@ from hvlike.errors import StateError, UsageError
 from hvlike.training.closure import after
 from hvlike.training.joining.join import Join
 from hvlike.training.joining.joinable import Joinable
+from hvlike.training.places import gpu_of
 from hvlike.training.scaler import is_read_by_grad_scaler
 from hvlike.training.zero import misuse
 from hvlike.training.zero.arguments import check_parameters, check_type
@@ -301,6 +302,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
             self.process_set,
             described,
             advice="Build the same model and the same optimizer on every rank.",
+            device=gpu_of(self._shares.parameters),
         )
         exchange = ParameterExchange(self._shares, self.rank, as_buckets=self.parameters_as_bucket_view)
         reduction = GradientReduction(self._shares, self.rank) if self.reduces_gradients else None
