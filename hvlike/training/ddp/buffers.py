@@ -12,9 +12,11 @@ from hvlike.collectives.planned_lane import PlannedLane
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import arithmetic_of
 from hvlike.collectives.shadow import CountingJob
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import Plane
 from hvlike.training.ddp.flat_copies import FlatCopies
+from hvlike.training.places import gpu_of
 from hvlike.training.tensor_pickle import TensorForm
 from hvlike.transport.routine import Routine
 
@@ -37,7 +39,8 @@ class Buffers:
         self._size = group.size
         self._copies: FlatCopies | None = None
         described = {f"shape and dtype of buffer {name!r}": str(TensorForm.of(each)) for name, each in find()}
-        self._lane = PlannedLane("DistributedDataParallel buffers", process_set, described)
+        device = gpu_of(buffer for _, buffer in find())
+        self._lane = PlannedLane("DistributedDataParallel buffers", process_set, described, device=device)
         self._lane.stand_in = lambda: self._job(active=False, owner=-1)
 
     def agree(self) -> None:
@@ -63,7 +66,7 @@ class Buffers:
                 # What is written through .data does not count as a change of the buffer.
                 buffers = [buffer.data for _, buffer in self._find()]
                 if self._copies is None or not self._copies.fit(buffers):
-                    self._copies = FlatCopies(buffers)
+                    self._copies = FlatCopies(buffers, home_of(plane))
                 pieces = self._copies.gather(buffers)
                 yield from plane.gather(pieces, [source] * len(pieces))
                 if source != self._rank:

@@ -19,14 +19,16 @@ _ALIGNMENT = 16
 class FlatCopies:
     """Pieces of bytes that hold a list of tensors, made for the shapes and dtypes of the first one seen."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], home: torch.device | None = None) -> None:
+        """home: the device that the pieces travel from, None for host memory."""
+        self._home = home
         self._forms = _forms(tensors)
         small = [each for each in tensors if each.nbytes <= SMALL_BYTES]
         starts = [0]
         for each in small:
             starts.append(starts[-1] + math.ceil(each.nbytes / _ALIGNMENT) * _ALIGNMENT)
         with torch.inference_mode(False):
-            self._together = torch.zeros(starts[-1], dtype=torch.uint8, device="cpu")
+            self._together = torch.zeros(starts[-1], dtype=torch.uint8, device=home or "cpu")
             self._views = [
                 self._together[start : start + each.nbytes].view(each.dtype).view(each.shape)
                 for start, each in zip(starts, small, strict=False)
@@ -41,7 +43,7 @@ class FlatCopies:
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the pieces that hold these tensors now, flat."""
         self._small = [each for each in tensors if each.nbytes <= SMALL_BYTES]
-        self._large = [Operand(each, None) for each in tensors if each.nbytes > SMALL_BYTES]
+        self._large = [Operand(each, None, home=self._home) for each in tensors if each.nbytes > SMALL_BYTES]
         torch._foreach_copy_(self._views, self._small)
         return [self._together, *(each.flat.view(torch.uint8) for each in self._large)]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hvlike.collectives.reductions import Max, Sum, arithmetic_of
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.plane import Plane
 from hvlike.training.zero.options import Options
 from hvlike.transport.routine import Routine
@@ -93,17 +94,17 @@ def send_gradients(
 
 
 def total_norm(plane: Plane, size: int, gradients: Sequence[Tensor], norm_type: float) -> Routine[Tensor]:
-    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64."""
-    norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).cpu().double() for gradient in gradients]
-    own = (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
+    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64.
+
+    On a GPU it is computed there, and the host does not wait for it.
+    """
+    home = home_of(plane) or torch.device("cpu")
+    norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).to(home, torch.float64) for gradient in gradients]
+    own = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=home)]), norm_type)
     largest = norm_type == float("inf")
     part = (own if largest else own**norm_type).reshape(1)
     yield from plane.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
-    return part[0] if largest else part[0] ** (1.0 / norm_type)
+    return part[0] if largest else part[0].pow(1.0 / norm_type)
 
 
 def _bytes(parameter: Tensor) -> int:

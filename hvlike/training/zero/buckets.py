@@ -22,11 +22,14 @@ class Buckets:
         self._places: list[int] = []
         self._fill()
 
-    def operands(self) -> list[Operand]:
-        """The flat tensors. Parameters that have left them, because the model was moved or converted, come back."""
+    def operands(self, home: torch.device | None = None) -> list[Operand]:
+        """The flat tensors, on `home`. Parameters that have left them, as the model was moved or converted, come back.
+
+        home: the device that they travel from, None for host memory.
+        """
         if [parameter.data_ptr() for parameter in self._parameters] != self._places:
             self._fill()
-        return [Operand(flat, None) for flat in self._flats]
+        return [Operand(flat, None, home=home) for flat in self._flats]
 
     def _fill(self) -> None:
         """Move the parameters into new flat tensors; their values stay."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hvlike.collectives.reductions import Average, arithmetic_of
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.plane import Plane
 from hvlike.training.zero.packing import Packing
 from hvlike.training.zero.shares import Shares
@@ -27,7 +28,7 @@ class GradientReduction:
         Afterwards the parameters of this rank have the mean as their gradient, all others have none.
         """
         gradients = self._contributions(active=active)
-        operands = self._packing.pack(gradients)
+        operands = self._packing.pack(gradients, home=home_of(plane))
         size = self._shares.ranks
         flats = [operand.flat for operand in operands]
         arithmetic = arithmetic_of(self._parameters[0].dtype, Average, size, 1.0, 1.0)

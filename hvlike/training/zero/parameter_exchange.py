@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvlike.collectives.operand import Operand
 from hvlike.collectives.request import order_in_memory
+from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.plane import Plane
 from hvlike.training.zero.buckets import Buckets
 from hvlike.training.zero.packing import Packing
@@ -38,13 +39,14 @@ class ParameterExchange:
 
     def run(self, plane: Plane) -> Routine[None]:
         """Gather; the same on every rank."""
+        home = home_of(plane)
         if self._buckets is not None:
-            operands = self._buckets.operands()
+            operands = self._buckets.operands(home)
             yield from _gather(plane, operands, self._buckets.owners)
             for operand in operands:
                 operand.write_back()
         elif self._packing is not None:
-            operands = self._packing.pack(self._moving, owner=self._rank)
+            operands = self._packing.pack(self._moving, owner=self._rank, home=home)
             yield from _gather(plane, operands, self._packing.owners)
             self._packing.unpack(self._moving, operands, self._others)
         if any(self._frozen):
@@ -62,7 +64,8 @@ class ParameterExchange:
             for parameter, moves in zip(frozen, said.tolist(), strict=True)
             if moves
         ]
-        operands = [Operand(parameter, order_in_memory(parameter)) for parameter, _ in thawed]
+        home = home_of(plane)
+        operands = [Operand(parameter, order_in_memory(parameter), home=home) for parameter, _ in thawed]
         yield from _gather(plane, operands, [owner for _, owner in thawed])
         for operand in operands:
             operand.write_back()

@@ -210,9 +210,11 @@ class Steps:
     def _clip(self, plane: Plane, clipping: Clipping) -> Routine[Tensor]:
         gradients = [each.grad.detach() for each in self._own if each.grad is not None]
         norm = yield from total_norm(plane, self._shares.ranks, gradients, clipping.norm_type)
-        factor = float(clipping.max_norm / (norm + 1e-6))
-        if (norm.isfinite() or not clipping.error_if_nonfinite) and not factor >= 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        # Not asked whether there is anything to clip: on a GPU the answer would have to be waited for.
+        factor = (clipping.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if gradients and (not clipping.error_if_nonfinite or bool(norm.isfinite())):
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.device))
         return norm
 
     # Who is there
