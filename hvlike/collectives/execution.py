@@ -182,10 +182,11 @@ def complete_on_device(lane: Lane, batch: Sequence[Agreed], task: Task[None]) ->
         return
     with device.runtime.use(device.stream):
         for request, _ in batch:
-            device.keep(request.tensors)
             try:
+                device.keep(request.tensors)
                 result = request.finish(request)
+                fence = device.fence(result)
             except Exception as failure:
                 request.handle.complete(None, failure)
-                continue
-            request.handle.complete(result, None, device.fence(result))
+            else:
+                request.handle.complete(result, None, fence)

@@ -57,6 +57,7 @@ class LateStream:
         self.name = name
         self.done = 0
         self.failure: BaseException | None = None
+        self.memory: list[torch.Tensor] = []
         self._queue: list[Callable[[], Any] | None] = []
         self._released = 0
         self._changed = threading.Condition()
@@ -191,12 +192,15 @@ class _Putting(TorchDispatchMode):
         if schema.is_mutable:
             self._stream.put(lambda: func(*args, **kwargs))
             return args[0] if schema.returns else None
-        is_view = any(each.alias_info is not None for each in schema.returns)
-        if is_view or not tensors:
-            return func(*args, **kwargs)
-        # The result has its shape now and its values later.
         outputs = func(*args, **kwargs)
+        if any(each.alias_info is not None for each in schema.returns):
+            return outputs
         listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        # Memory of a stream is given to others when the stream is done with it, not when Python is.
+        self._stream.memory += listed
+        if not tensors:
+            return outputs
+        # The result has its shape now and its values later.
         for each in listed:
             _spoil(each)
 

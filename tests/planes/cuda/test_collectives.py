@@ -1,38 +1,166 @@
-"""Every collective takes tensors of a device: what comes before it, and what comes after it, is on other streams."""
+"""Every collective takes tensors of a device: they come from one stream, and the results are used on another."""
 
 import pytest
 import torch
 from planes.cuda.conftest import Late
+from planes.cuda.streams import across_streams
+
+REAL = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
 
 
-def on_streams(late: Late, make, call):
-    """Values made on one stream, a call from there, waited for from a second one, and looked at on that."""
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers that every dtype holds, and whose sums and products it holds for up to four ranks."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) + rank) % 3 + 1).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*REAL, *WHOLE, *COMPLEX], ids=str)
+@pytest.mark.parametrize("op", ["Sum", "Product", "Average"])
+def test_allreduce(late: Late, dtype: torch.dtype, op: str) -> None:
+    rank, size, shape = late.hvd.rank(), late.hvd.size(), (5, 7)
+    (seen,) = across_streams(
+        late,
+        lambda: values(rank, shape, dtype),
+        lambda tensor: late.hvd.allreduce_async_(tensor, op=getattr(late.hvd, op), name=f"{op} {dtype}"),
+    )
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    stacked = torch.stack([values(each, shape, dtype).to(wide) for each in range(size)])
+    expected = {"Sum": stacked.sum(0), "Product": stacked.prod(0), "Average": stacked.sum(0) / size}[op]
+    expected = expected if dtype.is_floating_point or dtype.is_complex else expected.trunc()
+    torch.testing.assert_close(seen, expected.to(dtype))
+
+
+@pytest.mark.parametrize("op", ["Min", "Max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
+def test_extremes(late: Late, dtype: torch.dtype, op: str) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    (seen,) = across_streams(
+        late,
+        lambda: torch.arange(6).eq(rank) if dtype is torch.bool else (torch.arange(6) * (rank - 1)).to(dtype),
+        lambda tensor: late.hvd.allreduce_async(tensor, op=getattr(late.hvd, op), name=f"{op} {dtype}"),
+    )
+    each = [torch.arange(6).eq(one) if dtype is torch.bool else torch.arange(6) * (one - 1) for one in range(size)]
+    stacked = torch.stack(each).int()
+    assert torch.equal(seen, (stacked.amin(0) if op == "Min" else stacked.amax(0)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_factors(late: Late, dtype: torch.dtype) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    (seen,) = across_streams(
+        late,
+        lambda: torch.full((9,), 4 * (rank + 1)).to(dtype),
+        lambda tensor: late.hvd.allreduce_async(
+            tensor, op=late.hvd.Sum, prescale_factor=0.5, postscale_factor=4.0, name=f"factors {dtype}"
+        ),
+    )
+    assert torch.equal(seen, torch.full((9,), 8 * sum(range(1, size + 1))).to(dtype))
+
+
+def test_large_and_many_and_odd_tensors_at_once(late: Late) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    shapes = [(3_000_000,), (3,), (0,), (40, 50), ()]
+
+    def make(rank: int) -> list[torch.Tensor]:
+        plain = [torch.full(shape, rank + 1.0 + index) for index, shape in enumerate(shapes)]
+        return [*plain, torch.full((6, 4), rank + 0.5).t(), torch.full((5, 5), 2.0 * rank, dtype=torch.float64)]
+
+    seen = across_streams(
+        late,
+        lambda: make(rank),
+        lambda tensors: late.hvd.grouped_allreduce_async_(tensors, op=late.hvd.Sum, name="many"),
+    )
+    for found, *each in zip(seen, *map(make, range(size)), strict=True):
+        assert torch.equal(found, torch.stack(each).sum(0))
+
+
+def test_calls_follow_one_another(late: Late) -> None:
+    size = late.hvd.size()
+    device = late.device
+    stream = device.new_stream(device.home())
+    with device.use(stream):
+        tensor = torch.ones(1000)
+        for _ in range(3):
+            late.hvd.allreduce_(tensor, op=late.hvd.Sum, name="again")
+            tensor.mul_(2)
+        seen = tensor.clone()
+    device.drain(stream)
+    assert torch.equal(seen, torch.full((1000,), float((2 * size) ** 3)))
+
+
+def test_broadcast(late: Late) -> None:
+    rank, root = late.hvd.rank(), late.hvd.size() - 1
+    (seen,) = across_streams(
+        late,
+        lambda: torch.full((1_500_000,), float(rank)),
+        lambda tensor: late.hvd.broadcast_async_(tensor, root, name="broadcast"),
+    )
+    assert torch.equal(seen, torch.full((1_500_000,), float(root)))
+
+
+def test_allgather(late: Late) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    (seen,) = across_streams(
+        late,
+        lambda: torch.full((rank, 3), rank, dtype=torch.int16),
+        lambda tensor: late.hvd.allgather_async(tensor, name="rows"),
+    )
+    expected = torch.cat([torch.full((each, 3), each, dtype=torch.int16) for each in range(size)])
+    assert torch.equal(seen, expected)
+
+
+def test_alltoall(late: Late) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    seen, received = across_streams(
+        late,
+        lambda: torch.cat([torch.full((to, 2), 10.0 * rank + to) for to in range(size)]),
+        lambda tensor: late.hvd.alltoall_async(tensor, splits=list(range(size)), name="rows"),
+    )
+    assert received.tolist() == [rank] * size
+    assert torch.equal(seen, torch.cat([torch.full((rank, 2), 10.0 * sender + rank) for sender in range(size)]))
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_reducescatter(late: Late, op: str) -> None:
+    rank, size = late.hvd.rank(), late.hvd.size()
+    rows = [size * 2 // size + (each < 1) for each in range(size)]
+    whole = torch.arange(sum(rows) * 3, dtype=torch.float32).reshape(sum(rows), 3)
     device = late.device
     producer, user = device.new_stream(device.home()), device.new_stream(device.home())
     with device.use(producer):
-        tensor = make()
-        handle = call(tensor)
+        tensor = whole * (rank + 1)
+        handle = late.hvd.reducescatter_async(tensor, op=getattr(late.hvd, op), prescale_factor=2.0, name=f"rows {op}")
     with device.use(user):
-        seen = [each.clone() for each in listed(late.hvd.synchronize(handle))]
+        seen = late.hvd.synchronize(handle).clone()
+        device.wait(user, device.record(producer))
+        untouched = tensor.clone()
     device.drain(user)
-    return seen
+    factor = 2 * sum(range(1, size + 1)) / (size if op == "Average" else 1)
+    assert torch.equal(seen, torch.split(whole * factor, rows)[rank])
+    assert torch.equal(untouched, whole * (rank + 1)), "the input is only read"
 
 
-def listed(result):
-    return list(result) if isinstance(result, (list, tuple)) else [result]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
-@pytest.mark.parametrize("shape", [(3,), (5, 7), (300_001,)], ids=str)
-def test_allreduce(late: Late, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_adasum(late: Late) -> None:
     rank, size = late.hvd.rank(), late.hvd.size()
-    values = torch.arange(torch.Size(shape).numel()).reshape(shape) % 2 == rank % 2
-    for _ in range(2):
-        (seen,) = on_streams(
-            late,
-            lambda: values.to(dtype),
-            lambda tensor: late.hvd.allreduce_async_(tensor, op=late.hvd.Sum, name="one"),
-        )
-        even, odd = (size + 1) // 2, size // 2
-        expected = torch.where(values if rank % 2 == 0 else ~values, even, odd).to(dtype)
-        assert torch.equal(seen, expected)
+    (seen,) = across_streams(
+        late,
+        lambda: torch.arange(size).eq(rank).float(),
+        lambda tensor: late.hvd.allreduce_async(tensor, op=late.hvd.Adasum, name="adasum"),
+    )
+    assert torch.equal(seen, torch.ones(size)), "orthogonal vectors are summed"
+
+
+def test_results_are_kept_for_the_stream_that_uses_them(late: Late) -> None:
+    device = late.device
+    producer, user = device.new_stream(device.home()), device.new_stream(device.home())
+    with device.use(producer):
+        tensor = torch.ones(4, 4)
+        handle = late.hvd.allgather_async(tensor, name="kept")
+    with device.use(user):
+        result = late.hvd.synchronize(handle)
+    kept = [(each.data_ptr(), stream) for each, stream in device.kept]
+    assert (result.data_ptr(), user) in kept
+    assert any(pointer == tensor.data_ptr() and stream not in (producer, user) for pointer, stream in kept)
+    device.drain(user)
