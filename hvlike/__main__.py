@@ -17,7 +17,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "doctor": Command("hvlike.doctor.command", "find out why jobs do not start or not well; also mpirun -n 2 ..."),
     "bench": Command("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
-    "timeline": Command("hvlike.observe.command", "join the timelines of all ranks: timeline merge OUT IN..."),
+    "timeline": Command("hvlike.observe.command", "join and sum up timelines: timeline summary FILE..."),
 }
 
 

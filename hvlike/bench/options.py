@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import plot
+from hvlike.observe.picture import png
 
 
 def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bool = True) -> None:
@@ -17,7 +17,7 @@ def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bo
         parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
     parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--plot", type=plot.png, metavar="FILE.png", help="draw what came out; needs matplotlib")
+    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
 
 
 def left_out(by_hand: bool, option: str) -> str | None:

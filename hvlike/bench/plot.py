@@ -1,20 +1,15 @@
-"""Pictures of what benchmarks found: panels of bars and of curves, side by side in one PNG file.
-
-The only file that imports matplotlib, and only when a picture is asked for.
-"""
+"""Pictures of what benchmarks found: panels of bars and of curves, side by side in one PNG file."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvlike.observe.picture import new_figure
+
 _PANEL_INCHES = (6.4, 4.4)
-_DOTS_PER_INCH = 110
 _ROOM = 0.8
 """Part of the distance between two groups that their bars fill."""
 
@@ -45,25 +40,12 @@ class Curves:
     """What to write at the positions; None for the numbers themselves."""
 
 
-def png(text: str) -> Path:
-    """Return a path for a picture. Raises: argparse.ArgumentTypeError; also without matplotlib, before measuring."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib, or 'hvlike[bench]'")
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for {path.name!r}")
-    return path
-
-
 def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
     """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
-    figure_module = importlib.import_module("matplotlib.figure")
     width, height = _PANEL_INCHES
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = figure_module.Figure(figsize=(width * columns, height * rows), dpi=_DOTS_PER_INCH, layout="constrained")
+    figure = new_figure(width * columns, height * rows)
     figure.suptitle(title)
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)

@@ -14,9 +14,10 @@ import sys
 from hvlike.bench import launching
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.options import positive
-from hvlike.bench.plot import draw, png
+from hvlike.bench.plot import draw
 from hvlike.bench.scaling_report import Result, as_text, panels
 from hvlike.errors import LaunchError, UsageError
+from hvlike.observe.picture import png
 from hvlike.transport.starters import Starter
 
 DEFAULT_RANKS = "1,2,4,8,16,32"

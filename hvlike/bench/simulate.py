@@ -18,11 +18,12 @@ from hvlike.bench import launching
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.loggp import Constants, Job, Workload
 from hvlike.bench.options import positive
-from hvlike.bench.plot import draw, png
+from hvlike.bench.plot import draw
 from hvlike.bench.scaling import numbers
 from hvlike.bench.simulate_report import as_text, panels, simulate
 from hvlike.bench.sizes import parse_size
 from hvlike.errors import LaunchError, UsageError
+from hvlike.observe.picture import png
 
 DEFAULT_RANKS = "1,2,8,32,128,512,2048,8192,32768,100000"
 

@@ -191,16 +191,17 @@ def exposed(lane: Lane, name: str, step: int) -> Iterator[None]:
     """The caller waits for the rest of a planned reduction meanwhile: communication that nothing hides."""
     began = time.monotonic()
     try:
-        with _wait(lane.recorder, name, step) if lane.recorder.on else _NOTHING:
+        with _wait(lane, name, step) if lane.recorder.on else _NOTHING:
             yield
     finally:
         lane.counters.waited(name, time.monotonic() - began)
 
 
 @contextmanager
-def _wait(recorder: Recorder, name: str, step: int) -> Iterator[None]:
+def _wait(lane: Lane, name: str, step: int) -> Iterator[None]:
+    recorder = lane.recorder
     row = recorder.row(f"step of {name}")
-    recorder.begin(row, "WAIT", {"step": step})
+    recorder.begin(row, "WAIT", {"step": step, "process_set": lane.group.number})
     try:
         yield
     finally:

@@ -29,9 +29,25 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Timelines of ranks, and merged ones.
+
+    Raises: UsageError for a file that is no timeline of hvlike, and for a rank that is in two of them.
+    """
+    traces = [read(path, merged=True) for path in paths]
+    ranks: dict[int, Path] = {}
+    for path, trace in zip(paths, traces, strict=True):
+        for each in trace["otherData"].get("ranks", [trace["otherData"]]):
+            other = ranks.setdefault(each["rank"], path)
+            if other != path:
+                raise UsageError(f"rank {each['rank']} is in {other} and in {path}: leave one of them out.")
+    return traces
+
+
+def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
     """The timeline of one rank; of one that was cut off, all whole events.
 
+    merged: accept also one of several ranks, which has "ranks" in its otherData.
     Raises: UsageError when the file cannot be read or is no timeline of a rank.
     """
     try:
@@ -42,9 +58,11 @@ def read(path: Path) -> dict[str, Any]:
         trace = json.loads(text)
     except ValueError:
         trace = _whole_part(text)
-    if not isinstance(trace, dict) or "traceEvents" not in trace or "rank" not in trace.get("otherData", {}):
+    about = trace.get("otherData", {}) if isinstance(trace, dict) and "traceEvents" in trace else {}
+    if "rank" not in about and not (merged and "ranks" in about):
         raise UsageError(f"{path} is no timeline of a rank: hvlike writes them with HVLIKE_TIMELINE or start_timeline.")
-    return trace
+    whole: dict[str, Any] = trace
+    return whole
 
 
 def _whole_part(text: str) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvlike.bench.options import positive
-from hvlike.bench.plot import Bars, Curves, draw, png
+from hvlike.bench.plot import Bars, Curves, draw
+from hvlike.observe.picture import png
 
 pytestmark = pytest.mark.pure
 
