@@ -76,7 +76,7 @@ with without_collections():
 if TYPE_CHECKING:
     from hvlike import autograd, elastic, nn, optim, rpc
 else:
-    __getattr__, __dir__ = at_first_use(globals(), "autograd", "elastic", "nn", "optim", "rpc")
+    __getattr__, __dir__ = at_first_use(globals(), "autograd", "checkpoint", "elastic", "nn", "optim", "rpc")
 
 __all__ = [
     "Adasum",
@@ -116,6 +116,7 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "check_extension",
+    "checkpoint",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "cross_rank",

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvlike.collectives.lifecycle import rank
 from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.gather_state import gather_optimizer_state
 from hvlike.training.optimizer import DistributedOptimizer
@@ -33,8 +32,24 @@ def is_stateful(value: object) -> bool:
 
 
 def gather(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all parts on rank 0, what is left of them on the others. Collective; blocks."""
-    return {name: _state_of(_unwrapped(value)) if is_stateful(value) else value for name, value in parts.items()}
+    """Bring to rank 0 what is spread over the ranks; returns what `states` needs of it. Collective; blocks."""
+    gathered: dict[str, Any] = {}
+    for name, value in parts.items():
+        if isinstance(value, DistributedOptimizer):
+            if "compression" in value.state_dict():
+                gathered[name] = gather_optimizer_state(value)
+        elif callable(getattr(value, "consolidate_state_dict", None)):
+            # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
+            value.consolidate_state_dict(to=0)
+    return gathered
+
+
+def states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of each part, on rank 0. Local."""
+    return {
+        name: gathered[name] if name in gathered else _unwrapped(value).state_dict() if is_stateful(value) else value
+        for name, value in parts.items()
+    }
 
 
 def restore(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
@@ -56,16 +71,6 @@ def restore(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict
             value.abandon()
         _unwrapped(value).load_state_dict(saved[name])
     return {name: value for name, value in saved.items() if name not in parts}
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, DistributedOptimizer):
-        return gather_optimizer_state(value)
-    consolidate = getattr(value, "consolidate_state_dict", None)
-    if callable(consolidate):
-        # ZeroRedundancyOptimizer, torch's too: the state is spread over the ranks.
-        consolidate(to=0)
-    return value.state_dict() if rank() == 0 else None
 
 
 def _unwrapped(value: Any) -> Any:

@@ -53,21 +53,22 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
         raise UsageError("checkpoint.save: there is nothing to save. Pass model=model, optimizer=optimizer, ...")
     parts.check_parts(saved, "checkpoint.save")
     world = current().world
-    states = parts.gather(saved)
+    gathered = parts.gather(saved)
     path, error = "", None
     if world.rank == 0:
         try:
-            path = _write(Path(folder), step, keep, states)
+            path = _write(Path(folder), step, keep, parts.states(saved, gathered))
         except Exception as caught:  # state dicts hold anything, and the other ranks wait
             error = caught
     wrong = "" if error is None else f"{type(error).__name__}: {error}"
-    path, wrong = broadcast_object((path, wrong), name="hvlike.checkpoint.save")
+    written: str
+    written, wrong = broadcast_object((path, wrong), name="hvlike.checkpoint.save")
     if wrong:
         raise CheckpointError(
             f"rank 0 cannot write a checkpoint of step {step} into {os.fspath(folder)}: {wrong}. Those that were there "
             "are still there; make room, or pass a folder that rank 0 can write to."
         ) from error
-    return path
+    return written
 
 
 def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) -> Checkpoint | None:
@@ -116,11 +117,17 @@ def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:
     except OSError as error:
         candidates, wrong = [], [str(error)]
     for file in candidates:
-        try:
-            data = files.read(file)
-        except (OSError, ValueError) as error:
-            wrong.append(f"{file.path}: {error}")
-            logger.warning("checkpoint %s is passed over: %s", file.path, error)
-        else:
+        data = _read(file, wrong)
+        if data is not None:
             return (str(file.path), file.step, len(data), wrong), torch.frombuffer(data, dtype=torch.uint8)
     return ("", 0, 0, wrong), torch.empty(0, dtype=torch.uint8)
+
+
+def _read(file: files.CheckpointFile, wrong: list[str]) -> bytearray | None:
+    """The contents; None, with the reason in `wrong`, for a file that cannot be used."""
+    try:
+        return files.read(file)
+    except (OSError, ValueError) as error:
+        wrong.append(f"{file.path}: {error}")
+        logger.warning("checkpoint %s is passed over: %s", file.path, error)
+        return None

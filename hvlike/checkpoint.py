@@ -1,0 +1,17 @@
+"""Checkpoints of a job: `save(folder, step, model=model, optimizer=optimizer, epoch=3)` and `load`.
+
+    loaded = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)
+    first = 0 if loaded is None else loaded.step + 1
+    for step in range(first, steps):
+        ...
+        if step % 1000 == 0:
+            hvd.checkpoint.save("checkpoints", step, model=model, optimizer=optimizer)
+
+Rank 0 writes; a file appears whole or not at all, carries its checksum in its name, and is checked before it is loaded.
+A damaged one is passed over for the one before. All ranks load the same, and learn of a failure together.
+"""
+
+from hvlike.errors import CheckpointError
+from hvlike.training.checkpoint.store import Checkpoint, load, save
+
+__all__ = ["Checkpoint", "CheckpointError", "load", "save"]
