@@ -49,6 +49,13 @@ class Case:
         return self.ranks[0]
 
     @property
+    def unmet(self) -> int:
+        """How many ranks the launcher was asked for, where they did not come together; else 0."""
+        launcher = self.me.surroundings.launcher
+        asked = 0 if launcher is None else launcher.size
+        return asked if asked > len(self.ranks) else 0
+
+    @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node; this rank alone where they did not come together."""
         meeting = self.job.meeting

@@ -119,7 +119,7 @@ class Prober:
             limit = limits(len(records))
             message = self._receive(reader, limit)
             if isinstance(message, Gap):
-                return Answers(tuple(records), Gap(message.reason, _last_lines(printed)))
+                return Answers(tuple(records), Gap(message.reason, _last_lines(printed), message.status))
             kind, value = message
             if kind == "end":
                 return Answers(tuple(records), None)
@@ -140,7 +140,7 @@ class Prober:
         missing = _LENGTH_BYTES
         while missing > 0:
             if self.interruption.came:
-                return Gap("was ended by the launcher, which ends the whole job (SIGTERM)")
+                return Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
             if self._parents.is_orphan():
                 sys.exit(1)
             if time.monotonic() > until:
@@ -202,6 +202,8 @@ def _end(child: int) -> None:
 
 
 def _ending(code: int) -> str:
+    if code == -signal.SIGTERM:
+        return "was ended by the launcher, which ends the whole job"
     return f"ended the process with status {code}" if code >= 0 else f"crashed with {signal.Signals(-code).name}"
 
 

@@ -18,10 +18,10 @@ _NAME = 14
 def as_text(case: Case, answers: list[Answer]) -> str:
     """The ladder: what each rung found, and what to do."""
     ranks, nodes = len(case.ranks), len(case.nodes)
-    lines = [
-        f"hvlike {hvlike.__version__} doctor: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}",
-        "",
-    ]
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    if case.unmet:
+        where = f"one of {case.unmet} ranks, which did not come together"
+    lines = [f"hvlike {hvlike.__version__} doctor: {where}", ""]
     for answer in answers:
         lines += _rung(answer)
     counts = Counter(each.finding.verdict for each in answers)

@@ -7,8 +7,8 @@ from doctor.healthy import SOFTWARE, case, rank
 
 import hvlike
 from hvlike.doctor import ladder, report
-from hvlike.doctor.build import check_build
 from hvlike.doctor.case import Case
+from hvlike.doctor.command import main
 from hvlike.doctor.probe import Gap
 
 pytestmark = pytest.mark.pure
@@ -51,8 +51,15 @@ def test_a_rank_that_rank_0_cannot_hear_says_one_line() -> None:
     assert "\n" not in line
 
 
-def test_the_list_of_horovod() -> None:
-    text = check_build()
+def test_the_list_of_horovod(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert main(["--check-build"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert main(["--check-build"]) == 0
+    text = capsys.readouterr().out
     assert "    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet" in text
     assert "Available Controllers:\n    [X] MPI\n    [ ] Gloo" in text
+    assert text.startswith(f"hvlike v{hvlike.__version__}:")
     assert f"    [{'X' if hvlike.nccl_built() else ' '}] NCCL" in text

