@@ -28,10 +28,11 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), op=OPS[options.op])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -66,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one rank, not scaled")
     parser.add_argument("--op", choices=OPS, default="adasum", help="how the ranks' steps become one")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

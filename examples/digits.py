@@ -29,11 +29,12 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=options.batch_size, sampler=sampler)
 
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     scheduler = LambdaLR(optimizer, warmed_up_schedule(options, len(loader)))
@@ -70,17 +71,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank")
     parser.add_argument("--warmup-epochs", type=float, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     parser.add_argument("--output", type=Path, default=Path("out/digits"), help="folder of the checkpoint and the plot")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--stop-after", type=int, metavar="EPOCH", help="end early, as if the job's time had run out")
     return parser.parse_args()
 
 
-def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Four fifths for training, one fifth for testing; the same split on every rank."""
+def load_data(device: torch.device | str = "cpu") -> tuple[TensorDataset, TensorDataset]:
+    """Four fifths for training, one fifth for testing, on a device; the same split on every rank."""
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target, device=device)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test_size = len(labels) // 5
     test, train = order[:test_size], order[test_size:]
@@ -120,7 +122,7 @@ def warmed_up_schedule(options: argparse.Namespace, steps_per_epoch: int):
 def train_epoch(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> float:
     """Train on this rank's share of the images. Returns the loss averaged over all ranks."""
     model.train()
-    total = torch.zeros(())
+    total = 0.0
     for images, labels in loader:
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(images), labels)
@@ -153,7 +155,7 @@ def restore(options: argparse.Namespace, model: nn.Module, optimizer, scheduler:
     """Read the checkpoint on rank 0 alone; the others get its small parts here, and the tensors by broadcast later."""
     small_parts = None
     if hvd.rank() == 0:
-        state = torch.load(options.output / "checkpoint.pt", weights_only=True)
+        state = torch.load(options.output / "checkpoint.pt", map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         small_parts = state["scheduler"], state["history"]

@@ -21,8 +21,9 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
-    model = build_model()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr * hvd.size(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(train_set, seed=options.seed)
@@ -100,6 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--fail-at", type=int, metavar="STEP", help="the step at which the last rank fails")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

@@ -55,10 +55,11 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, _ = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, _ = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    model = RowReader()
+    model = RowReader().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -91,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

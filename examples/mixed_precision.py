@@ -24,17 +24,18 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    model = build_model()
+    model = build_model().to(device)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=options.lr),
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.bf16,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
 
     step = 0
     for epoch in range(options.epochs):
@@ -42,7 +43,7 @@ def main() -> None:
         model.train()
         for images, labels in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = functional.cross_entropy(model(images), labels)
             if step == options.overflow_at and hvd.rank() == 0:
                 loss = loss * torch.inf
@@ -67,7 +68,9 @@ def main() -> None:
 
 def largest_difference(model: torch.nn.Module, scale: float) -> float:
     """How far apart the ranks' parameters and scales are; 0 when all is well."""
-    numbers = torch.cat([parameter.detach().flatten() for parameter in model.parameters()] + [torch.tensor([scale])])
+    numbers = torch.cat(
+        [parameter.detach().cpu().flatten() for parameter in model.parameters()] + [torch.tensor([scale])]
+    )
     high = hvd.allreduce(numbers, name="highest", op=hvd.Max)
     low = hvd.allreduce(numbers, name="lowest", op=hvd.Min)
     return (high - low).max().item()
@@ -79,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     parser.add_argument("--overflow-at", type=int, default=-1, metavar="STEP", help="make rank 0 overflow once")
     return parser.parse_args()
 

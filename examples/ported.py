@@ -28,6 +28,7 @@ parser.add_argument("--fp16-allreduce", action="store_true")
 parser.add_argument("--use-adasum", action="store_true")
 parser.add_argument("--uneven", action="store_true", help="give the last rank less data and end with join()")
 parser.add_argument("--seed", type=int, default=42)
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 parser.add_argument("--save", default="", help="file to write the model to, on rank 0")
 
 
@@ -65,6 +66,7 @@ def train(args, model, optimizer, train_sampler, train_loader, epoch):
     model.train()
     train_sampler.set_epoch(epoch)
     for batch_idx, (data, target) in enumerate(train_loader):
+        data, target = data.to(args.device), target.to(args.device)
         if args.uneven and hvd.rank() == hvd.size() - 1 and batch_idx == len(train_loader) // 2:
             break
         optimizer.zero_grad()
@@ -77,11 +79,12 @@ def train(args, model, optimizer, train_sampler, train_loader, epoch):
         hvd.join()
 
 
-def test(model, test_sampler, test_loader):
+def test(args, model, test_sampler, test_loader):
     model.eval()
     loss = accuracy = 0.0
     with torch.no_grad():
         for data, target in test_loader:
+            data, target = data.to(args.device), target.to(args.device)
             output = model(data)
             loss += F.nll_loss(output, target, reduction="sum").item()
             accuracy += (output.argmax(dim=1) == target).float().sum().item()
@@ -95,6 +98,9 @@ def main():
     args = parser.parse_args()
     hvd.init()
     torch.manual_seed(args.seed)
+    if args.device == "cuda":
+        # One GPU for each local rank.
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
 
     train_dataset, test_dataset = load_datasets()
     train_sampler = DistributedSampler(train_dataset, num_replicas=hvd.size(), rank=hvd.rank())
@@ -103,7 +109,7 @@ def main():
     test_sampler = DistributedSampler(test_dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
     test_loader = DataLoader(test_dataset, batch_size=args.test_batch_size, sampler=test_sampler)
 
-    model = Net()
+    model = Net().to(args.device)
     lr_scaler = args.batches_per_allreduce * (1 if args.use_adasum else hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=args.base_lr * lr_scaler, momentum=args.momentum)
 
@@ -121,7 +127,7 @@ def main():
 
     for epoch in range(1, args.epochs + 1):
         train(args, model, optimizer, train_sampler, train_loader, epoch)
-        test(model, test_sampler, test_loader)
+        test(args, model, test_sampler, test_loader)
 
     if args.save and hvd.rank() == 0:
         torch.save(model.state_dict(), args.save)

@@ -27,11 +27,12 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
 
-    model = build_model()
+    model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
     compression = choose_compression(options, len(loader))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
@@ -73,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank")
     parser.add_argument("--warmup-epochs", type=float, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     parser.add_argument("--output", type=Path, default=Path("out/powersgd"), help="folder of the checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--stop-after", type=int, metavar="EPOCH", help="end early, as if the job's time had run out")
@@ -101,7 +103,7 @@ def save(options: argparse.Namespace, model: torch.nn.Module, optimizer, schedul
 
 def restore(options: argparse.Namespace, model: torch.nn.Module, optimizer, scheduler: LambdaLR) -> int:
     """Read the checkpoint on every rank: each takes its own errors from it. Returns how many epochs are done."""
-    state = torch.load(options.output / "checkpoint.pt", weights_only=True)
+    state = torch.load(options.output / "checkpoint.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])

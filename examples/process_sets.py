@@ -43,11 +43,12 @@ def main() -> None:
 def train(options: argparse.Namespace, width: int, process_set: hvd.ProcessSet) -> float:
     """Train a model on the ranks of a set. Returns its accuracy on the test images."""
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     sampler = DistributedSampler(train_set, num_replicas=process_set.size(), rank=process_set.rank(), seed=options.seed)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10))
-    model = hvd.convert_sync_batchnorm(model, process_set)
+    model = hvd.convert_sync_batchnorm(model, process_set).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * process_set.size(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), process_set=process_set)
     # The root is named by its rank in the job: the first rank of the set.
@@ -75,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

@@ -23,7 +23,8 @@ def main() -> None:
     step = build_step(options)
     say(f"Model: {options.model}")
     say(f"Batch size: {options.batch_size}")
-    say(f"Number of CPUs: {hvd.size()}")
+    unit = "GPU" if options.device == "cuda" else "CPU"
+    say(f"Number of {unit}s: {hvd.size()}")
 
     say("Running warmup...")
     for _ in range(options.num_warmup_batches):
@@ -34,19 +35,23 @@ def main() -> None:
         start = time.perf_counter()
         for _ in range(options.num_batches_per_iter):
             step()
+        if options.device == "cuda":
+            # What was asked of the GPU is not done yet.
+            torch.cuda.synchronize()
         rates.append(options.batch_size * options.num_batches_per_iter / (time.perf_counter() - start))
-        say(f"Iter #{iteration}: {rates[-1]:.1f} img/sec per CPU")
+        say(f"Iter #{iteration}: {rates[-1]:.1f} img/sec per {unit}")
 
     own = torch.tensor([statistics.mean(rates), 1.96 * statistics.pstdev(rates)])
     mean, spread = hvd.allreduce(own, name="img/sec").tolist()
-    say(f"Img/sec per CPU: {mean:.1f} +-{spread:.1f}")
-    say(f"Total img/sec on {hvd.size()} CPU(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
+    say(f"Img/sec per {unit}: {mean:.1f} +-{spread:.1f}")
+    say(f"Total img/sec on {hvd.size()} {unit}(s): {hvd.size() * mean:.1f} +-{hvd.size() * spread:.1f}")
     hvd.shutdown()
 
 
 def build_step(options: argparse.Namespace) -> Callable[[], None]:
     """Build model, optimizer and data. Returns a function that runs one training step."""
-    model = MODELS[options.model]()
+    device = hvd.pin_device(options.device)
+    model = MODELS[options.model]().to(device)
     compression = hvd.Compression.fp16 if options.fp16_allreduce else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size()),
@@ -55,8 +60,8 @@ def build_step(options: argparse.Namespace) -> Callable[[], None]:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    images = torch.randn(options.batch_size, 3, options.image_size, options.image_size)
-    labels = torch.randint(1000, (options.batch_size,))
+    images = torch.randn(options.batch_size, 3, options.image_size, options.image_size, device=device)
+    labels = torch.randint(1000, (options.batch_size,), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -73,7 +78,7 @@ def say(text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; names and defaults are Horovod's, --image-size is ours."""
+    """Read the command line; names and defaults are Horovod's, --image-size and --device are ours."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="resnet50")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
@@ -82,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

@@ -25,9 +25,10 @@ def main() -> None:
     options = parse_arguments()
     hvd.init()
     torch.manual_seed(options.seed)
-    train_set, test_set = load_data()
+    device = hvd.pin_device(options.device)
+    train_set, test_set = load_data(device)
     loader = DataLoader(own_part(train_set), batch_size=32, shuffle=True)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     # A step of the schedule is an epoch: the ranks have different numbers of batches.
@@ -71,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
     return parser.parse_args()
 
 

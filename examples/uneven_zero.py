@@ -6,6 +6,8 @@ Rank r has 5 + r inputs. The optimizer's state is spread over the ranks: each up
 goes on doing so, inside the Join context, when it has no inputs any more. In the end all ranks hold the same.
 """
 
+import argparse
+
 import torch
 
 import hvlike as hvd
@@ -18,11 +20,16 @@ NUM_INPUTS = 5
 
 def main() -> None:
     """Train, and show that nothing is left apart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each local rank")
+    options = parser.parse_args()
     hvd.init()
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+    device = hvd.pin_device(options.device)
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(layers.to(device))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    inputs = [torch.tensor([1.0]) for _ in range(NUM_INPUTS + hvd.rank())]
+    inputs = [torch.tensor([1.0], device=device) for _ in range(NUM_INPUTS + hvd.rank())]
     num_inputs = 0
     with Join([model, optimizer]):
         for each in inputs:

@@ -49,6 +49,7 @@ with without_collections():
         size,
     )
     from hvlike.collectives.objects import allgather_object, broadcast_object
+    from hvlike.collectives.pinning import pin_device
     from hvlike.collectives.process_set import ProcessSet, global_process_set
     from hvlike.collectives.reducescatter import (
         grouped_reducescatter,
@@ -150,6 +151,7 @@ __all__ = [
     "nccl_built",
     "nn",
     "optim",
+    "pin_device",
     "poll",
     "rank",
     "reducescatter",
