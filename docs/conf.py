@@ -32,10 +32,15 @@ html_show_copyright = False
 
 
 def leave_out_missing_pages(app: Sphinx, page: str, text: list[str]) -> None:
-    """Pages that are still being written have their place in the table of contents already."""
+    """Pages that are still being written have their place already: in the table of contents, and in links."""
+
+    def kept(found: re.Match[str]) -> str:
+        return found[0] if (DOCS / f"{found['page']}.md").exists() else found["text"]
+
     if page == "index":
-        entries = re.compile(r"^[\w/-]+\n", flags=re.MULTILINE)
-        text[0] = entries.sub(lambda found: found[0] if (DOCS / f"{found[0].strip()}.md").exists() else "", text[0])
+        text[0] = re.sub(r"^(?P<page>[\w/-]+)(?P<text>)\n", kept, text[0], flags=re.MULTILINE)
+    elif "/" not in page:
+        text[0] = re.sub(r"\[(?P<text>[^\]]+)\]\((?P<page>[\w-]+)\.md[^)]*\)", kept, text[0])
 
 
 def setup(app: Sphinx) -> None:

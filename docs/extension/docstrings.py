@@ -39,7 +39,7 @@ def to_rest(lines: list[str], arguments: Iterable[str]) -> list[str]:
     result: list[str] = []
     for part in parts_of(lines, set(arguments)):
         if part.drawn:
-            result += ["::", "", *(INDENTATION + line for line in part.lines), ""]
+            result += ["::", "", *((INDENTATION + line).rstrip() for line in part.lines), ""]
         else:
             text = marked(" ".join(line.strip() for line in part.lines))
             result += [
