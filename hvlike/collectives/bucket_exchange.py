@@ -8,7 +8,7 @@ import torch
 
 from hvlike.collectives.operand import Operand
 from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.cuda.jobs import home_of
+from hvlike.planes.cuda.jobs import home_of, in_host_memory
 from hvlike.planes.packing import Packer
 from hvlike.planes.plane import Plane
 from hvlike.transport.routine import Routine
@@ -47,5 +47,23 @@ class BucketExchange:
 
     def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         """See Exchange.share."""
-        if tensors:
-            yield from self._plane.gather([tensor.view(-1).view(torch.uint8) for tensor in tensors], owners)
+        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
+        if operands:
+            yield from self._plane.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        for operand in operands:
+            operand.write_back()
+
+    def are_finite(self, groups: Sequence[Sequence[torch.Tensor]]) -> Routine[list[bool]]:
+        """See Exchange.are_finite."""
+        if not groups:
+            return []
+        flags = [torch.stack([tensor.isfinite().all() for tensor in group]).all() for group in groups]
+        answers: list[bool] = []
+
+        def read(_: Plane, copies: Sequence[torch.Tensor]) -> Routine[None]:
+            answers.extend(bool(each) for each in copies[0].tolist())
+            yield from ()
+
+        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._plane))
+        yield from in_host_memory(self._plane, [operand.flat], read)
+        return answers

@@ -28,7 +28,9 @@ def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) 
     memory = state.get("compression")
     errors: dict[int, dict[str, Tensor]] = {}
     for each in process_set.ranks or range(size()):
-        own = memory["errors"] if memory is not None and each == rank() else {}
+        # The root shall not have them on its GPU as well.
+        kept = memory["errors"] if memory is not None and each == rank() else {}
+        own = {number: {name: error.cpu() for name, error in found.items()} for number, found in kept.items()}
         received = broadcast_object(own, each, process_set=process_set)
         if rank() == root_rank:
             errors.update(received)

@@ -29,4 +29,7 @@ class Exchange(Protocol):
         """Reduce in place with the op and the factors of the reduction; bitwise the same result on every rank."""
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> Routine[None]:
-        """Write each contiguous CPU tensor from the rank `owners[i]` to all others, bit by bit."""
+        """Write each contiguous tensor from the rank `owners[i]` to all others, bit by bit."""
+
+    def are_finite(self, groups: Sequence[Sequence[Tensor]]) -> Routine[list[bool]]:
+        """For each group whether all elements of its tensors are finite; no thread waits for a GPU meanwhile."""

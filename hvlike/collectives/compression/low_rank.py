@@ -12,13 +12,13 @@ _BLOCK_ELEMENTS = 1 << 15
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` in their own precision, also where the caller computes under autocast."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(left.device.type, enabled=False):
         return torch.mm(left, right)
 
 
 def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     """Subtract `left @ right.T` from `matrix`, in place."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(matrix.device.type, enabled=False):
         matrix.addmm_(left, right.t(), alpha=-1)
 
 
@@ -44,10 +44,11 @@ def outer_sum(left: Tensor, right: Tensor) -> Tensor:
     equal inputs give bitwise equal gradients on every rank.
     """
     rows, columns = len(left), len(right)
-    result = torch.empty((rows, columns), dtype=left.dtype, device="cpu")
+    result = torch.empty((rows, columns), dtype=left.dtype, device=left.device)
     terms = right.t().contiguous()
-    step = max(1, _BLOCK_ELEMENTS // max(1, columns))
-    scratch = torch.empty((min(step, rows), columns), dtype=left.dtype, device="cpu")
+    # A GPU has no use for blocks that fit a cache, and each would cost it some kernels.
+    step = max(1, _BLOCK_ELEMENTS // max(1, columns)) if left.is_cpu else max(1, rows)
+    scratch = torch.empty((min(step, rows), columns), dtype=left.dtype, device=left.device)
     for start in range(0, rows, step):
         block, factors = result[start : start + step], left[start : start + step]
         torch.mul(factors[:, :1], terms[0], out=block)

@@ -92,17 +92,16 @@ class PowerSGD(StatefulCompressor):
             else:
                 plain.append(tensor)
         yield from exchange.allreduce([*(work.p for work in works), *plain])
-        carried = [work for work in works if _is_finite(work, work.p)]
+        carried = yield from _finite_ones(works, [work.p for work in works], exchange)
         yield from self._orthonormalise(carried, exchange)
         for work in carried:
             work.q = product(work.matrix.t(), work.p).contiguous()
             subtract_product(work.matrix, work.p, work.q)
             yield Wait.AGAIN
         yield from exchange.allreduce([work.q for work in carried])
-        for work in carried:
-            if _is_finite(work, work.q):
-                self._end(work)
-                yield Wait.AGAIN
+        for work in (yield from _finite_ones(carried, [work.q for work in carried], exchange)):
+            self._end(work)
+            yield Wait.AGAIN
         self._count(
             sum(each.nbytes for each in tensors),
             sum(each.nbytes for each in plain) + sum(work.p.nbytes + work.q.nbytes for work in works),
@@ -126,9 +125,10 @@ class PowerSGD(StatefulCompressor):
         rows, columns = matrix.shape
         shape = (columns, min(rows, columns, self.matrix_approximation_rank))
         kept = self._shared.get(name) if self.warm_start else None
-        start = random_matrix(shape, matrix.dtype, self.random_seed, self.iteration, name)
+        start = random_matrix(shape, matrix.dtype, self.random_seed, self.iteration, name).to(matrix.device)
         if kept is not None and tuple(kept.shape) == shape and kept.dtype is matrix.dtype:
             # A column of zeros would stay one for ever.
+            kept = kept.to(matrix.device)
             start = torch.where((kept == 0).all(dim=0), start, kept)
         return orthonormal(start)
 
@@ -162,12 +162,13 @@ def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
-def _is_finite(work: _Work, reduced: Tensor) -> bool:
+def _finite_ones(works: Sequence[_Work], reduced: Sequence[Tensor], exchange: Exchange) -> Routine[list[_Work]]:
     """Look at what is equal on all ranks; where it is not finite, so is the gradient."""
-    if bool(torch.isfinite(reduced).all()):
-        return True
-    work.tensor.fill_(math.nan)
-    return False
+    answers = yield from exchange.are_finite([[each] for each in reduced])
+    for work, finite in zip(works, answers, strict=True):
+        if not finite:
+            work.tensor.fill_(math.nan)
+    return [work for work, finite in zip(works, answers, strict=True) if finite]
 
 
 def _check_whole(name: str, value: object, least: int | None = None) -> None:

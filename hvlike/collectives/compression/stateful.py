@@ -121,11 +121,12 @@ class StatefulCompressor(Compressor, ABC):
     def _with_error(self, name: str, tensor: Tensor) -> Tensor:
         """A new tensor in working precision: the gradient and what earlier steps have left of it."""
         dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-        work = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        work = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
         work.copy_(tensor)
         error = self._errors.get(name)
         if self.use_error_feedback and error is not None and error.shape == work.shape and error.dtype is dtype:
-            work.add_(error)
+            # One that was loaded may be elsewhere.
+            work.add_(error.to(work.device))
         return work
 
     # -- agreement between ranks ----------------------------------------------------------------
@@ -135,7 +136,7 @@ class StatefulCompressor(Compressor, ABC):
         digest = hashlib.sha256()
         for name, tensor in sorted(self._shared.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return Mark(self.iteration, digest.hexdigest())
 
     def align(self, agreed: Mark) -> None:

@@ -79,7 +79,7 @@ class TopK(StatefulCompressor):
         places = work.abs().topk(count, sorted=False).indices.sort().values
         values = work[places]
         # What is sent leaves the memory exactly.
-        work[places] = 0
+        work.index_fill_(0, places, 0)
         return _Work(name, tensor, work, values, places)
 
     def _sum(self, works: Sequence[_Work], exchange: Exchange) -> Routine[int]:
@@ -100,17 +100,17 @@ class TopK(StatefulCompressor):
             (torch.split(each_values, counts), torch.split(each_places, counts))
             for each_values, each_places in zip(values, places, strict=True)
         ]
+        finite = yield from exchange.are_finite([[each[0][index] for each in parts] for index in range(len(works))])
         for index, work in enumerate(works):
-            self._end(work, [(each[0][index], each[1][index]) for each in parts], exchange.factor)
+            self._end(work, [(each[0][index], each[1][index]) for each in parts], exchange.factor, finite[index])
             yield Wait.AGAIN
         return own_values.nbytes + own_places.nbytes
 
-    def _end(self, work: _Work, parts: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
-        total = torch.zeros(work.tensor.numel(), dtype=work.values.dtype, device="cpu")
+    def _end(self, work: _Work, parts: Sequence[tuple[Tensor, Tensor]], factor: float, finite: bool) -> None:
+        total = torch.zeros(work.tensor.numel(), dtype=work.values.dtype, device=work.values.device)
         for values, places in parts:
             total.index_add_(0, places, values)
         work.tensor.copy_(total.mul_(factor).view(work.tensor.shape))
-        finite = all(bool(torch.isfinite(values).all()) for values, _ in parts)
         if finite and self.use_error_feedback:
             self._next_errors[work.name] = work.error
 
