@@ -71,6 +71,7 @@ with without_collections():
     from hvlike.training.convert_batch_norm import convert_sync_batchnorm
     from hvlike.training.gather_state import gather_optimizer_state
     from hvlike.training.optimizer import DistributedOptimizer
+    from hvlike.training.progress import progress
     from hvlike.training.sync_batch_norm import SyncBatchNorm
     from hvlike.version import __version__
 
@@ -153,6 +154,7 @@ __all__ = [
     "optim",
     "pin_device",
     "poll",
+    "progress",
     "rank",
     "reducescatter",
     "reducescatter_async",

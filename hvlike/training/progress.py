@@ -1,0 +1,183 @@
+"""hvd.progress: a progress bar for a loop that all ranks run, shown once, with figures averaged over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Generic, TypeVar, overload
+
+from torch import Tensor
+
+from hvlike.collectives.context import current, is_running
+from hvlike.collectives.gazette import gazette_of
+from hvlike.errors import UsageError
+from hvlike.transport.terminal import columns_of_terminal
+
+T = TypeVar("T")
+
+logger = logging.getLogger("hvlike")
+
+
+class Progress(Generic[T]):
+    """A bar, made by hvd.progress. Iterate over it, or call update() yourself and close it (or use `with`)."""
+
+    def __init__(self, iterable: Iterable[T], desc: str, bar: Any) -> None:
+        """bar: the tqdm object that shows it here; None: nothing is shown."""
+        self._iterable = iterable
+        self._bar = bar
+        self._context = current()
+        self._gazette = gazette_of(self._context)
+        self._column = self._gazette.open(desc)
+        self._sums: dict[str, tuple[Any, int]] = {}
+        self._due = 0.0
+
+    @property
+    def shown(self) -> bool:
+        """Whether this rank shows the bar."""
+        return self._bar is not None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means of what set_metrics was given so far: on rank 0 over all ranks, elsewhere over this one.
+
+        What other ranks have given in the last half second may be missing. Local, does not block.
+        """
+        self._report()
+        return self._gazette.means(self._column)
+
+    def set_metrics(self, **values: float | Tensor) -> None:
+        """Give this rank's values of this step (loss=loss), numbers or tensors of one element. Local.
+
+        The bar shows the mean over all ranks and steps so far. Ranks need not give the same names, nor equally often.
+        Tensors on a device are read about twice a second, not in every step.
+        Raises: UsageError for a tensor of several elements.
+        """
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + _number(name, value), count + 1)
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._gazette.pause
+            self._report()
+            if self._bar is not None:
+                self._bar.set_postfix(self._gazette.means(self._column), refresh=False)
+
+    def update(self, n: int = 1) -> None:
+        """So many steps are done; iterating does it by itself. Local."""
+        if self._bar is not None:
+            self._bar.update(n)
+
+    def write(self, text: str) -> None:
+        """Print a line on rank 0, above the bar if there is one. Local; other ranks print nothing."""
+        if self._bar is not None:
+            self._bar.write(text)
+        elif self._context.world.rank == 0:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Show the last figures and leave the bar as it is. Local; a second call does nothing."""
+        self._report()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.set_postfix(self._gazette.means(self._column), refresh=False)
+            bar.close()
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            for each in self._iterable:
+                yield each
+                self.update()
+        finally:
+            self.close()
+
+    def __len__(self) -> int:
+        return len(self._iterable)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Progress[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _report(self) -> None:
+        """Hand on what this rank has gathered; after shutdown() there is nobody to tell."""
+        sums = {name: (float(total), count) for name, (total, count) in self._sums.items()}
+        self._sums = {}
+        if sums and is_running() and current() is self._context:
+            self._gazette.report(self._column, sums)
+
+
+@overload
+def progress(
+    iterable: Iterable[T],
+    desc: str | None = None,
+    total: float | None = None,
+    *,
+    disable: bool | None = None,
+    **options: Any,
+) -> Progress[T]: ...
+@overload
+def progress(
+    iterable: None = None,
+    desc: str | None = None,
+    total: float | None = None,
+    *,
+    disable: bool | None = None,
+    **options: Any,
+) -> Progress[Any]: ...
+def progress(
+    iterable: Iterable[T] | None = None,
+    desc: str | None = None,
+    total: float | None = None,
+    *,
+    disable: bool | None = None,
+    **options: Any,
+) -> Progress[T]:
+    """Return a progress bar around `iterable`, shown by tqdm on rank 0 alone; the others just iterate.
+
+    iterable: what to loop over; None: call update() by hand. desc, total, options: as tqdm has them.
+    disable: None: quiet where rank 0's output is no terminal (that of mpirun counts); False: show it all the same;
+        True: never.
+    Give values with set_metrics(loss=loss, ...): the bar shows means over all ranks, which send theirs to rank 0 about
+    twice a second, without waiting for anybody. Bars are matched between ranks by desc and their order.
+    Local, does not block; ranks may have different numbers of steps. Without tqdm nothing is shown.
+    Raises: NotInitializedError; UsageError for what is not iterable.
+    Source: tqdm.tqdm.
+    """
+    if iterable is not None and not hasattr(iterable, "__iter__"):
+        raise UsageError(f"progress expects something to iterate over, got {type(iterable).__name__}.")
+    rank = current().world.rank
+    bar = None if rank or disable else _bar(iterable, desc, total, force=disable is False, options=options)
+    return Progress(() if iterable is None else iterable, desc or "", bar)
+
+
+def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, *, force: bool, options: Any) -> Any:
+    """The bar of rank 0; None where nobody would see it."""
+    columns = columns_of_terminal()
+    if columns is None and not force:
+        return None
+    if find_spec("tqdm") is None:
+        logger.info("progress shows no bar: tqdm is not installed (pip install tqdm).")
+        return None
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)  # type: ignore[arg-type]
+    # What mpirun passes on has no size of its own.
+    return import_module("tqdm").tqdm(desc=desc, total=total, **{"ncols": columns, **options})
+
+
+def _number(name: str, value: float | Tensor) -> float | Tensor:
+    """A value to add up; one on a device stays there."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise UsageError(
+            f"progress: {name} is a tensor of shape {tuple(value.shape)}, expected one element: take its mean."
+        )
+    value = value.detach().reshape(())
+    return float(value) if value.device.type == "cpu" else value.float()
