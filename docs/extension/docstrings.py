@@ -16,6 +16,8 @@ import hvlike
 
 # A line that begins with one of these begins a paragraph.
 LABELS = ("Returns", "Collective", "Blocks", "Raises:", "Gradient:", "Source:", "Attribute", "Local.")
+# What is said of an argument ends where one of these begins a sentence.
+NO_ARGUMENT = re.compile(r"(?<=\. )(?=(?:Any worker|Collective|Every rank|Local|Returns)\b)")
 LABEL = re.compile(r"(Raises|Gradient|Source|Collective):")
 LITERAL = re.compile(r"`([^`]+)`")
 SPECIAL = re.compile(r"([\\*_|`])")
@@ -65,7 +67,11 @@ def parts_of(lines: list[str], arguments: set[str]) -> Iterator[Part]:
                         yield part
                     part = Part(arguments=begins)
                     piece = piece.partition(": ")[2] if begins else piece
-                part.lines.append(piece)
+                said, *rest = NO_ARGUMENT.split(piece, maxsplit=1) if part.arguments else [piece]
+                part.lines.append(said)
+                if rest:
+                    yield part
+                    part = Part(lines=rest)
         yield part
 
 

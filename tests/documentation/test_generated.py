@@ -53,7 +53,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 DOCSTRING = """Reduce `tensor` over ranks, see `allreduce`.
 
 tensor: (N, ...), any strides; the same
-    dtype on every rank. op: Average or Sum*.
+    dtype on every rank. op: Average or Sum*. Local, from any thread.
 Returns a tensor like `tensor`. Blocks.
 Raises: UsageError; others as
     allreduce_.
@@ -74,6 +74,8 @@ def test_a_docstring_becomes_what_sphinx_reads() -> None:
         ":param tensor: (N, ...), any strides; the same dtype on every rank.",
         "",
         r":param op: Average or Sum\*.",
+        "",
+        "Local, from any thread.",
         "",
         "Returns a tensor like ``tensor``. Blocks.",
         "",

@@ -1,10 +1,8 @@
 """What docs/recipes.md leaves to the reader."""
 
-import os
-from pathlib import Path
-
 import torch
 from documentation.things import Net, loss_of, make_loader
+from torch import Tensor
 
 import hvlike as hvd
 
@@ -14,8 +12,7 @@ loader = make_loader(4)
 images, labels = loader[0]
 model = Net()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-epoch = 3
-# A scaler starts from a large factor; this loss has been scaled by none.
+state = {"model": Net().state_dict(), "optimizer": torch.optim.SGD(Net().parameters()).state_dict(), "epoch": 3}
 loss = loss_of(model(images), labels)
 
 
@@ -23,5 +20,9 @@ def prepare(folder: str) -> None:
     """Downloads nothing."""
 
 
-# What one rank has written is there.
-hvd.barrier()
+def train_epoch(model: Net, optimizer: torch.optim.Optimizer, loader: list[tuple[Tensor, Tensor]]) -> None:
+    """Some steps."""
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss_of(model(images), labels).backward()
+        optimizer.step()
