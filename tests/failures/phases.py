@@ -1,6 +1,6 @@
 """Where in a program a rank fails: the text of a program for each phase.
 
-`fail()` is put in front by cases.py; FAILS is true on the rank that fails. The other ranks do what they would do in a
+`fail()` is put in front by endings.py; FAILS is true on the rank that fails. The other ranks do what they would do in a
 program without a fault, so they wait for that one.
 """
 

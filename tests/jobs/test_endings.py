@@ -184,7 +184,7 @@ def test_an_error_late_in_init_on_one_rank_ends_the_job() -> None:
 import sys, time
 import hvlike as hvd
 from hvlike.collectives import context
-def fail(world):
+def fail(world, **options):
     sys.stdout.write(f"END {time.time()}\\n")
     sys.stdout.flush()
     raise OSError("no memory to share")

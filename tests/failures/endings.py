@@ -1,12 +1,10 @@
-"""What happens to a rank, and what the job must show of it."""
+"""Every way in which a rank can end, in every phase."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from failures.case import Case
 from failures.phases import PHASES
-
-LIMIT_SECONDS = 10.0
-"""From the failure to the end of mpirun."""
 
 PREAMBLE = """
 import ctypes, os, resource, signal, sys, time
@@ -19,21 +17,24 @@ FAILS = RANK == FAILING
 PHASE = {phase!r}
 RPC_SECONDS = {rpc_seconds}
 
-def fail():
+def end():
     # One write: the lines of several ranks must not be mixed.
     sys.stdout.write(f"END {{time.time()}}\\n")
     sys.stdout.flush()
+
+def fail():
+    end()
     {body}
 """
 
-STUCK = ("in fail", "in init()", "RPC ran for more than")
+STUCK = ("in fail", "does not answer", "in init()", "RPC ran for more than")
 LIMITS = {"HVLIKE_STALL_CHECK_TIME_SECONDS": "1", "HVLIKE_STALL_SHUTDOWN_TIME_SECONDS": "3"}
 """A rank that hangs ends nothing by itself: the job has limits."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A way to fail: a line of Python, and words of which one must be on stderr (besides the rank)."""
+    """A way to fail: a line of Python, and words of which one must be on stderr."""
 
     body: str
     words: tuple[str, ...]
@@ -62,42 +63,20 @@ FAILURES = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table."""
-
-    failure: str
-    phase: str
-    ranks: int
-
-    @property
-    def failing(self) -> int:
-        """The rank that fails: the last one, but for 3 ranks rank 0, which coordinates."""
-        return 0 if self.ranks == 3 else self.ranks - 1
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        """Variables of the job."""
-        return FAILURES[self.failure].env
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """One of these must be in what the job prints."""
-        return FAILURES[self.failure].words
-
-    def program(self) -> str:
-        """The program of all ranks."""
-        failure = FAILURES[self.failure]
-        head = PREAMBLE.format(
-            size=self.ranks,
-            failing=self.failing,
-            phase=self.phase,
-            rpc_seconds=3 if failure.env else 60,
-            body=failure.body,
-        )
-        return head + PHASES[self.phase]
+def failing_rank(ranks: int) -> int:
+    """The last one; of 3 ranks rank 0, which coordinates."""
+    return 0 if ranks == 3 else ranks - 1
 
 
-def all_cases() -> list[Case]:
+def case_of(failure: str, phase: str, ranks: int) -> Case:
+    """The program of this failure in this phase."""
+    how = FAILURES[failure]
+    head = PREAMBLE.format(
+        size=ranks, failing=failing_rank(ranks), phase=phase, rpc_seconds=3 if how.env else 60, body=how.body
+    )
+    return Case(failure, phase, ranks, head + PHASES[phase], how.words, how.env)
+
+
+def endings() -> list[Case]:
     """Every failure in every phase at 2 to 4 ranks."""
-    return [Case(failure, phase, ranks) for failure in FAILURES for phase in PHASES for ranks in (2, 3, 4)]
+    return [case_of(failure, phase, ranks) for failure in FAILURES for phase in PHASES for ranks in (2, 3, 4)]

@@ -1,0 +1,42 @@
+"""Some cells of the table of failures; which ones changes from commit to commit. All: `python -m failures`."""
+
+import subprocess
+
+import pytest
+from failures.case import Case
+from failures.endings import FAILURES, case_of
+from failures.outcome import run_case
+from failures.phases import PHASES
+from failures.surroundings import surroundings
+from job import CHECKOUT
+
+pytestmark = pytest.mark.job
+
+CELLS = [(phase, ranks) for phase in PHASES for ranks in (2, 3, 4)]
+# What the rank prints is cut off by the end of the job when it comes late.
+BY_HAND = ("hang with the lock",)
+
+
+def number_of_commit() -> int:
+    """A number that is another one in the next commit; the same for all who run this one."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    return int(asked.stdout[:8] or "0", 16)
+
+
+def chosen(number: int) -> list[Case]:
+    """Each way to end once, each in another cell, and one case of the surroundings."""
+    ways = [failure for failure in FAILURES if failure not in BY_HAND]
+    cells = [CELLS[(number + 5 * place) % len(CELLS)] for place in range(len(ways))]
+    others = [case for case in surroundings() if not case.setup]
+    return [case_of(failure, *cell) for failure, cell in zip(ways, cells, strict=True)] + [others[number % len(others)]]
+
+
+@pytest.mark.parametrize("case", chosen(number_of_commit()), ids=str)
+def test_a_failure_ends_the_job_with_one_report_and_leaves_nothing(case: Case) -> None:
+    outcome = run_case(case, timed=False)
+    assert not outcome.wrong, f"{outcome.wrong}\n{outcome.stderr}"
+
+
+def test_commits_in_a_row_come_to_every_cell() -> None:
+    seen = {(case.failure, case.phase, case.ranks) for number in range(len(CELLS)) for case in chosen(number)[:-1]}
+    assert len(seen) == (len(FAILURES) - len(BY_HAND)) * len(CELLS)
