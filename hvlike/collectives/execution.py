@@ -13,9 +13,10 @@ from hvlike.collectives.jobs.broadcast import broadcast_job
 from hvlike.collectives.jobs.plan import plan_job
 from hvlike.collectives.jobs.reducescatter import reducescatter_job
 from hvlike.collectives.jobs.site import Agreed, Site
-from hvlike.collectives.request import Signature
+from hvlike.collectives.request import Request, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
+from hvlike.planes.cuda.device_plane import DevicePlane
 from hvlike.planes.cuda.jobs import home_of, on_device
 from hvlike.planes.cuda.runtime import DeviceRuntime, runtime_of
 from hvlike.planes.lane import Job, Lane, Lanes
@@ -182,11 +183,15 @@ def complete_on_device(lane: Lane, batch: Sequence[Agreed], task: Task[None]) ->
         return
     with device.runtime.use(device.stream):
         for request, _ in batch:
-            try:
-                device.keep(request.tensors)
-                result = request.finish(request)
-                fence = device.fence(result)
-            except Exception as failure:
-                request.handle.complete(None, failure)
-            else:
-                request.handle.complete(result, None, fence)
+            _complete_one(device, request)
+
+
+def _complete_one(device: DevicePlane, request: Request) -> None:
+    try:
+        device.keep(request.tensors)
+        result = request.finish(request)
+        fence = device.fence(result)
+    except Exception as failure:
+        request.handle.complete(None, failure)
+    else:
+        request.handle.complete(result, None, fence)

@@ -149,16 +149,12 @@ class NcclPlane(StagedPlane):
         return number
 
     def _begin(self, calls: Sequence[Call]) -> None:
-        """Put calls into the stream, several as one group."""
+        """Put calls into the stream, as one group."""
         if not calls:
             return
         with self._lock:
             self.check()
-            if len(calls) == 1:
-                ((call, arguments),) = calls
-                call(*arguments, self._address)
-            else:
-                with self._communicator.nccl.group():
-                    for call, arguments in calls:
-                        call(*arguments, self._address)
+            with self._communicator.nccl.group():
+                for call, arguments in calls:
+                    call(*arguments, self._address)
             self._under_way.append((self.runtime.record(self.stream), time.monotonic()))

@@ -92,7 +92,7 @@ class DevicePlanes:
         group = self._group
         if self._root is None or not self._root.splits:
             library = nccl.load()
-            number = torch.zeros(nccl.ID_BYTES, dtype=torch.uint8)
+            number = torch.zeros(nccl.ID_BYTES, dtype=torch.uint8, device="cpu")
             if group.rank == 0:
                 number = torch.frombuffer(bytearray(library.new_id()), dtype=torch.uint8)
             yield from host.gather([number], [0])
@@ -160,7 +160,7 @@ class Attempt:
 
 def _tell_all(host: Plane, group: Group, said: Any) -> Routine[list[Any]]:
     """What every rank says, in order; plain values of a few hundred bytes."""
-    records = [torch.zeros(_RECORD_BYTES, dtype=torch.uint8) for _ in range(group.size)]
+    records = [torch.zeros(_RECORD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(group.size)]
     text = json.dumps(said).encode()
     records[group.rank][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     yield from host.gather(records, list(range(group.size)))

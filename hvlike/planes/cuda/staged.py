@@ -108,11 +108,8 @@ class StagedPlane(DevicePlane):
 
         reads, writes: the tensors whose values the work needs, and those that it changes.
         """
-        begun = self.runtime.record(self.stream)
-        self.runtime.wait(self._down, begun)
-        if any(index not in reads for index in writes):
-            # What is read here has been waited for before it is written.
-            self.runtime.wait(self._up, begun)
+        # Also what is only written here: it may be in use until now. Each piece is waited for before it goes up.
+        self.runtime.wait(self._down, self.runtime.record(self.stream))
         waiting = iter(pieces)
         loaded = deque(self._load(tensors, piece, reads) for piece in islice(waiting, AHEAD))
         # What follows is the loop's: the host's plane may only be used there.

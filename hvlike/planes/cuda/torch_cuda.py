@@ -63,7 +63,7 @@ class CudaRuntime:
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See DeviceRuntime."""
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See DeviceRuntime."""
