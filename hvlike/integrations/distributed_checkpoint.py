@@ -1,0 +1,152 @@
+"""torch.distributed.checkpoint of wrapped models and optimizers: all ranks write, any number of ranks reads.
+
+Tensors have the names that torch gives them: `model.<parameter>` and `optimizer.state.<parameter>.<what>`, without what
+a model or an optimizer is wrapped in. So programs without hvlike can read such a checkpoint, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from hvlike.collectives import lifecycle
+from hvlike.collectives.objects import broadcast_object
+from hvlike.errors import UsageError
+from hvlike.integrations.checkpoint_entries import OptimizerEntries, model_entries, unwrapped
+from hvlike.integrations.torch_distributed import init_process_group
+
+_REST = "rest"
+"""The entry for all that is no tensor."""
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any) -> None:
+    """Write a model, its optimizer and more into a folder, to which all ranks contribute.
+
+    path: a folder, in a file system that all ranks see, that does not hold a checkpoint yet: one that is overwritten
+    could be lost with the job. model: wrapped in a DistributedDataParallel, or not. optimizer: any; of a
+    ZeroRedundancyOptimizer each rank writes its share. more: by name, objects with state_dict (schedules, scalers,
+    samplers), and values that pickle. Of these, and of the buffers of the model, those of rank 0 are written.
+    The folder counts as a checkpoint once all is on disk. Collective: every rank calls it. Blocks until done.
+    Raises: UsageError, on every rank, where there is a checkpoint; CheckpointException of torch, on every rank, where
+    a rank could not write.
+    Source: torch.distributed.checkpoint.save.
+    """
+    folder = Path(path)
+    if _is_checkpoint(folder):
+        raise UsageError(f"{folder} holds a checkpoint already. Save each into a folder of its own.")
+    tensors, rest = model_entries(model)
+    if lifecycle.rank() > 0:
+        # Parameters are equal on all ranks, which write some each; buffers may be each rank's own.
+        parameters = {f"model.{name}" for name, _ in unwrapped(model).named_parameters()}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in parameters}
+    rest = {"model": rest, "more": {name: _state_of(value) for name, value in more.items()}}
+    if optimizer is not None:
+        entries = OptimizerEntries(model, optimizer)
+        tensors.update(entries.tensors())
+        rest["optimizer"] = entries.rest()
+    state: dict[str, Any] = dict(tensors)
+    if lifecycle.rank() == 0:
+        state[_REST] = rest
+    with _process_group():
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner)
+
+
+def load(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any
+) -> dict[str, Any]:
+    """Read what `save` has written, on any number of ranks, into a model and an optimizer made alike.
+
+    model, optimizer: wrapped or not, whatever those that were saved were in. more: objects with load_state_dict that
+    were saved by these names.
+    Returns the values that were saved by name, other than those that went into the objects of `more`.
+    Every rank reads what it keeps, and no other rank's share of a ZeroRedundancyOptimizer. Collective: every rank calls
+    it, with the same path. Blocks until done. After an error the model may hold some of what was saved.
+    Raises: UsageError, on every rank, where there is no complete checkpoint, or names or shapes are not those of the
+    model or optimizer; CheckpointException of torch, on every rank, where a rank could not read.
+    Source: torch.distributed.checkpoint.load.
+    """
+    folder = Path(path)
+    if not _is_checkpoint(folder):
+        raise UsageError(f"{folder} holds no checkpoint that is complete (it has no .metadata).")
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors, _ = model_entries(model)
+    _check(folder, tensors, saved)
+    wanted = dict(tensors)
+    entries = None if optimizer is None else OptimizerEntries(model, optimizer)
+    if entries is not None:
+        wanted.update(entries.empty(_forms(saved)))
+    state: dict[str, Any] = {**wanted, _REST: None}
+    with _process_group():
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner)
+    rest = state[_REST]
+    absent = sorted(set(more) - set(rest["more"]))
+    if absent:
+        raise UsageError(f"{folder} has nothing by the names {absent}; it has {sorted(rest['more'])}.")
+    if rest["model"]:
+        unwrapped(model).load_state_dict(rest["model"], strict=False)
+    if entries is not None:
+        if "optimizer" not in rest:
+            raise UsageError(f"{folder} was saved without an optimizer.")
+        entries.load({name: state[name] for name in wanted.keys() - tensors.keys()}, rest["optimizer"])
+    for name, value in more.items():
+        value.load_state_dict(rest["more"][name])
+    return {name: value for name, value in rest["more"].items() if name not in more}
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """torch.distributed as it is, or for as long as this takes over hvlike."""
+    if dist.is_initialized():
+        yield
+        return
+    init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether rank 0 sees one. Collective; blocks."""
+    lifecycle.init()
+    found: bool = broadcast_object((folder / ".metadata").exists(), root_rank=0)
+    return found
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _forms(saved: Mapping[str, object]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor that was saved."""
+    forms = {}
+    for name, entry in saved.items():
+        if isinstance(entry, TensorStorageMetadata):
+            forms[name] = entry.size, entry.properties.dtype
+    return forms
+
+
+def _check(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:
+    """Raise UsageError where the model has tensors that were not saved, or of other shapes, or fewer."""
+    forms = _forms(saved)
+    problems = [f"{name} is not in it" for name in tensors if name not in forms]
+    problems += [f"{name} is not in the model" for name in forms if name.startswith("model.") and name not in tensors]
+    for name, tensor in tensors.items():
+        if name in forms and forms[name][0] != tensor.shape:
+            problems.append(f"{name} has the shape {list(forms[name][0])} there and {list(tensor.shape)} here")
+    if not isinstance(saved.get(_REST), BytesStorageMetadata):
+        problems.append("it was not written by hvlike.integrations.distributed_checkpoint.save")
+    if problems:
+        raise UsageError(f"{folder} does not fit the model: {'; '.join(problems[:5])}.")
