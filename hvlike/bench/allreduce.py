@@ -17,12 +17,14 @@ from hvlike.bench import reducers
 from hvlike.bench.allreduce_report import Result, as_text, panels
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Entrant, compare
+from hvlike.bench.devices import cpu_only, where
 from hvlike.bench.horovod_job import Elsewhere
-from hvlike.bench.options import add_common, left_out
+from hvlike.bench.options import add_common, add_device, left_out
 from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.reducers import Case
 from hvlike.bench.sizes import parse_sizes
+from hvlike.bench.torch_group import backend_for
 from hvlike.errors import UsageError
 
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
     parser.add_argument("--no-gloo", action="store_true", help="leave gloo out")
+    add_device(parser, "the tensor")
     add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}")
 
 
@@ -61,17 +64,19 @@ def run(options: argparse.Namespace) -> int:
     if options.op == "average" and not all(each.is_floating_point for each in options.dtypes):
         raise UsageError("--op average is for floating dtypes: an average of integers has no single meaning.")
     hvlike.init()
+    device = hvlike.pin_device(options.device)
     with Peers(
         without_gloo=left_out(options.no_gloo, "--no-gloo"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+        without_horovod=left_out(options.no_horovod, "--no-horovod") or cpu_only(device),
+        backend=backend_for(device),
     ) as peers:
         results = [
-            measure(Case(size, dtype, options.op == "average"), peers, options)
+            measure(Case(size, dtype, options.op == "average"), device, peers, options)
             for dtype in options.dtypes
             for size in options.sizes
         ]
         if hvlike.rank() == 0:
-            show(options, peers.describe("allreduce"), results)
+            show(options, peers.describe("allreduce") | where(device), results)
     hvlike.shutdown()
     return 0
 
@@ -92,9 +97,12 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, peers: Peers, options: argparse.Namespace) -> Result:
+def measure(case: Case, device: torch.device, peers: Peers, options: argparse.Namespace) -> Result:
     """Measure one size of one dtype. Collective."""
-    here = reducers.contestants(case, peers.raw, peers.group)
+    if device.type == "cpu":
+        here = reducers.contestants(case, peers.raw, peers.group)
+    else:
+        here = reducers.contestants_on_gpu(case, device, peers.group)
     entered: list[Entrant] = [each.warmed(_WARM_UPS) if options.warm else each for each in here]
     if peers.horovod is not None:
         what = {"size": case.size, "dtype": case.dtype_name, "average": case.average}

@@ -9,13 +9,14 @@ from typing import Any
 from hvlike.bench.comparison import Ratio, Summary
 from hvlike.bench.conditions import heading
 from hvlike.bench.plot import Bars, Curves
-from hvlike.bench.reducers import COPY, FLOOR, GLOO, HOROVOD, MPI, OURS, SHARED, SHARED_FLOOR
+from hvlike.bench.reducers import COPY, FLOOR, GLOO, HOROVOD, MPI, NCCL, OURS, SHARED, SHARED_FLOOR
 from hvlike.bench.report import table
 from hvlike.bench.sizes import format_seconds, format_size
 
 RATIOS = {
     "MPI/hvlike": (MPI, OURS),
     "gloo/hvlike": (GLOO, OURS),
+    "NCCL/hvlike": (NCCL, OURS),
     "Horovod/hvlike": (HOROVOD, OURS),
     "hvlike/pass": (OURS, FLOOR),
     "hvlike/memcpy": (OURS, COPY),

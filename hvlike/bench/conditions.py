@@ -51,8 +51,13 @@ def runs_on_two_ranks(benchmark: str) -> bool:
 def heading(conditions: dict[str, Any]) -> str:
     """One line of them for the head of a table."""
     horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
+    gpus = (
+        f"{conditions['gpus']} x {conditions['device']}, {conditions['ranks_per_gpu']} rank(s) on each\n"
+        if "gpus" in conditions
+        else ""
+    )
     return (
-        f"{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
+        f"{gpus}{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
         f"{conditions['torch_threads']} thread(s) each\n"
         f"hvlike {conditions['hvlike']}, torch {conditions['torch']}, "
         f"Python {conditions['python']}, {conditions['mpi']}{horovod}"

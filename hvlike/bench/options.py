@@ -20,6 +20,11 @@ def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bo
     parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
 
 
+def add_device(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --device. what: is measured there."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")
+
+
 def left_out(by_hand: bool, option: str) -> str | None:
     """Why a contestant is left out, if the user wants it so."""
     return f"left out by {option}" if by_hand else None

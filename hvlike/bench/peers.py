@@ -5,28 +5,30 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from hvlike.bench import gloo, horovod_job
+from hvlike.bench import horovod_job, torch_group
 from hvlike.bench.conditions import describe
-from hvlike.bench.gloo import Gloo
 from hvlike.bench.horovod_job import HorovodJob
+from hvlike.bench.torch_group import GLOO, TorchGroup
 from hvlike.transport.raw import RawMpi
 
 
 class Peers:
     """MPI, and gloo and Horovod where they can be had. Collective; use as a context manager."""
 
-    def __init__(self, *, without_gloo: str | None = None, without_horovod: str | None = None) -> None:
-        """without_...: why this run does without; None: take it if it is there."""
+    def __init__(
+        self, *, without_gloo: str | None = None, without_horovod: str | None = None, backend: str = GLOO
+    ) -> None:
+        """without_...: why this run does without; None: take it if it is there. backend: torch's, in gloo's place."""
         self.raw = RawMpi()
         self.left_out: list[str] = []
         """One sentence for each that does not take part."""
-        self.group: Gloo | None = None
+        self.group: TorchGroup | None = None
         self.horovod: HorovodJob | None = None
-        reason = without_gloo or gloo.unavailable()
+        reason = without_gloo or torch_group.unavailable(backend)
         if reason is None:
-            self.group = Gloo()
+            self.group = TorchGroup(backend)
         else:
-            self.left_out.append(f"Without gloo: {reason}.")
+            self.left_out.append(f"Without {backend}: {reason}.")
         reason = without_horovod or horovod_job.unavailable()
         started = reason or horovod_job.start()
         if isinstance(started, HorovodJob):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hvlike
 from hvlike.bench.comparison import Contestant
-from hvlike.bench.gloo import Gloo
+from hvlike.bench.torch_group import TorchGroup
 from hvlike.errors import HvlikeError
 from hvlike.transport.dtypes import Array
 from hvlike.transport.raw import RawMpi
@@ -21,6 +21,7 @@ OURS = "hvlike"
 SHARED = "empty_shared"
 MPI = "MPI_Allreduce"
 GLOO = "gloo"
+NCCL = "NCCL"
 HOROVOD = "Horovod"
 FLOOR = "read-write pass"
 SHARED_FLOOR = "pass, shared"
@@ -66,7 +67,7 @@ class Case:
             )
 
 
-def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]:
+def contestants(case: Case, raw: RawMpi, group: TorchGroup | None) -> list[Contestant]:
     """Return those who can take part, each with its own way to reduce. Collective."""
     tensor = torch.zeros(case.length, dtype=case.dtype)
     shared = hvlike.empty_shared(case.length, dtype=case.dtype)
@@ -78,6 +79,35 @@ def contestants(case: Case, raw: RawMpi, group: Gloo | None) -> list[Contestant]
     if group is not None:
         entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
     return [*entered, *_floors(case, tensor), _pass(case, SHARED_FLOOR, shared)]
+
+
+def contestants_on_gpu(case: Case, device: torch.device, group: TorchGroup | None) -> list[Contestant]:
+    """Return those who can reduce a tensor of a GPU, and the floor there. Collective."""
+    tensor = torch.zeros(case.length, dtype=case.dtype, device=device)
+    entered = [_reducing(case, OURS, tensor, _by_hvlike(case, tensor, "cuda"))]
+    if group is not None:
+        name = GLOO if group.backend == "gloo" else NCCL
+        entered.append(_reducing(case, name, tensor, partial(_by_gloo, case, tensor, group)))
+    floor = Contestant(FLOOR, partial(case.fill, tensor, hvlike.rank()), partial(_pass_on_gpu, tensor))
+    return [_to_its_end(each, device) for each in [*entered, floor]]
+
+
+def _pass_on_gpu(tensor: Tensor) -> None:
+    tensor.mul_(1)
+
+
+def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
+    """The same, timed until the GPU has done what was asked of it."""
+
+    def prepare() -> None:
+        contestant.prepare()
+        torch.cuda.synchronize(device)
+
+    def run() -> None:
+        contestant.run()
+        torch.cuda.synchronize(device)
+
+    return replace(contestant, prepare=prepare, run=run)
 
 
 def _reducing(case: Case, name: str, tensor: Tensor, run: Callable[[], None]) -> Contestant:
@@ -109,7 +139,7 @@ def _by_mpi(case: Case, tensor: Tensor, raw: RawMpi) -> Contestant:
     return _reducing(case, MPI, tensor, run)
 
 
-def _by_gloo(case: Case, tensor: Tensor, group: Gloo) -> None:
+def _by_gloo(case: Case, tensor: Tensor, group: TorchGroup) -> None:
     group.allreduce(tensor)
     if case.average:
         tensor.div_(hvlike.size())

@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,52 +15,59 @@ import hvlike
 from hvlike.bench import trainers
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Contestant, Entrant, compare
+from hvlike.bench.devices import cpu_only, where
 from hvlike.bench.horovod_job import Elsewhere
-from hvlike.bench.options import add_common, left_out
+from hvlike.bench.options import add_common, add_device, left_out
 from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.step_report import Result, as_text, panels
+from hvlike.bench.torch_group import backend_for
 from hvlike.bench.trainers import ALONE, Trainer
 from hvlike.bench.verification import expected_gradients, verify_gradients, verify_replicas
-from hvlike.bench.workloads import DEFAULT, WORKLOADS, Workload
+from hvlike.bench.workloads import DEFAULT, LARGE, WORKLOADS, Workload
 from hvlike.transport.raw import RawMpi
 
 # A turn is long enough to be told from noise; a model takes about so long in all.
 _TURN_SECONDS = 0.04
 _MODEL_SECONDS = 12.0
 _FEWEST, _MOST = 7, 60
+_KNOWN = WORKLOADS | LARGE
 
 
 def models(text: str) -> list[Workload]:
     """Return models from names separated by commas. Raises: argparse.ArgumentTypeError."""
     names = text.split(",")
     for name in names:
-        if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"there is no model {name!r}; there are {', '.join(WORKLOADS)}")
-    return [WORKLOADS[name] for name in names]
+        if name not in _KNOWN:
+            raise argparse.ArgumentTypeError(f"there is no model {name!r}; there are {', '.join(_KNOWN)}")
+    return [_KNOWN[name] for name in names]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     default = ",".join(DEFAULT)
-    known = ", ".join(WORKLOADS)
+    known = ", ".join(_KNOWN)
     parser.add_argument("--models", type=models, default=models(default), help=f"of {known}; default {default}")
     parser.add_argument("--no-ddp", action="store_true", help="leave torch's DistributedDataParallel out")
     parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view, too")
+    add_device(parser, "the model")
     add_common(parser, f"what takes about {_MODEL_SECONDS:.0f} s a model, {_FEWEST} to {_MOST}")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print on rank 0. Collective. Returns the exit status."""
     hvlike.init()
+    device = hvlike.pin_device(options.device)
     with Peers(
         without_gloo=left_out(options.no_ddp, "--no-ddp"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+        without_horovod=left_out(options.no_horovod, "--no-horovod") or cpu_only(device),
+        backend=backend_for(device),
     ) as peers:
         views = [] if peers.group is None else [False, True] if options.bucket_view else [False]
-        results = [measure(each, peers, views, options.repetitions, options.seed) for each in options.models]
+        workloads = [replace(each, device=device) for each in options.models]
+        results = [measure(each, peers, views, options.repetitions, options.seed) for each in workloads]
         if hvlike.rank() == 0:
-            show(options, peers.describe("step"), results)
+            show(options, peers.describe("step") | where(device), results)
     hvlike.shutdown()
     return 0
 
@@ -80,7 +88,8 @@ def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
     contestants = [trainers.alone(workload, seed, rank), trainers.ours(workload, seed, rank)]
     contestants.append(trainers.ours_ddp(workload, seed, rank))
-    contestants += [trainers.ddp(workload, seed, rank, view=view) for view in views]
+    backend = peers.group.backend if peers.group is not None else ""
+    contestants += [trainers.ddp(workload, seed, rank, view=view, backend=backend) for view in views]
     for trainer in contestants:
         trainer.step()
         if trainer.name != ALONE:
@@ -107,7 +116,7 @@ def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions
 
 def _contestant(trainer: Trainer, steps: int) -> Contestant:
     # A step before the clock starts brings the model back into the caches, as in a training that nobody interrupts.
-    return Contestant(trainer.name, trainer.step, partial(trainer.steps, steps))
+    return Contestant(trainer.name, partial(trainer.steps, 1), partial(trainer.steps, steps))
 
 
 def _effort(contestants: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
@@ -118,7 +127,7 @@ def _effort(contestants: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
         for _ in range(3):
             raw.barrier()
             start = time.perf_counter()
-            trainer.step()
+            trainer.steps(1)
             times.append(time.perf_counter() - start)
         taken.append(statistics.median(times))
     floor, total = raw.maximum([taken[0], sum(taken)])

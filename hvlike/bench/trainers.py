@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import hvlike
+from hvlike.bench.devices import settle
+from hvlike.bench.torch_group import GLOO
 from hvlike.bench.workloads import Workload
 from hvlike.nn import DistributedDataParallel
 
 ALONE = "no communication"
 OURS = "hvlike"
 OURS_DDP = "hvlike DDP"
-DDP = "DDP-gloo"
-DDP_VIEW = "DDP-gloo view"
 
 # Small enough that hundreds of steps on random data stay finite.
 _LEARNING_RATE = 1e-4
@@ -27,6 +27,7 @@ class Trainer:
 
     def __init__(self, name: str, workload: Workload, seed: int, rank: int) -> None:
         self.name = name
+        self.device = torch.device(workload.device)
         self.model = workload.model(seed)
         self.batch = workload.data(seed + 1 + rank)
         self.network: Callable[..., Any] = self.model
@@ -39,9 +40,10 @@ class Trainer:
         self.optimizer.step()
 
     def steps(self, count: int) -> None:
-        """Train `count` times on the batch."""
+        """Train `count` times on the batch; a GPU is done with it then."""
         for _ in range(count):
             self.step()
+        settle(self.device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -73,12 +75,12 @@ def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:
     return trainer
 
 
-def ddp(workload: Workload, seed: int, rank: int, *, view: bool) -> Trainer:
+def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = GLOO) -> Trainer:
     """torch's DistributedDataParallel over the default process group, with its default buckets. Collective.
 
-    view: with gradient_as_bucket_view.
+    view: with gradient_as_bucket_view. backend: of that group.
     """
-    trainer = Trainer(DDP_VIEW if view else DDP, workload, seed, rank)
+    trainer = Trainer(f"DDP-{backend} view" if view else f"DDP-{backend}", workload, seed, rank)
     parallel: Any = torch.nn.parallel.DistributedDataParallel
     trainer.network = parallel(trainer.model, gradient_as_bucket_view=view)
     return trainer

@@ -21,8 +21,9 @@ def expected_gradients(model: nn.Module, batch: Batch, raw: RawMpi) -> list[Tens
     for parameter in model.parameters():
         if parameter.grad is None:
             raise HvlikeError("A model of the benchmark has a parameter without a gradient.")
-        raw.allreduce(parameter.grad.numpy())
-        gradients.append(parameter.grad.div_(raw.size))
+        mean = parameter.grad.cpu()
+        raw.allreduce(mean.numpy())
+        gradients.append(mean.div_(raw.size).to(parameter.device))
     return gradients
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvlike.bench.networks import Perceptron, Transformer
+from hvlike.bench.residual import ResNet50
 from hvlike.bench.shaped import Shaped
 from hvlike.bench.shapes import Shape, bert, resnet_50, small
 
@@ -24,16 +25,18 @@ class Workload:
     build: Callable[[], nn.Module]
     """Returns a module that maps a batch to its loss."""
     batch: Callable[[], Batch]
+    device: torch.device | str = "cpu"
+    """Where both are; drawn on the CPU, so the same everywhere."""
 
     def model(self, seed: int) -> nn.Module:
         """Return the model with weights that depend on the seed alone."""
         torch.manual_seed(seed)
-        return self.build()
+        return self.build().to(self.device)
 
     def data(self, seed: int) -> Batch:
         """Return a batch that depends on the seed alone."""
         torch.manual_seed(seed)
-        return self.batch()
+        return tuple(each.to(self.device) for each in self.batch())
 
 
 def _perceptron(name: str, purpose: str, width: int, layers: int, batch: int) -> Workload:
@@ -73,4 +76,14 @@ WORKLOADS: dict[str, Workload] = {
         _shaped("bert400", f"BERT-large's 391 tensors at a quarter of its width; {_CHEAP}", bert(256, 24)),
     )
 }
+LARGE: dict[str, Workload] = {
+    "resnet50": Workload(
+        "resnet50",
+        "ResNet-50 itself, batch 32 x 3 x 224 x 224: meant for a GPU, a step takes a CPU many seconds",
+        ResNet50,
+        lambda: (torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))),
+    )
+}
+"""Measured when they are asked for by name."""
+
 DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")

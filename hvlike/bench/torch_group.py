@@ -1,4 +1,4 @@
-"""torch.distributed over gloo as a contestant: its own process group beside hvlike, on one node."""
+"""torch.distributed as a contestant: a process group of its own beside hvlike, on one node, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -9,31 +9,42 @@ import torch
 
 import hvlike
 
+GLOO, NCCL = "gloo", "nccl"
+
 _LOOPBACK = "127.0.0.1"
 
 
-def unavailable() -> str | None:
-    """Why gloo cannot take part, or None."""
+def backend_for(device: torch.device) -> str:
+    """NCCL where each rank of this node can have a GPU of its own; gloo for the CPU, and where ranks share a GPU."""
+    if device.type == "cpu" or hvlike.local_size() > torch.cuda.device_count():
+        return GLOO
+    return NCCL if torch.distributed.is_nccl_available() else GLOO
+
+
+def unavailable(backend: str = GLOO) -> str | None:
+    """Why it cannot take part, or None."""
+    distributed: Any = torch.distributed
     if hvlike.local_size() != hvlike.size():
         return "the ranks are on several nodes, its rendezvous here is on loopback"
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    if not distributed.is_available() or not distributed.is_backend_available(backend):
         return "this torch was built without it"
     return None
 
 
-class Gloo:
-    """A gloo process group over all ranks. Collective."""
+class TorchGroup:
+    """A process group of torch over all ranks. Collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = GLOO) -> None:
         distributed: Any = torch.distributed
         rank, size = hvlike.rank(), hvlike.size()
         patience = datetime.timedelta(seconds=60)
         store = distributed.TCPStore(_LOOPBACK, 0, size, True, patience, wait_for_workers=False) if rank == 0 else None
         port = torch.tensor([store.port if store else 0])
-        hvlike.broadcast_(port, 0, name="gloo's port")
+        hvlike.broadcast_(port, 0, name=f"{backend}'s port")
         if store is None:
             store = distributed.TCPStore(_LOOPBACK, int(port), size, False, patience)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        self.backend = backend
         self._distributed = distributed
 
     def allreduce(self, tensor: torch.Tensor) -> None:
