@@ -65,7 +65,6 @@ with without_collections():
     from hvlike.collectives.timeline import start_timeline, stop_timeline
     from hvlike.errors import HorovodInternalError, HvlikeError
     from hvlike.join import join
-    from hvlike.launch.run import run
     from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
     from hvlike.training.clipping import clip_grad_norm_
     from hvlike.training.convert_batch_norm import convert_sync_batchnorm
@@ -76,9 +75,12 @@ with without_collections():
     from hvlike.version import __version__
 
 if TYPE_CHECKING:
-    from hvlike import autograd, elastic, nn, optim, rpc
+    from hvlike import autograd, checkpoint, elastic, nn, optim, rpc
+    from hvlike.launch.run import run
 else:
-    __getattr__, __dir__ = at_first_use(globals(), "autograd", "checkpoint", "elastic", "nn", "optim", "rpc")
+    __getattr__, __dir__ = at_first_use(
+        globals(), "autograd", "checkpoint", "elastic", "nn", "optim", "rpc", run="hvlike.launch.run"
+    )
 
 __all__ = [
     "Adasum",

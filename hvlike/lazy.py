@@ -1,4 +1,4 @@
-"""How the public face is imported quickly: modules at their first use, and no garbage collection meanwhile."""
+"""How the public face is imported quickly: names at their first use, and no garbage collection meanwhile."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import gc
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
-def at_first_use(names: dict[str, Any], *modules: str) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """A `__getattr__` for a package, which imports these of its modules when they are asked for, and its `__dir__`.
+def at_first_use(
+    names: dict[str, Any], *modules: str, **places: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A `__getattr__` for a package, which imports some of its names when they are asked for, and its `__dir__`.
 
-    names: the globals() of the package. Source: PEP 562.
+    names: the globals() of the package. modules: modules of it. places: of other names, the module that has each.
+    Source: PEP 562.
     """
 
-    def load(name: str) -> ModuleType:
+    def load(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f"{names['__name__']}.{name}")
+        if name in places:
+            names[name] = getattr(importlib.import_module(places[name]), name)
+            return names[name]
         raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}", name=name)
 
-    return load, lambda: sorted({*names, *modules})
+    return load, lambda: sorted({*names, *modules, *places})
 
 
 @contextmanager

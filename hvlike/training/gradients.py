@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
-from hvlike.training.autotune.tuner import Tuner, tune
 from hvlike.training.hooks import GradientHooks
 from hvlike.training.names import name_parameters
 from hvlike.training.phase import Phase
@@ -27,6 +26,9 @@ from hvlike.training.reducer import Reducer
 from hvlike.training.reduction import Reduction
 from hvlike.training.slot import Slot, reset
 from hvlike.training.watch import Watch
+
+if TYPE_CHECKING:
+    from hvlike.training.autotune.tuner import Tuner
 
 _handed_over: Callable[[Slot], Any] = attrgetter("handed_over")
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -360,6 +362,9 @@ class Gradients:
         names = [slot.name for slot in self._slots]
         reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
         if context.knobs.autotune:
+            # Few programs tune: what does it is loaded for them alone.
+            from hvlike.training.autotune.tuner import tune
+
             self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
         return reducer
 
