@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import Store
 
 from hvlike.collectives import lifecycle
 from hvlike.errors import UsageError
@@ -32,8 +33,25 @@ def init_process_group() -> None:
         return
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
-    # The ranks do not meet in the store; torch.distributed asks for one.
-    dist.init_process_group(NAME, store=HashStore(), rank=lifecycle.rank(), world_size=lifecycle.size())
+    dist.init_process_group(NAME, store=NoStore(), rank=lifecycle.rank(), world_size=lifecycle.size())
+
+
+class NoStore(Store):
+    """What torch.distributed asks for, in which the ranks do not meet: they do by MPI.
+
+    Another backend would wait in it for the other ranks, for half an hour.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise UsageError(
+            "torch.distributed over hvlike has no store, which a group with another backend (gloo, nccl) needs. Use "
+            "the default group, or start torch.distributed by its own means and without hvlike."
+        )
+
+    set = get = add = wait = check = compare_set = _refuse
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:

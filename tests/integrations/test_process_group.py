@@ -158,6 +158,11 @@ def test_a_group_of_some_ranks_is_refused(ranks: tuple[int, int]) -> None:
             dist.new_group([0])
 
 
+def test_a_group_with_another_backend_is_refused_at_once(ranks: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="has no store"):
+        dist.new_group(backend="gloo")
+
+
 def test_another_backend_is_not_replaced(hvd: ModuleType) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
