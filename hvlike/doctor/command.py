@@ -16,10 +16,11 @@ from hvlike.doctor.facts.rank import RankFacts
 from hvlike.doctor.job import Meeting
 from hvlike.doctor.probe import LIMIT, Gap, Prober
 from hvlike.transport import launchers
-from hvlike.transport.library import Library
 
 _HINT = "FILE.py:function that makes the model, or a number of parameters"
 _MARGIN = 8.0
+_LINGER = 5.0
+_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +46,11 @@ def main(arguments: list[str]) -> int:
         return 0
     prober = Prober(options.limit)
     prober.interruption.watch()
-    case = look(prober, options.model, speaks=speaks)
+    try:
+        case = look(prober, options.model, speaks=speaks)
+    except KeyboardInterrupt:
+        print("the doctor was interrupted", file=sys.stderr)
+        return _INTERRUPTED
     if not speaks and isinstance(case.job.meeting, Meeting):
         # Rank 0 has been told.
         return 0
@@ -53,11 +58,13 @@ def main(arguments: list[str]) -> int:
     if speaks:
         print(report.as_json(case, answers) if options.json else report.as_text(case, answers), flush=True)
         return int(ladder.has_failed(answers))
-    # Status 1 would have the launcher end rank 0 in the middle of its report, which fails for the same reason.
-    # Who was ended because another one has failed has nothing to add.
+    # Status 1 would have the launcher end rank 0 in the middle of its report, which fails for the same reason. Who was
+    # ended because another one has failed has nothing to add.
     if ladder.has_failed(answers) and not prober.interruption.came:
         number = launcher.rank if launcher is not None else 0
         print(report.in_one_line(f"rank {number} on {case.me.host}", answers), file=sys.stderr, flush=True)
+        # Nor may it miss a rank before it is through.
+        prober.interruption.wait(_LINGER)
     return 0
 
 
@@ -67,8 +74,8 @@ def look(prober: Prober, wanted: str | None, *, speaks: bool) -> Case:
     wanted: the model that the user has named. speaks: this is the rank that reports.
     """
     own = rank.collect(prober)
-    known_library = None if isinstance(own.library, Gap) else own.library
-    found = _programs(prober, known_library) if speaks and known_library is not None else None
+    library = None if isinstance(own.library, Gap) else own.library
+    found = prober.ask(lambda: programs.collect(library, os.environ)) if speaks else None
     trial = _trial(prober, found, own) if speaks else None
     chosen: Model | Gap | None = None
     if speaks and wanted is not None:
@@ -79,12 +86,10 @@ def look(prober: Prober, wanted: str | None, *, speaks: bool) -> Case:
     return Case(ranks, came, found, trial, chosen)
 
 
-def _programs(prober: Prober, library: Library) -> Programs | Gap:
-    return prober.ask(lambda: programs.collect(library, os.environ))
-
-
 def _trial(prober: Prober, found: Programs | Gap | None, own: RankFacts) -> Trial | Gap | None:
-    if found is None or isinstance(found, Gap) or not found.on_path or own.surroundings.launcher is not None:
+    if found is None or isinstance(found, Gap) or not found.on_path:
+        return None
+    if isinstance(own.library, Gap) or own.surroundings.launcher is not None:
         return None
     seconds = max(1.0, prober.limit - _MARGIN)
     return prober.ask(lambda: programs.try_out(found.on_path[0], seconds))

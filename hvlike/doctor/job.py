@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import hvlike
 from hvlike.collectives.context import current
+from hvlike.config import KNOBS
 from hvlike.doctor import timing
 from hvlike.doctor.facts.rank import RankFacts
 from hvlike.doctor.facts.shared_memory import mapped_by_hvlike
@@ -62,6 +64,9 @@ def read(answers: Answers[Any]) -> Job:
 
 
 def _steps(own: RankFacts) -> Iterator[Any]:
+    for name in KNOBS["timeline"].spellings:
+        # A timeline of the user's is not to be written over.
+        os.environ.pop(name, None)
     roll_call = RollCall()
     yield roll_call.place
     nodes = roll_call.meet()

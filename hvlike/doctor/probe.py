@@ -21,12 +21,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
+from hvlike.errors import HvlikeError
 from hvlike.transport.parents import ParentWatch
 
 T = TypeVar("T")
 
 LIMIT = 20.0
 """Seconds a probe may take for one record, unless the user says otherwise."""
+
+FAILED = "failed: "
+"""So the reason of a gap begins where an exception was raised."""
 
 _LOOK = 0.1
 _LENGTH_BYTES = 8
@@ -66,6 +70,12 @@ class Interruption:
     def watch(self) -> None:
         """Take note of SIGTERM from now on, in place of ending. Main thread only."""
         signal.signal(signal.SIGTERM, self._note)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for it, no longer than so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.came and time.monotonic() < until:
+            time.sleep(_LOOK)
 
     def _note(self, number: int, frame: object) -> None:
         self.came = True
@@ -174,10 +184,12 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
         _send(writer, ("end", None))
         status = 0
     except BaseException as error:
-        traceback.print_exc()
+        if not isinstance(error, HvlikeError):
+            # Ours say all there is to say.
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        _send(writer, ("error", f"failed: {type(error).__name__}: {error}"))
+        _send(writer, ("error", f"{FAILED}{type(error).__name__}: {error}"))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -71,6 +71,11 @@ def programs(*starters: Starter, **changes: Any) -> Case:
     return case(programs=replace(Programs(starters, (), RIGHT, None), **changes))
 
 
+def outside(*starters: Starter, **changes: Any) -> Case:
+    """The same without a job."""
+    return replace(alone(), programs=programs(*starters, **changes).programs)
+
+
 def tried(status: int | None, *sizes: int) -> Case:
     """A trial that ended so."""
     return case(trial=Trial("mpirun -n 2 python ...", status, sizes, ("what it said",)))
@@ -118,8 +123,9 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         Verdict.WARN,
         "Uninstall all but one",
     ),
-    ("mpirun", programs(OTHER), Verdict.FAIL, "/env/bin/mpirun belongs to the library"),
-    ("mpirun", programs(OTHER, belonging=None), Verdict.FAIL, "install one wheel"),
+    ("mpirun", programs(OTHER), Verdict.WARN, "/env/bin/mpirun belongs to the library"),
+    ("mpirun", outside(OTHER), Verdict.FAIL, "/env/bin/mpirun belongs to the library"),
+    ("mpirun", outside(OTHER, belonging=None), Verdict.FAIL, "install one wheel"),
     ("mpirun", programs(replace(OTHER, family=UNKNOWN)), Verdict.WARN, "two ranks"),
     (
         "mpirun",
@@ -146,6 +152,12 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("launcher", came(place=place(0, 3)), Verdict.WARN, "several programs"),
     ("launcher", came(place=LATE), Verdict.FAIL, "then two ranks on one host"),
     ("launcher", came(place=replace(LATE, status=14)), Verdict.FAIL, "MPI itself"),
+    (
+        "launcher",
+        came(place=Gap("failed: LaunchError: MPI runs with MPI_THREAD_SINGLE")),
+        Verdict.FAIL,
+        "the text says why",
+    ),
     (
         "launcher",
         case(rank(surroundings=seen(SRUN)), nodes=((0,),), job=Job(LATE, None, None, None, None)),
@@ -244,6 +256,12 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
 
 NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("mpirun", case(programs=None)),
+    ("mpirun", both(library=Gap("failed: LaunchError: no library"))),
+    ("two ranks", case(rank(library=LATE, surroundings=seen()), rank(), trial=None)),
+    (
+        "launcher",
+        case(rank(library=LATE), job=Job(Gap("failed: LaunchError: no library"), None, None, None, None)),
+    ),
     ("two ranks", case(trial=None)),
     ("same software", alone()),
     ("thread level", came(place=LATE)),

@@ -51,8 +51,8 @@ class Trial:
     """Its first and last lines."""
 
 
-def collect(library: Library, environment: Mapping[str, str]) -> Programs:
-    """Look along PATH, and beside the library. Local; starts each launcher with --version."""
+def collect(library: Library | None, environment: Mapping[str, str]) -> Programs:
+    """Look along PATH, and beside the library if there is one. Local; starts each launcher with --version."""
     found, silent = [], []
     for name in _NAMES:
         path = shutil.which(name, path=environment.get("PATH"))
@@ -63,7 +63,7 @@ def collect(library: Library, environment: Mapping[str, str]) -> Programs:
         except LaunchError as error:
             silent.append(str(error))
     try:
-        belonging = starters.find(library, environment)
+        belonging = None if library is None else starters.find(library, environment)
     except LaunchError:
         belonging = None
     return Programs(tuple(found), tuple(silent), belonging, shutil.which("srun", path=environment.get("PATH")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvlike.doctor.case import Case
 from hvlike.doctor.finding import Finding, conclude, fail, skip, warn
-from hvlike.doctor.probe import Gap
+from hvlike.doctor.probe import FAILED, Gap
 from hvlike.transport import starters
 from hvlike.transport.launchers import Launcher
 
@@ -54,9 +54,13 @@ def judge_launcher(case: Case) -> Finding:
 
 def _not_started(case: Case, found: list[str], gap: Gap) -> Finding:
     launcher = case.me.surroundings.launcher
+    if isinstance(case.me.library, Gap) and gap.reason.startswith(FAILED):
+        return skip(*found, "MPI cannot start without its library: see MPI library")
     said = [f"| {line}" for line in gap.said]
     advice = [_ENDED if gap.status is not None else _UNFINISHED]
-    if launcher is not None and launcher.size > 1 and not _fit(launcher, case):
+    if gap.reason.startswith(FAILED):
+        advice = ["MPI did not begin: the text says why. See the rungs mpi4py and MPI library, too."]
+    elif launcher is not None and launcher.size > 1 and not _fit(launcher, case):
         advice = [f"{_loaded(case)} may not understand this launcher. {launcher.fix}."]
     return conclude([*found, f"the start of MPI {gap.reason}", *said], [fail("", each) for each in advice])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.facts.software import WHEELS
 from hvlike.doctor.finding import Finding, conclude, fail, warn
-from hvlike.doctor.probe import Gap
+from hvlike.doctor.probe import FAILED, Gap
 from hvlike.doctor.rungs.wording import numbers
 from hvlike.transport.library import Library
 from hvlike.transport.mpi import INSTALL_HINT
@@ -21,7 +21,7 @@ def judge(case: Case) -> Finding:
     """Path, vendor and version, and where the library comes from."""
     library = case.me.library
     if isinstance(library, Gap):
-        reason = library.reason.removeprefix("failed: LaunchError: ").removesuffix(" " + INSTALL_HINT)
+        reason = library.reason.removeprefix(f"{FAILED}LaunchError: ").removesuffix(" " + INSTALL_HINT)
         return conclude([], [fail(f"no MPI library could be loaded: {reason}", INSTALL_HINT)])
     software = known(case.me.software)
     remarks = []

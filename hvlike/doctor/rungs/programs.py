@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hvlike.doctor.case import Case, known
-from hvlike.doctor.finding import Finding, Remark, conclude, fail, ok, skip, warn
+from hvlike.doctor.finding import Finding, Remark, Verdict, conclude, fail, ok, skip, warn
 from hvlike.doctor.probe import Gap
 from hvlike.doctor.rungs.wording import numbers
 from hvlike.transport import starters
@@ -20,14 +21,17 @@ def judge_belonging(case: Case) -> Finding:
     """What mpirun and mpiexec are, when they are called by name."""
     if case.programs is None:
         return skip("rank 0 looks")
-    library = case.me.library
-    if isinstance(library, Gap):
-        return skip("no MPI library is loaded")
-    programs = known(case.programs)
+    programs, library = known(case.programs), case.me.library
     found = [describe(each) for each in programs.on_path]
+    if isinstance(library, Gap):
+        return skip(*found, "there is no MPI library to compare with")
     remarks = [warn(text, "Mend it, or put another one first on PATH.") for text in programs.silent]
     for same in _by_kind(programs.on_path):
         remarks += compare(same, library, programs.belonging)
+    place = case.job.place
+    if not isinstance(place, Gap) and place.size > 1:
+        # This job was started with another one, by its path.
+        remarks = [replace(each, verdict=Verdict.WARN) for each in remarks]
     if not programs.on_path and not programs.silent:
         if programs.belonging is not None:
             text = f"no mpirun on PATH; {programs.belonging.path} belongs to the library"
@@ -88,10 +92,16 @@ def first_version(text: str) -> tuple[int, ...]:
     return next((numbers(word) for word in text.split() if numbers(word)), ())
 
 
+def _why_not_tried(case: Case) -> str:
+    if case.me.surroundings.launcher is not None:
+        return "not tried inside of a job"
+    return "there is no MPI library" if isinstance(case.me.library, Gap) else "there is no mpirun to try"
+
+
 def judge_trial(case: Case) -> Finding:
     """A job of two ranks that the doctor has started by itself."""
     if case.trial is None:
-        return skip("not tried inside of a job" if case.me.surroundings.launcher else "there is no mpirun to try")
+        return skip(_why_not_tried(case))
     trial = known(case.trial)
     if trial.sizes == (2, 2) and trial.status == 0:
         return ok(f"`{trial.command}`: two ranks, and MPI counts two")
