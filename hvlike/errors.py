@@ -24,7 +24,7 @@
         ├── JoinError                                   another rank has left a Join context by an exception
         ├── PeerLeftError                               a rank needed for this has ended its program
         ├── ShutdownError                               hvlike was shut down while this was in flight
-        └── StalledError                                a wait ran past its limit
+        └── StalledError           (also TimeoutError)  a wait ran past its limit
 
 `HorovodInternalError` keeps Horovod's name so that code which catches it goes on working.
 """

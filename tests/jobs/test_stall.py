@@ -29,7 +29,8 @@ def test_the_report_names_what_waits_where_and_what_the_missing_rank_did_last() 
     # In the first report rank 2 may be missing, too, where it is late itself.
     waits = r"rank 0 \(\S*program.py:11, since \d+ s\), rank 2 \(\S*program.py:11, since \d+ s\)"
     missing = r"rank 1, which submitted last allreduce 'early' at \S*program.py:8, \d+ s ago"
-    report = rf"allreduce 'late': float32 \[3\]\n  waits on {waits}\n  missing: {missing}\n"
+    stack = r'  rank 1 is at\n  File "\S*program.py", line 10, in <module>\n    time.sleep\(float\(sys.argv\[1\]\)\)\n'
+    report = rf"allreduce 'late': float32 \[3\]\n  waits on {waits}\n  missing: {missing}\n{stack}"
     assert re.search(report, job.stderr), job.stderr
     assert job.stdout.count("done") == 3
 
