@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,9 @@ RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
 # "2/3": of the tests that were selected, the second third.
 PART = os.environ.get("HVLIKE_TEST_PART", "1/1")
+
+# "cuda": tests make their tensors on the GPU of their rank (scripts/gpu_check runs some so).
+DEVICE = os.environ.get("HVLIKE_TEST_DEVICE", "")
 
 # Each rank has a place of its own for temporary files: in a common one they would tidy up behind each other's back.
 TEMPORARY = tempfile.mkdtemp(prefix="hvlike-tests-", dir=RECORDS)
@@ -44,8 +48,21 @@ def hvd() -> Iterator[ModuleType]:
     import hvlike
 
     hvlike.init()
-    yield hvlike
+    with on_device(hvlike):
+        yield hvlike
     hvlike.shutdown()
+
+
+@contextmanager
+def on_device(hvd: ModuleType) -> Iterator[None]:
+    """Where tests make their tensors."""
+    if not DEVICE:
+        yield
+        return
+    from devices import OnDevice
+
+    with OnDevice(hvd.pin_device(DEVICE)):
+        yield
 
 
 @pytest.hookimpl(trylast=True)

@@ -104,7 +104,8 @@ def total_norm(plane: Plane, size: int, gradients: Sequence[Tensor], norm_type: 
     largest = norm_type == float("inf")
     part = (own if largest else own**norm_type).reshape(1)
     yield from plane.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
-    return part[0] if largest else part[0].pow(1.0 / norm_type)
+    norm: Tensor = part[0] if largest else part[0].pow(1.0 / norm_type)
+    return norm
 
 
 def _bytes(parameter: Tensor) -> int:
