@@ -10,6 +10,7 @@ from typing import Any
 
 from hvlike.collectives.express import ExpressAllreduce
 from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
+from hvlike.collectives.lane_watch import LaneWatch
 from hvlike.collectives.membership import Membership, stall_limits
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.collectives.registry import Registry, ranks_of, what_is_wrong
@@ -69,6 +70,7 @@ class Context:
         settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
+        self._lane_watch = LaneWatch(self.fabric, self.registry.memberships)
         self._farewell = Farewell(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
@@ -122,8 +124,7 @@ class Context:
         """The health check of the process sets; in the loop."""
         for membership in self.registry.memberships.values():
             membership.negotiator.watch()
-            for lane in membership.lanes.all():
-                lane.watch(time.monotonic())
+        self._lane_watch.look(time.monotonic())
         lost = self._liveness.lost()
         if lost:
             self._lose(

@@ -16,6 +16,7 @@ from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.request import Request, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
+from hvlike.planes.cuda.choice import Choice
 from hvlike.planes.cuda.device_plane import DevicePlane
 from hvlike.planes.cuda.jobs import home_of, on_device
 from hvlike.planes.cuda.runtime import DeviceRuntime, runtime_of
@@ -101,6 +102,11 @@ class Executor:
             yield from job(plane)
 
         return on_device(lane, lambda host: site.devices.open(host, runtime, device), run, ready)
+
+    @property
+    def device_choice(self) -> Choice | None:
+        """The plane that serves tensors of a GPU in this process set, and why; None before the first one."""
+        return self._site.device_choice
 
     def close(self) -> None:
         """Give back what the jobs have kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from hvlike.errors import LaunchError, ShutdownError
+from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.planes.chunks import chunk_bytes
 from hvlike.planes.cuda.device_plane import DevicePlane
 from hvlike.planes.direct import Direct
@@ -88,11 +88,12 @@ class Lane:
         if self._running is not None:
             self._fabric.loop.cancel(self._running, error)
 
-    def watch(self, now: float) -> None:
-        """Look whether something has gone wrong on the device, a few times a second. In the loop."""
+    def watch(self, now: float) -> HorovodInternalError | None:
+        """End the lane if something has gone wrong on the device, and say what; a few times a second. In the loop."""
         error = None if self.device is None else self.device.watch(now)
         if error is not None:
             self.fail(error)
+        return error
 
     def close(self) -> None:
         """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""

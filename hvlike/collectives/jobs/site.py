@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.request import Request
 from hvlike.config import Knobs
+from hvlike.planes.cuda.choice import Choice
 from hvlike.planes.lane import Lanes
 from hvlike.planes.packing import Packer
 from hvlike.transport.group import Group
@@ -40,6 +41,11 @@ class Site:
 
             self._devices = DevicePlanes(self.group, self.knobs, self.group.world.host)
         return self._devices
+
+    @property
+    def device_choice(self) -> Choice | None:
+        """The plane that was chosen for them, and why; None before the first one."""
+        return None if self._devices is None else self._devices.choice
 
     def close(self) -> None:
         """Give back what the planes of a device share."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvlike.errors import HorovodInternalError
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.cuda.runtime import DeviceRuntime, Event, Stream
 from hvlike.planes.plane import Bundling, Plane
@@ -91,7 +92,7 @@ class DevicePlane(ABC):
         if self.broken is not None:
             raise self.broken
 
-    def watch(self, now: float) -> BaseException | None:
+    def watch(self, now: float) -> HorovodInternalError | None:
         """What has gone wrong since, a few times a second; now: of time.monotonic(). In the loop."""
         return None
 

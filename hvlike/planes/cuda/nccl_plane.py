@@ -50,7 +50,7 @@ class NcclPlane(StagedPlane):
         self._under_way: deque[tuple[Event, float]] = deque()
         self._lock = threading.Lock()
 
-    def watch(self, now: float) -> BaseException | None:
+    def watch(self, now: float) -> HorovodInternalError | None:
         """See DevicePlane."""
         if self.broken is not None:
             return None
