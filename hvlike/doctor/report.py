@@ -13,6 +13,7 @@ from hvlike.doctor.ladder import Answer, has_failed
 
 _WIDTH = 118
 _NAME = 14
+_LONGEST = 24
 
 
 def as_text(case: Case, answers: list[Answer]) -> str:
@@ -35,12 +36,19 @@ def _rung(answer: Answer) -> list[str]:
     head = f"{finding.verdict.value:>4}  {answer.rung:{_NAME}}"
     margin = " " * len(head)
     lines: list[str] = []
-    for text in [line for line in finding.found if line] or [""]:
+    for text in shortened([line for line in finding.found if line]) or [""]:
         first = margin if lines else head
         lines += _wrap(text, first, margin + "  ")
     for text in finding.advice:
         lines += _wrap(text, margin + "-> ", margin + "   ")
     return [line.rstrip() for line in lines]
+
+
+def shortened(found: list[str]) -> list[str]:
+    """What a screen takes of a job on very many hosts."""
+    if len(found) <= _LONGEST:
+        return found
+    return [*found[:_LONGEST], f"... {len(found) - _LONGEST} lines more: --json has all"]
 
 
 def _wrap(text: str, first: str, others: str) -> list[str]:

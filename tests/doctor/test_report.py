@@ -30,6 +30,18 @@ def test_a_rung_is_a_line_with_what_to_do_below() -> None:
     assert max(map(len, lines)) <= 118
 
 
+def test_a_job_on_very_many_hosts_fits_on_a_screen() -> None:
+    ranks = tuple(rank(f"host{number}") for number in range(100))
+    many = case(*ranks, nodes=tuple((number,) for number in range(100)))
+    lines = report.as_text(many, ladder.climb(many)).splitlines()
+    assert len(lines) < 150
+    assert "... 76 lines more" in "\n".join(lines)
+    hosts = next(
+        each for each in json.loads(report.as_json(many, ladder.climb(many)))["rungs"] if each["rung"] == "hosts"
+    )
+    assert len(hosts["found"]) == 100
+
+
 def test_a_healthy_report_ends_well() -> None:
     healthy = case()
     assert report.as_text(healthy, ladder.climb(healthy)).endswith("nothing stands in the way of a job")

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.facts.gpu import Gpus
-from hvlike.doctor.finding import Finding, conclude, fail, skip, warn
+from hvlike.doctor.finding import Finding, Remark, conclude, fail, skip, warn
 from hvlike.doctor.rungs.wording import numbers, of_every_rank
 
 _INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-started/locally)."
 
 
 def judge(case: Case) -> Finding:
-    """The GPUs of each rank's node."""
-    gpus, software = known(case.me.gpus), known(case.me.software)
-    if gpus.driver is None and not gpus.devices:
-        built = "" if software.torch_cuda is None else f", though torch was built with CUDA {software.torch_cuda}"
-        return skip(f"no NVIDIA driver{built}: tensors stay on the CPU")
-    found = [f"driver {gpus.driver or 'unknown'}", *gpus.devices]
-    if gpus.visible is not None:
-        found.append(f"CUDA_VISIBLE_DEVICES={gpus.visible}")
+    """The driver and the GPUs of every node, as its first rank sees them."""
+    firsts = [case.ranks[node[0]] for node in case.nodes]
+    seen = [(each.host, known(each.gpus), known(each.software)) for each in firsts]
+    if all(gpus.driver is None and not gpus.devices for _, gpus, _ in seen):
+        built = seen[0][2].torch_cuda
+        built_with = "" if built is None else f", though torch was built with CUDA {built}"
+        return skip(f"no NVIDIA driver{built_with}: tensors stay on the CPU")
+    found, remarks = [], []
+    for host, gpus, software in seen:
+        where = f"{host}: " if len(seen) > 1 else ""
+        found += [f"{where}driver {gpus.driver or 'unknown'}", *(where + device for device in gpus.devices)]
+        if gpus.visible is not None:
+            found.append(f"{where}CUDA_VISIBLE_DEVICES={gpus.visible}")
+        remarks += [replace(each, text=where + each.text) for each in _judge(gpus, software.torch_cuda)]
+    return conclude(found, remarks)
+
+
+def _judge(gpus: Gpus, torch_cuda: str | None) -> list[Remark]:
+    if torch_cuda is None:
+        return [warn("torch was built for the CPU and does not see the GPUs", _INSTALL)]
     remarks = []
-    if software.torch_cuda is None:
-        return conclude(found, [warn("torch was built for the CPU and does not see the GPUs", _INSTALL)])
     if gpus.wrong is not None:
         remarks.append(fail(f"torch cannot use them: {gpus.wrong}", f"Update the driver, or: {_INSTALL}"))
-    if is_driver_too_old(gpus, software.torch_cuda):
-        text = f"the driver serves CUDA up to {in_cuda(gpus.driver_cuda or 0)}, torch wants {software.torch_cuda}"
+    if is_driver_too_old(gpus, torch_cuda):
+        text = f"the driver serves CUDA up to {in_cuda(gpus.driver_cuda or 0)}, torch wants {torch_cuda}"
         remarks.append(fail(text, f"Update the driver, or: {_INSTALL}"))
     if not gpus.devices and gpus.wrong is None:
         remarks.append(warn("torch sees no GPU", "Look at CUDA_VISIBLE_DEVICES, and at the container's --gpus."))
-    return conclude(found, remarks)
+    return remarks
 
 
 def judge_sharing(case: Case) -> Finding:

@@ -6,8 +6,6 @@ from hvlike.collectives.agreement import name_ranks
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.finding import Finding, conclude, skip, warn
 
-_SHOWN = 8
-
 
 def judge(case: Case) -> Finding:
     """Hosts, and the ranks that share the memory of one."""
@@ -17,10 +15,8 @@ def judge(case: Case) -> Finding:
     names = [case.ranks[node[0]].host for node in meeting.nodes]
     found = [
         f"{name}: {name_ranks(node)}" + (f" (local ranks 0 to {len(node) - 1})" if len(node) > 1 else "")
-        for name, node in zip(names[:_SHOWN], meeting.nodes, strict=False)
+        for name, node in zip(names, meeting.nodes, strict=True)
     ]
-    if len(names) > _SHOWN:
-        found.append(f"and {len(names) - _SHOWN} more")
     remarks = []
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hvlike.collectives import plan
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.facts.model import Model
@@ -27,17 +29,26 @@ _MORE += "else `mount -o remount,size=1g /dev/shm`."
 
 
 def judge(case: Case) -> Finding:
-    """The size of /dev/shm and what has to go through it."""
-    memory = known(case.me.memory)
-    # Where the ranks did not come together all may be here.
-    local = max(case.unmet, *(len(node) for node in case.nodes))
-    vendor = "" if isinstance(case.me.library, Gap) else case.me.library.vendor
-    found = [describe(memory)]
+    """The size of /dev/shm on every node and what has to go through it."""
+    found, remarks = [], []
+    for node in case.nodes:
+        facts = case.ranks[node[0]]
+        memory = known(facts.memory)
+        vendor = "" if isinstance(facts.library, Gap) else facts.library.vendor
+        where = f"{facts.host}: " if len(case.nodes) > 1 else ""
+        found.append(where + describe(memory))
+        # Where the ranks did not come together all may be here.
+        wrong = _judge(memory, vendor, max(case.unmet, len(node)))
+        remarks += [replace(each, text=where + each.text) for each in wrong]
+    return conclude(found, remarks)
+
+
+def _judge(memory: SharedMemory, vendor: str, local: int) -> list[Remark]:
     remarks = [*_room_for_mpi(memory, vendor, local), *_room_for_rings(memory, local)]
     if memory.total is not None and memory.total <= _SMALL and not remarks:
         text = f"/dev/shm has no more than {in_bytes(memory.total)}"
         remarks.append(warn(text, f"DataLoader workers pass their batches through it. {_MORE}"))
-    return conclude(found, remarks)
+    return remarks
 
 
 def describe(memory: SharedMemory) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.finding import Finding, conclude, fail, skip, warn
+from hvlike.doctor.rungs.wording import nccl_version
 
 
 def judge(case: Case) -> Finding:
     """CuPy and NCCL where there are GPUs."""
     state, gpus = known(case.me.nccl), known(case.me.gpus)
     facts = state.facts
-    found = [*(state.cupy or ("no CuPy",)), f"NCCL {in_words(facts.version)} through CuPy" if facts.version else ""]
+    found = [*(state.cupy or ("no CuPy",)), f"NCCL {nccl_version(facts.version)} through CuPy" if facts.version else ""]
     if facts.torch_version:
-        found.append(f"NCCL {in_words(facts.torch_version)} of torch")
+        found.append(f"NCCL {nccl_version(facts.torch_version)} of torch")
     found += state.loaded
     if not gpus.devices:
         return skip("no GPU: NCCL has nothing to do", *(each for each in found if each and state.cupy))
@@ -28,14 +29,11 @@ def judge(case: Case) -> Finding:
         advice = "Leave one, torch's: uninstall the other wheel, or take its folder out of LD_LIBRARY_PATH."
         remarks.append(warn("two copies of NCCL are loaded in one process", advice))
     if facts.version and facts.torch_version and facts.version != facts.torch_version:
-        text = f"CuPy calls NCCL {in_words(facts.version)}, torch was built with {in_words(facts.torch_version)}"
+        text = (
+            f"CuPy calls NCCL {nccl_version(facts.version)}, torch was built with {nccl_version(facts.torch_version)}"
+        )
         remarks.append(warn(text, "Make them one: `pip install --force-reinstall` the nvidia-nccl wheel of torch."))
     if len(state.packages) > 1:
         advice = "Uninstall the wheel that is not of torch's CUDA."
         remarks.append(warn(f"several wheels of NCCL: {', '.join(state.packages)}", advice))
     return conclude([each for each in found if each], remarks)
-
-
-def in_words(version: int) -> str:
-    """22703 is 2.27.3."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hvlike.doctor.case import Case, known
 from hvlike.doctor.finding import Finding, conclude, fail, skip, warn
 from hvlike.doctor.probe import Gap
-from hvlike.doctor.rungs.wording import by_value, numbers, of_every_rank
+from hvlike.doctor.rungs.wording import by_value, nccl_version, numbers, of_every_rank
 
+NONE = nccl_version(0)
 OLDEST_PYTHON, OLDEST_TORCH, OLDEST_MPI4PY, OLDEST_NUMPY = (3, 10), (2, 5), (4, 0), (2, 0)
 
 
@@ -66,6 +67,9 @@ def judge_sameness(case: Case) -> Finding:
         "torch": [(rank, each.torch) for rank, each in software],
         "mpi4py": [(rank, str(each.version("mpi4py"))) for rank, each in software],
         "MPI library": [(rank, f"{each.vendor} {each.version}") for rank, each in libraries],
+        "NCCL": [
+            (rank, nccl_version(each.facts.version)) for rank, each in of_every_rank(case, lambda each: each.nccl)
+        ],
     }
     for name, values in compared.items():
         different = by_value(values)
@@ -74,4 +78,5 @@ def judge_sameness(case: Case) -> Finding:
             remarks.append(
                 fail(f"{name} differs: {told}", f"Give every host the same {name}, from one environment if you can.")
             )
-    return conclude([f"{len(case.ranks)} ranks: the same versions of {', '.join(compared)}"] * (not remarks), remarks)
+    told = ", ".join(name for name, values in compared.items() if any(value != NONE for _, value in values))
+    return conclude([f"{len(case.ranks)} ranks: the same versions of {told}"] * (not remarks), remarks)

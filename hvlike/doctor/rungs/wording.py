@@ -38,6 +38,11 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def nccl_version(number: int) -> str:
+    """22703 is 2.27.3; 0 is none."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "none"
+
+
 def of_every_rank(case: Case, fact: Callable[[RankFacts], T | Gap]) -> list[tuple[int, T]]:
     """(rank, fact) of the ranks that could find it out."""
     answers = ((rank, fact(each)) for rank, each in enumerate(case.ranks))
