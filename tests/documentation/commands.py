@@ -20,7 +20,7 @@ def problem_of(command: str) -> str | None:
 
     Examples have to be run by some test; arguments of benchmarks are parsed; scripts and extras have to exist.
     """
-    words = shlex.split(command)
+    words = shlex.split(command.partition(" > ")[0])
     words = words[words.index("python") :] if words[0] == "mpirun" and "python" in words else words
     if words[:3] == ["python", "-m", "hvlike"]:
         return problem_of_module(words[3:])
