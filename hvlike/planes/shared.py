@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hvlike.errors import HorovodInternalError, MismatchError
+from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
@@ -158,6 +158,8 @@ class SharedPlane:
                 yield Wait.BELL
             try:
                 region.quiet.run(reduction.advance)
+            except ProcessLookupError as error:
+                raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
             except OSError as error:
                 raise HorovodInternalError(
                     f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
