@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _LINE_BYTES = 400
+_MOST_OTHERS = 10_000
 _SHOWN_OTHERS = 4
 _SHOWN_CHARACTERS = 160
 
@@ -55,9 +56,11 @@ class FirstReport:
         told: list[tuple[int, str]] = []
         # One that does not block raises this when there is no more.
         with contextlib.suppress(BlockingIOError):
-            while True:
+            for _ in range(_MOST_OTHERS):
                 rank, _, summary = self._socket.recv(_LINE_BYTES).decode(errors="replace").partition(" ")
-                told.append((int(rank), summary))
+                # Any process of this machine may send something here.
+                if rank.isdecimal():
+                    told.append((int(rank), "".join(filter(str.isprintable, summary))))
         return told
 
     def release(self) -> None:

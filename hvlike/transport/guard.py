@@ -205,7 +205,8 @@ class Guard:
         self._reported = True
         self._failed_at = time.monotonic()
         self._summary = summary.strip().partition("\n")[0]
-        if self._first.claim(self._world.rank, self._summary):
+        # At a prompt each rank goes on, and so do the reports.
+        if _is_interactive() or self._first.claim(self._world.rank, self._summary):
             # One write, or the lines of several failing ranks are shuffled.
             self._say(text.rstrip("\n"))
 

@@ -1,6 +1,7 @@
 """One process of a node reports; the others tell it that they failed, too, and leave the end of the job to it."""
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -57,6 +58,14 @@ def test_more_failures_than_a_socket_holds_are_no_error(job: str, first: FirstRe
     second = FirstReport(job)
     assert not any(second.claim(rank, "x" * 10_000) for rank in range(1000))
     assert first.others()[0][0] == 0
+
+
+def test_what_others_send_there_does_no_harm(job: str, first: FirstReport) -> None:
+    assert first.claim(0, "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for text in (b"", b"no number", b"-1 x", b"\xff\xff", b"7 \x1b[2Jtext"):
+            stranger.sendto(text, first._address)
+    assert first.others() == [(7, "[2Jtext")]
 
 
 def test_waiting_ends_with_the_holder_and_at_the_deadline(job: str, first: FirstReport) -> None:
