@@ -49,7 +49,7 @@ class OptimizerEntries:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Local. Raises: UsageError for parameters that are not the model's."""
         self._optimizer = optimizer.wrapped if isinstance(optimizer, DelegatingOptimizer) else optimizer
-        names = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
         self._groups = [_names(group["params"], names) for group in self._optimizer.param_groups]
         self._names = [name for group in self._groups for name in group]
         kept = self._optimizer.optim if isinstance(self._optimizer, ZeroRedundancyOptimizer) else self._optimizer

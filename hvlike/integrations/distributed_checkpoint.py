@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -58,8 +60,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     if lifecycle.rank() == 0:
         state[_REST] = rest
     with _process_group():
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        state_dict_saver.save(state, storage_writer=FileSystemWriter(folder), planner=planner)
 
 
 def load(
@@ -79,7 +81,7 @@ def load(
     folder = Path(path)
     if not _is_checkpoint(folder):
         raise UsageError(f"{folder} holds no checkpoint that is complete (it has no .metadata).")
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors, _ = model_entries(model)
     _check(folder, tensors, saved)
     wanted = dict(tensors)
@@ -88,8 +90,8 @@ def load(
         wanted.update(entries.empty(_forms(saved)))
     state: dict[str, Any] = {**wanted, _REST: None}
     with _process_group():
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        state_dict_loader.load(state, storage_reader=FileSystemReader(folder), planner=planner)
     rest = state[_REST]
     absent = sorted(set(more) - set(rest["more"]))
     if absent:
@@ -142,7 +144,9 @@ def _check(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, obje
     """Raise UsageError where the model has tensors that were not saved, or of other shapes, or fewer."""
     forms = _forms(saved)
     problems = [f"{name} is not in it" for name in tensors if name not in forms]
-    problems += [f"{name} is not in the model" for name in forms if name.startswith("model.") and name not in tensors]
+    problems += [
+        f"{name} is not in the model" for name in sorted(forms) if name.startswith("model.") and name not in tensors
+    ]
     for name, tensor in tensors.items():
         if name in forms and forms[name][0] != tensor.shape:
             problems.append(f"{name} has the shape {list(forms[name][0])} there and {list(tensor.shape)} here")

@@ -33,17 +33,18 @@ def init_process_group() -> None:
         return
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=NoStore(), rank=lifecycle.rank(), world_size=lifecycle.size())
+    dist.init_process_group(NAME, store=_NO_STORE, rank=lifecycle.rank(), world_size=lifecycle.size())
 
 
-class NoStore(Store):
+# Its methods are typed one by one; here they are all alike.
+_Base: Any = Store
+
+
+class NoStore(_Base):
     """What torch.distributed asks for, in which the ranks do not meet: they do by MPI.
 
     Another backend would wait in it for the other ranks, for half an hour.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise UsageError(
@@ -51,7 +52,11 @@ class NoStore(Store):
             "the default group, or start torch.distributed by its own means and without hvlike."
         )
 
-    set = get = add = wait = check = compare_set = _refuse
+    set = get = add = wait = check = append = compare_set = multi_set = multi_get = _refuse
+
+
+# Made once and kept: torch keeps only the part of it that is not Python.
+_NO_STORE = NoStore()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
