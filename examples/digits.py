@@ -11,7 +11,6 @@ import argparse
 import os
 from pathlib import Path
 
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -166,6 +165,8 @@ def restore(options: argparse.Namespace, model: nn.Module, optimizer, scheduler:
 
 def plot(options: argparse.Namespace, history: list[dict]) -> None:
     """Draw the loss and the accuracy over the epochs."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
