@@ -27,7 +27,8 @@ def chosen(number: int) -> list[Case]:
     """Each way to end once, each in another cell, and one case of the surroundings."""
     ways = [failure for failure in FAILURES if failure not in BY_HAND]
     cells = [CELLS[(number + 5 * place) % len(CELLS)] for place in range(len(ways))]
-    others = [case for case in surroundings() if not case.setup]
+    # Workers that are spawned load torch once more, each of them.
+    others = [case for case in surroundings() if not case.setup and ("spawn" not in case.phase or case.ranks == 2)]
     return [case_of(failure, *cell) for failure, cell in zip(ways, cells, strict=True)] + [others[number % len(others)]]
 
 
