@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from hvlike.collectives.inspection import ANSWER_SECONDS, StallLimits
@@ -46,7 +47,7 @@ class Farewell:
         self._told: set[int] = set()
         self._telling = False
         self._latecomers: Latecomers | None = None
-        self._answered = -1.0
+        self._answered = -inf
         self._stalled: StalledError | None = None
         self.all_left = False
         fabric.channel.listen(_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
@@ -82,7 +83,8 @@ class Farewell:
         report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
         if report is not None and waited >= report:
             logger.warning("%s", text)
-        if shutdown and waited >= shutdown:
+        # One that was only busy has answered before.
+        if shutdown and min(waited, asked - self._answered) >= shutdown:
             self._stalled = StalledError(
                 f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}"
             )

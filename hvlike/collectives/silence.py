@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from math import inf
 
 from hvlike.collectives.inspection import ANSWER_SECONDS, StallLimits
 from hvlike.collectives.request import Key
@@ -43,6 +44,8 @@ class Silence:
         self._look = look
         self._limits = limits
         self._answers: dict[int, tuple[float, str]] = {}
+        self._heard = -inf
+        """When the last question was asked that the coordinator has answered."""
 
     @property
     def seconds(self) -> float | None:
@@ -52,6 +55,8 @@ class Silence:
     def hear(self, rank: int, answer: tuple[float, str]) -> None:
         """`rank` answers the question of that time; in the loop."""
         self._answers[rank] = answer
+        if rank == self._coordinator:
+            self._heard = answer[0]
 
     def check(self, key: Key, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
         """Ask, and report who is silent or where the others are; the error once the wait is past its limit.
@@ -73,7 +78,9 @@ class Silence:
         if self._limits.report_seconds is not None and waited >= self._limits.report_seconds:
             logger.warning("%s", text)
         limit = self._limits.shutdown_seconds
-        if not limit or waited < limit:
+        # A coordinator that was only busy has answered before: the wait may be a long one for good reasons.
+        overdue = waited if agreed else min(waited, asked - self._heard)
+        if not limit or overdue < limit:
             return None
         return StalledError(f"A wait took more than {limit:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}")
 

@@ -64,6 +64,13 @@ def test_a_coordinator_that_is_stuck_is_reported_and_the_wait_ends_at_its_limit(
     assert str(error).startswith("A wait took more than 5 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): rank 2 waits in")
 
 
+def test_a_coordinator_that_was_only_busy_does_not_end_a_long_wait() -> None:
+    job = Job({0: ""}, StallLimits(1.0, 5.0))
+    assert job.check(100.0, agreed=False) is None
+    job.answering.clear()
+    assert job.check(104.0, agreed=False) is None
+
+
 def test_data_that_do_not_come_are_asked_for_at_the_neighbours(caplog: pytest.LogCaptureFixture) -> None:
     job = Job({0: "", 1: "  File x, in fail"}, StallLimits(1.0))
     with caplog.at_level(logging.WARNING, logger="hvlike"):
