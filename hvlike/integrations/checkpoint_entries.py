@@ -89,7 +89,7 @@ class OptimizerEntries:
             # What an optimizer keeps has no dot in its name; the names of parameters do.
             start = entry.rpartition(".")[0] + "."
             if start in prefixes:
-                found[entry] = torch.empty(shape, dtype=dtype)
+                found[entry] = torch.empty(shape, dtype=dtype, device="cpu")
         return found
 
     def load(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
     group: ranks of a ProcessSet, None for all. Collective over it; blocks.
     Source: torchmetrics.utilities.distributed.gather_all_tensors.
     """
-    shapes = allgather(torch.tensor([tensor.shape], dtype=torch.int64), process_set=group).tolist()
+    shapes = allgather(torch.tensor([tensor.shape], dtype=torch.int64, device="cpu"), process_set=group).tolist()
     elements = allgather(tensor.detach().reshape(-1), process_set=group)
     parts = torch.split(elements, [torch.Size(shape).numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -82,14 +82,16 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
     Raises: CheckpointError on every rank if no file can be read, or a part was not saved; UsageError for a plain value
         in `into`; what load_state_dict raises for a state that does not fit.
     """
-    found, data = _find(Path(folder)) if current().world.rank == 0 else (None, torch.empty(0, dtype=torch.uint8))
+    found, data = (
+        _find(Path(folder)) if current().world.rank == 0 else (None, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    )
     name, step, size, wrong = broadcast_object(found, name="hvlike.checkpoint.found")
     if not name:
         if wrong:
             raise CheckpointError(f"no checkpoint in {os.fspath(folder)} of rank 0 can be read: {'; '.join(wrong)}.")
         return None
     if data.numel() != size:
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, device="cpu")
     broadcast_(data, 0, name="hvlike.checkpoint.data")
     try:
         saved = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=not trusted)
@@ -120,7 +122,7 @@ def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:
         data = _read(file, wrong)
         if data is not None:
             return (str(file.path), file.step, len(data), wrong), torch.frombuffer(data, dtype=torch.uint8)
-    return ("", 0, 0, wrong), torch.empty(0, dtype=torch.uint8)
+    return ("", 0, 0, wrong), torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _read(file: files.CheckpointFile, wrong: list[str]) -> bytearray | None:
