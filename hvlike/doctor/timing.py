@@ -48,6 +48,8 @@ class Timing:
 
     way: Way
     rows: tuple[Row, ...]
+    reason: str = ""
+    """Why it is this plane, where there was a choice."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,9 @@ def measure(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: torch.d
         everybody = Way("cuda", tuple(range(hvlike.size())))
         rows = tuple(_rows(everybody, hvlike.global_process_set, gpu))
         # Which plane it is was decided when the first tensor came.
-        plane = type(current().membership(None, "doctor").lanes.first.device).__name__
-        timings.append(Timing(everybody._replace(plane=f"cuda ({plane})"), rows))
+        choice = current().membership(None, "doctor").executor.device_choice
+        if choice is not None:
+            timings.append(Timing(everybody._replace(plane=choice.plane), rows, choice.reason))
     return Timings(tuple(timings), _copy_seconds())
 
 

@@ -51,6 +51,8 @@ def judge_allreduce(case: Case) -> Finding:
     found, remarks = [], []
     for timing in timings.timings:
         found += [f"{timing.way.plane}, {len(timing.way.ranks)} ranks, {describe(row)}" for row in timing.rows]
+        if timing.reason:
+            found.append(f"{timing.way.plane}: {timing.reason}")
         remarks += _judge(timing, timings)
     found.append(f"a copy of {in_bytes(timings.timings[0].rows[-1].nbytes)} in memory: {in_seconds(timings.copy)}")
     return conclude(found, remarks) if remarks else ok(*found)

@@ -1,0 +1,18 @@
+"""The doctor times the plane that tensors of a device take, and says which it is and why."""
+
+import pytest
+import torch
+from planes.cuda.conftest import Late
+
+from hvlike.doctor import timing
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_plane_of_a_device_is_timed(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SIZES", (4 << 10, 64 << 10))
+    measured = timing.measure([], [], torch.device("cpu"))
+    (only,) = measured.timings
+    assert only.way == timing.Way(late.plane, tuple(range(late.hvd.size())))
+    assert late.plane in only.reason
+    assert [row.nbytes for row in only.rows] == list(timing.SIZES)
+    assert all(row.right for row in only.rows)
