@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TextIO
 
 GRACE_SECONDS = 10.0
-_DRAIN_SECONDS = 2.0
+_DRAIN_SECONDS = 10.0
 _CHARACTERS_KEPT = 20_000
 
 
