@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import LaunchError
 from hvlike.launch.call import packed, write
 
 
@@ -72,18 +72,3 @@ def raise_again(failure: Failure) -> None:
         raise error from cause
     # SystemExit and KeyboardInterrupt of a rank must not end the caller.
     raise LaunchError(f"{where}: {failure.summary}") from cause
-
-
-def result_of(folder: Path, rank: int) -> bytes | None:
-    """What a rank has left as its result; None: nothing."""
-    path = folder / f"result.{rank}"
-    return path.read_bytes() if path.exists() else None
-
-
-def write_result(folder: Path, rank: int, result: object) -> None:
-    """Leave a result for the caller of hvd.run. Raises: UsageError for one that does not pickle."""
-    try:
-        data = packed(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
-    except UsageError as error:
-        raise UsageError(f"{error} Return tensors, numbers, strings, and lists and dicts of them.") from error
-    write(folder / f"result.{rank}", data)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch.call import Call, write_call
-from hvlike.launch.failure import first_failure, raise_again, result_of
+from hvlike.launch.failure import first_failure, raise_again
 from hvlike.launch.job import run_to_its_end
+from hvlike.launch.results import result_of
 from hvlike.transport import launchers, library, starters
 from hvlike.transport.cores import available
 from hvlike.transport.starters import OPEN_MPI, Starter

@@ -13,8 +13,9 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import call as call_module
 from hvlike.launch import rank as rank_module
 from hvlike.launch.call import Call, read_call, write_call
-from hvlike.launch.failure import first_failure, raise_again, result_of, write_failure, write_result
+from hvlike.launch.failure import first_failure, raise_again, write_failure
 from hvlike.launch.rank import rank_of
+from hvlike.launch.results import result_of, write_result
 
 pytestmark = pytest.mark.pure
 

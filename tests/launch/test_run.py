@@ -9,7 +9,8 @@ import pytest
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import run as run_module
-from hvlike.launch.failure import write_failure, write_result
+from hvlike.launch.failure import write_failure
+from hvlike.launch.results import write_result
 from hvlike.launch.run import run
 from hvlike.transport import library, starters
 from hvlike.transport.library import Library
