@@ -52,7 +52,8 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
         return Recipe("max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min", 1.0, 1.0, torch.uint8)
     if kind is Kind.INTEGER:
         plain = before == after == factors.divisor == 1
-        return Recipe(_NAMES[op], 1.0, 1.0) if plain and arithmetic.dtype not in _NO_INTEGERS else None
+        name = "sum" if op is ReduceOp.AVERAGE else _NAMES[op]
+        return Recipe(name, 1.0, 1.0) if plain and arithmetic.dtype not in _NO_INTEGERS else None
     seen_as = None
     if kind is Kind.COMPLEX:
         if op is ReduceOp.PRODUCT:

@@ -1,6 +1,6 @@
 """hvlike with tensors that count as those of a device, and a plane that takes them: staged, or a NCCL that is none."""
 
-import os
+import dataclasses
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -10,6 +10,7 @@ import pytest
 from planes.cuda.fake_nccl import FakeNccl
 from planes.cuda.late_device import LateDevice
 
+from hvlike.collectives.context import current
 from hvlike.planes.cuda import runtime
 from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Wait
@@ -37,23 +38,19 @@ class Late(SimpleNamespace):
 
 @pytest.fixture(params=["staged", "nccl"], scope="module")
 def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
-    """hvlike started anew, with every tensor of the host on a LateDevice."""
+    """Every tensor of the host counts as one of a LateDevice."""
     from mpi4py import MPI
 
-    hvd.shutdown()
+    context = current()
+    membership = context.membership(None, "test")
+    executor, site = membership.executor, membership.executor._site
     device = LateDevice()
     # All ranks make them in this order, as MPI wants it.
-    comms = [MPI.COMM_WORLD.Dup() for _ in range(8)]
+    comms = [MPI.COMM_WORLD.Dup() for _ in range(16)]
     for comm in comms:
         comm.allgather(0)
     left = iter(comms)
     nccl = FakeNccl(device, lambda number, rank, size: OverMpi(next(left)))
-    settings = {"HVLIKE_CUDA_PLANE": request.param, "HVLIKE_EXPRESS": "0"}
-    before = {name: os.environ.get(name) for name in settings}
-    modules = {name: sys.modules.get(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
-    os.environ.update(settings)
-    sys.modules.update(dict.fromkeys(modules, nccl))  # type: ignore[dict-item]
-    runtime.KINDS["cpu"] = lambda: device
     advance = Loop._advance
 
     def host_work(loop: Loop, rung: bool) -> Wait:
@@ -62,18 +59,23 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
             return advance(loop, rung)
 
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"):
+            patch.setitem(sys.modules, name, nccl)
+        patch.setitem(runtime.KINDS, "cpu", lambda: device)
         patch.setattr(Loop, "_advance", host_work)
-        hvd.init()
+        # The express way takes tensors of the host before anybody asks where they are.
+        patch.setattr(membership, "express", None)
+        patch.setattr(executor, "_opening", None)
+        patch.setattr(site, "knobs", dataclasses.replace(site.knobs, cuda_plane=request.param))
+        patch.setattr(site, "_devices", None)
+        hvd.barrier()
         yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
-        hvd.shutdown()
-    del runtime.KINDS["cpu"]
+        hvd.barrier()
+        site.close()
     runtime.forget("cpu")
-    for table, target in ((before, os.environ), (modules, sys.modules)):
-        for name, value in table.items():
-            if value is None:
-                target.pop(name, None)
-            else:
-                target[name] = value
-    hvd.init()
+    for lane in membership.lanes.all():
+        if lane.device is not None:
+            lane.device.close()
+            lane.device = None
     for comm in comms:
         comm.Free()

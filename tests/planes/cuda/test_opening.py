@@ -1,0 +1,77 @@
+"""A communicator that cannot be made on one rank is none on all: host memory serves, or an error says why not."""
+
+import dataclasses
+
+import pytest
+from planes.cuda.conftest import Late
+from planes.jobs import run
+
+from hvlike.collectives.context import current
+from hvlike.config import Knobs
+from hvlike.errors import LaunchError
+from hvlike.planes.cuda.opening import DevicePlanes
+from hvlike.planes.cuda.staged import StagedPlane
+from hvlike.planes.plane import Plane
+from hvlike.transport.routine import Routine
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def failing(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """The last rank can make no communicator."""
+    monkeypatch.setattr(late.nccl, "fails", late.hvd.rank() == late.hvd.size() - 1)
+    return late
+
+
+def planes(wanted: str) -> DevicePlanes:
+    group = current().membership(None, "test").group
+    # As if every rank had a host of its own: here they share the device.
+    return DevicePlanes(group, dataclasses.replace(Knobs(), cuda_plane=wanted), f"host {group.rank}")
+
+
+def test_where_any_plane_will_do_host_memory_serves(failing: Late) -> None:
+    devices, opened = planes("auto"), []
+
+    def job(host: Plane) -> Routine[None]:
+        opened.append((yield from devices.open(host, failing.device, None)))
+
+    run(job)
+    assert type(opened[0]) is StagedPlane
+    assert devices.choice is not None
+    assert devices.choice.plane == "staged"
+    assert "NCCL_ERROR_SYSTEM_ERROR" in devices.choice.reason
+
+
+def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
+    """Beside the lanes, which an error would break for the tests that follow."""
+    late.nccl.fails = late.hvd.rank() == 0
+    caught = []
+    devices = planes("nccl")
+
+    def job(host: Plane) -> Routine[None]:
+        try:
+            yield from devices.open(host, late.device, None)
+        except LaunchError as error:
+            caught.append(str(error))
+
+    run(job)
+    late.nccl.fails = False
+    assert "HVLIKE_CUDA_PLANE=nccl" in caught[0]
+    assert f"rank {late.hvd.size() - 1}: RuntimeError: NCCL_ERROR_SYSTEM_ERROR" in caught[0]
+
+
+def test_lanes_split_one_communicator(late: Late) -> None:
+    devices, links = planes("nccl"), late.nccl.links
+    before = len(links)
+
+    def job(host: Plane) -> Routine[None]:
+        for _ in range(2):
+            yield from devices.open(host, late.device, None)
+
+    run(job)
+    root, *split = links[before:]
+    assert len(split) == 2
+    devices.close()
+    assert root.aborted.wait(60.0)
+    assert not any(each.aborted.is_set() for each in split)
