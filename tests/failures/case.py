@@ -17,7 +17,7 @@ class Case:
     program: str
     """Of all ranks."""
     words: tuple[str, ...]
-    """One of these must be on stderr."""
+    """One of these must be in what is printed; MPICH's launcher names signals on stdout."""
     env: Mapping[str, str] = field(default_factory=dict)
     setup: str = ""
     """Shell commands that run before mpirun in a mount namespace of their own."""

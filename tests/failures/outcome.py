@@ -69,7 +69,7 @@ def faults(case: Case, job: Job, seconds: float) -> list[str]:
         f"ended with {job.returncode}": (job.returncode == 0) != case.ends_well,
         f"left the processes {list(job.survivors)}": bool(job.survivors),
         f"left {sorted(left)}": bool(left),
-        "the cause is not named": not any(word in job.stderr for word in case.words),
+        "the cause is not named": not any(word in job.stderr + job.stdout for word in case.words),
         f"{reports} reports": reports > 1,
     }
     return [what for what, is_so in found.items() if is_so]
