@@ -44,7 +44,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     Source: torch.distributed.checkpoint.save.
     """
     folder = Path(path)
-    if _is_checkpoint(folder):
+    if _read_metadata(folder) is not None:
         raise UsageError(f"{folder} holds a checkpoint already. Save each into a folder of its own.")
     tensors, rest = model_entries(model)
     if lifecycle.rank() > 0:
@@ -74,14 +74,14 @@ def load(
     Returns the values that were saved by name, other than those that went into the objects of `more`.
     Every rank reads what it keeps, and no other rank's share of a ZeroRedundancyOptimizer. Collective: every rank calls
     it, with the same path. Blocks until done. After an error the model may hold some of what was saved.
-    Raises: UsageError, on every rank, where there is no complete checkpoint, or names or shapes are not those of the
-    model or optimizer; CheckpointException of torch, on every rank, where a rank could not read.
+    Raises: UsageError, on every rank, where there is no complete checkpoint that can be read, or names or shapes are
+    not those of the model or optimizer; CheckpointException of torch, on every rank, where a rank could not read.
     Source: torch.distributed.checkpoint.load.
     """
     folder = Path(path)
-    if not _is_checkpoint(folder):
+    saved = _read_metadata(folder)
+    if saved is None:
         raise UsageError(f"{folder} holds no checkpoint that is complete (it has no .metadata).")
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors, _ = model_entries(model)
     _check(folder, tensors, saved)
     wanted = dict(tensors)
@@ -120,11 +120,24 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    """Whether rank 0 sees one. Collective; blocks."""
+def _read_metadata(folder: Path) -> Mapping[str, object] | None:
+    """What rank 0 finds in the folder by name, on every rank; None where there is no checkpoint. Collective; blocks.
+
+    Raises: UsageError, on every rank, where it cannot be read.
+    """
     lifecycle.init()
-    found: bool = broadcast_object((folder / ".metadata").exists(), root_rank=0)
-    return found
+    problem, saved = None, None
+    if lifecycle.rank() == 0:
+        try:
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except FileNotFoundError:
+            saved = None
+        except Exception as error:  # what is damaged may raise anything when it is unpickled
+            problem = f"{type(error).__name__}: {error}"
+    problem, saved = broadcast_object((problem, saved), root_rank=0)
+    if problem is not None:
+        raise UsageError(f"{folder} holds a checkpoint whose .metadata cannot be read ({problem}).")
+    return saved
 
 
 def _state_of(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from training.problem import share, whole_batch
 
 import hvlike
@@ -181,3 +182,21 @@ def test_what_does_not_fit_is_refused_on_every_rank(hvd: ModuleType, folder: Pat
     with pytest.raises(UsageError, match="are not the model's"):
         save(folder / "b", nn.Linear(2, 2), optimizer)
     assert not (folder / "b").exists()
+
+
+def test_what_is_damaged_is_an_error_on_every_rank(hvd: ModuleType, folder: Path) -> None:
+    model, optimizer = data_parallel(Model(seed=1))
+    train((model, optimizer), range(1))
+    save(folder / "a", model, optimizer)
+    if hvd.rank() == 0:
+        for file in (folder / "a").glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
+    hvd.barrier()
+    with pytest.raises(CheckpointException):
+        load(folder / "a", model, optimizer)
+    assert not dist.is_initialized()
+    hvd.barrier()
+    if hvd.rank() == 0:
+        (folder / "a" / ".metadata").write_bytes(b"no metadata")
+    with pytest.raises(UsageError, match=r"\.metadata cannot be read"):
+        load(folder / "a", model, optimizer)

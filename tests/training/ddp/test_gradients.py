@@ -64,6 +64,33 @@ def test_accumulation(hvd: ModuleType) -> None:
         assert_same(gradients(module), gradients(alone))
 
 
+class Inside(nn.Module):
+    """Makes two backward passes inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([layers(), layers()])
+        self.announce: Callable[[Tensor], None] = lambda loss: None
+
+    def forward(self, batch: Tensor) -> None:
+        for part in self.parts:
+            loss = loss_of(part(batch))
+            self.announce(loss)
+            loss.backward()
+
+
+def test_losses_that_are_differentiated_inside_of_forward(hvd: ModuleType) -> None:
+    module, alone = Inside(), Inside()
+    ddp = DistributedDataParallel(module)
+    module.announce = ddp.reduce_through
+    for step in range(2):
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(share(hvd, inputs(step)))
+        alone(inputs(step))
+        assert_same(gradients(module), gradients(alone))
+
+
 def test_what_counts_is_where_the_forward_was(hvd: ModuleType) -> None:
     module, alone = Shared(), Shared()
     ddp = DistributedDataParallel(module)
