@@ -16,6 +16,7 @@ from hvlike.collectives.jobs.site import Agreed, Site
 from hvlike.collectives.request import Request, Signature
 from hvlike.collectives.trace import Trace
 from hvlike.config import Knobs
+from hvlike.errors import LaunchError
 from hvlike.planes.cuda.choice import Choice
 from hvlike.planes.cuda.device_plane import DevicePlane
 from hvlike.planes.cuda.jobs import home_of, on_device
@@ -101,7 +102,16 @@ class Executor:
                     ]
             yield from job(plane)
 
-        return on_device(lane, lambda host: site.devices.open(host, runtime, device), run, ready)
+        def opening(host: Plane) -> Routine[DevicePlane | None]:
+            try:
+                return (yield from site.devices.open(host, runtime, device))
+            except LaunchError as error:
+                # Of every rank alike: the lane is as good as before.
+                for request, _ in batch:
+                    request.finish = partial(_refuse, error)
+                return None
+
+        return on_device(lane, opening, run, ready)
 
     @property
     def device_choice(self) -> Choice | None:
@@ -179,6 +189,10 @@ def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:
             except Exception as failure:
                 error = failure
         request.handle.complete(result, error)
+
+
+def _refuse(error: LaunchError, request: Request) -> None:
+    raise error
 
 
 def complete_on_device(lane: Lane, batch: Sequence[Agreed], task: Task[None]) -> None:

@@ -58,8 +58,8 @@ class Operand:
         home: the device that the plane works on, None for host memory.
         """
         source = tensor.detach()
-        if source.is_inference() and source.is_cpu and not source.is_conj() and not source.is_neg():
-            source = _ordinary(source)
+        if source.is_inference() and not source.is_conj() and not source.is_neg():
+            source = _ordinary(source) if source.is_cpu else _ordinary_on_device(source)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         is_home = source.is_cpu if home is None else source.device == home
@@ -87,3 +87,10 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         shared: torch.Tensor = from_dlpack(tensor)
         return shared.as_strided(tensor.shape, tensor.stride())
+
+
+def _ordinary_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for memory that the host cannot exchange by itself."""
+    with torch.inference_mode(False):
+        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hvlike.collectives.jobs.site import Agreed, Site
+from hvlike.collectives.request import Request
+from hvlike.errors import LaunchError
 from hvlike.planes.cuda.runtime import runtime_of
 from hvlike.planes.lane import Job
 from hvlike.planes.plane import Plane
@@ -19,7 +22,15 @@ def plan_job(site: Site, batch: Sequence[Agreed]) -> Job:
         lane = yield from site.lanes.take(verdict.extra.spare_lane)
         runtime = runtime_of(verdict.extra.device)
         if runtime is not None and lane.device is None:
-            lane.device = yield from site.devices.open(lane.plane, runtime, request.home)
+            try:
+                lane.device = yield from site.devices.open(lane.plane, runtime, request.home)
+            except LaunchError as error:
+                # Of every rank alike: the first lane, where this runs, is as good as before.
+                request.finish = partial(_refuse, error)
         request.outputs += [lane, verdict.extra]
 
     return job
+
+
+def _refuse(error: LaunchError, request: Request) -> None:
+    raise error

@@ -30,11 +30,12 @@ def home_of(plane: Plane) -> torch.device | None:
 
 
 def on_device(
-    lane: Lane, opening: Callable[[Plane], Routine[DevicePlane]] | None, job: Job, ready: Iterable[Event] = ()
+    lane: Lane, opening: Callable[[Plane], Routine[DevicePlane | None]] | None, job: Job, ready: Iterable[Event] = ()
 ) -> Job:
     """The same job for the plane of the lane's device.
 
-    opening: opens it if this is the first job; None where it was opened with the lane. ready: when the tensors of the
+    opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
+    the lane. ready: when the tensors of the
     job hold their values.
     """
 
@@ -42,7 +43,8 @@ def on_device(
         if lane.device is None and opening is not None:
             lane.device = yield from opening(lane.plane)
         device = lane.device
-        assert device is not None
+        if device is None:
+            return
         plane: Plane = host.over(device) if isinstance(host, TracedPlane) else device
         yield from device.run(job(plane), ready)
 

@@ -94,7 +94,9 @@ class LateStream:
                 self._queue[self.done] = None
             try:
                 assert action is not None
-                action()
+                # A device knows nothing of inference mode: who may write what was looked at when it was put here.
+                with torch.inference_mode():
+                    action()
             except BaseException as error:
                 self.failure = self.failure or error
             with self._changed:
@@ -194,11 +196,12 @@ class _Putting(TorchDispatchMode):
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise AssertionError(f"{func} asks the device for a value, which makes the host wait")
         tensors = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if schema.is_mutable:
+        if schema.is_mutable and not schema.name.startswith("aten::set_"):
             self._stream.put(lambda: func(*args, **kwargs))
             return args[0] if schema.returns else None
         outputs = func(*args, **kwargs)
         if any(each.alias_info is not None for each in schema.returns):
+            # A view: it is about where values are, not which.
             return outputs
         listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         # Memory of a stream is given to others when the stream is done with it, not when Python is.

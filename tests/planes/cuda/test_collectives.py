@@ -5,6 +5,7 @@ import torch
 from planes.cuda.conftest import Late
 from planes.cuda.streams import across_streams
 
+from hvlike.collectives import operand
 from hvlike.planes.cuda import staged
 from hvlike.transport.dtypes import TABLE
 
@@ -121,6 +122,20 @@ def test_calls_follow_one_another(late: Late) -> None:
         seen = tensor.clone()
     device.drain(stream)
     assert torch.equal(seen, torch.full((1000,), float((2 * size) ** 3)))
+
+
+def test_tensors_of_inference_mode(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The way of tensors that are not in host memory.
+    monkeypatch.setattr(operand, "_ordinary", operand._ordinary_on_device)
+    hvd = late.hvd
+    with torch.inference_mode():
+        seen = across_streams(
+            late,
+            lambda: [torch.full((40,), hvd.rank() + 1.0), torch.full((6, 5), 2.0).t()],
+            lambda tensors: hvd.grouped_allreduce_async_(tensors, op=hvd.Sum, postscale_factor=2.0, name="inference"),
+        )
+    assert torch.equal(seen[0], torch.full((40,), 2.0 * sum(range(1, hvd.size() + 1))))
+    assert torch.equal(seen[1], torch.full((5, 6), 4.0 * hvd.size()))
 
 
 def test_broadcast(late: Late) -> None:

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 from planes.cuda.conftest import Late
 from planes.jobs import run
 
 from hvlike.collectives.context import current
+from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.config import Knobs
 from hvlike.errors import LaunchError
 from hvlike.planes.cuda.opening import DevicePlanes
@@ -75,3 +77,23 @@ def test_lanes_split_one_communicator(late: Late) -> None:
     devices.close()
     assert root.aborted.wait(60.0)
     assert not any(each.aborted.is_set() for each in split)
+
+
+def test_the_job_goes_on_where_the_plane_that_is_wanted_cannot_serve(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late.plane != "nccl":
+        pytest.skip("any plane will do there")
+    hvd, membership = late.hvd, current().membership(None, "test")
+    with monkeypatch.context() as patch:
+        patch.setattr(membership.lanes.first, "device", None)
+        patch.setattr(membership.executor._site, "_devices", None)
+        patch.setattr(late.nccl, "fails", hvd.rank() == 0)
+        with pytest.raises(LaunchError, match="no communicator could be made"):
+            hvd.allreduce(torch.ones(3), name="refused")
+        hvd.barrier()
+        reducer = PlannedReducer([Entry("p", (3,), torch.float32, torch.device("cpu"))], name="refused", op=hvd.Sum)
+        with pytest.raises(LaunchError, match="no communicator could be made"):
+            reducer.finish([torch.ones(3)])
+        hvd.barrier()
+    assert torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum, name="served"), torch.full((3,), float(hvd.size())))
