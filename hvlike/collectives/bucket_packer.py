@@ -43,7 +43,7 @@ class BucketPacker:
         self._large: list[int] = []
         self._pick_small: Callable[[Sequence[Any]], tuple[Any, ...]] = pick([])
         self._bundles: list[tuple[Bundle, slice]] = []
-        self._whole = torch.empty(0)
+        self._whole = torch.empty(0, device="cpu")
 
     def allreduce(self, plane: Plane, tensors: Sequence[torch.Tensor]) -> Routine[None]:
         """Reduce dense tensors in place; the same shapes, and the same plane every time, on every rank."""
