@@ -126,11 +126,13 @@ def _read_metadata(folder: Path) -> Mapping[str, object] | None:
     Raises: UsageError, on every rank, where it cannot be read.
     """
     lifecycle.init()
-    problem, saved = None, None
+    problem: str | None = None
+    saved: Mapping[str, object] | None = None
     if lifecycle.rank() == 0:
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         except FileNotFoundError:
+            # Nothing there, or not complete.
             saved = None
         except Exception as error:  # what is damaged may raise anything when it is unpickled
             problem = f"{type(error).__name__}: {error}"
