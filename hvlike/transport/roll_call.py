@@ -5,14 +5,13 @@ For whoever looks into jobs that do not start. It blocks as MPI does: call it wh
 
 from __future__ import annotations
 
-import ctypes
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvlike.transport import leftovers, topology
 from hvlike.transport import mpi as mpi_library
-from hvlike.transport import topology
+from hvlike.transport.library_claims import claims_cuda
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,10 +48,10 @@ class RollCall:
         names = {getattr(self._mpi, name): name for name in _LEVELS}
         library = self._mpi.Get_library_version().strip("\0 \n").splitlines()[0]
         host = self._mpi.Get_processor_name()
-        self.place = Place(
-            world.Get_rank(), world.Get_size(), host, names[level], library, _claims_cuda(Path("/proc/self/maps"))
-        )
+        self.place = Place(world.Get_rank(), world.Get_size(), host, names[level], library, claims_cuda())
         self._comm: MPI.Intracomm | None = None
+        if self.place.size == 1:
+            leftovers.unlink_start_up_segments(alone=True)
 
     def meet(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node in rising order. Collective; the first message between the ranks. Blocks."""
@@ -79,13 +78,3 @@ class RollCall:
         if self._comm is not None:
             self._comm.Free()
         self._mpi.Finalize()
-
-
-def _claims_cuda(maps: Path) -> bool | None:
-    """Ask the library that is loaded; Open MPI and MPICH have a function for it."""
-    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libmpi." in line}
-    for path in paths:
-        question = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        if question is not None:
-            return bool(question())
-    return None
