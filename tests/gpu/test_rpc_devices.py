@@ -118,3 +118,18 @@ def test_distributed_autograd_through_gpus(hvd: ModuleType, rpc: ModuleType, mod
         assert gradients[y].device == y.device
         torch.testing.assert_close(gradients[x], 2 * 81 * 4 * x.detach() ** 3)
         torch.testing.assert_close(gradients[y], 81 * x.detach().cpu() ** 4)
+
+
+def test_data_parallel_modules_in_a_context(hvd: ModuleType, rpc: ModuleType, device: torch.device) -> None:
+    """Autograd runs nodes of a GPU in a thread of its own, where the pass has to be known for that of the context."""
+    from hvlike import autograd
+    from hvlike.nn import DistributedDataParallel
+
+    model = DistributedDataParallel(Model().to(device))
+    x = torch.full((2, 3), float(hvd.rank() + 1), device=device)
+    with autograd.context() as context:
+        autograd.backward(context, [model(x).sum()])
+        gradients = autograd.get_gradients(context)
+    mean = sum(range(1, hvd.size() + 1)) / hvd.size()
+    assert [each.grad for each in model.parameters()] == [None, None]
+    torch.testing.assert_close(gradients[model.module.layer.weight], torch.full((2, 3), 2 * mean, device=device))

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.job
 FOLDER = CHECKOUT / "tests" / "stand_in"
 PARITY = (
     "tests/training/test_parity.py::test_ranks_together_equal_one_process[AdamW foreach]",
-    "tests/training/ddp/test_parity.py",
     "tests/training/test_sparse_gradients.py",
 )
 
