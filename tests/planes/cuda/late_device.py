@@ -113,6 +113,7 @@ class LateDevice:
         self.streams: list[LateStream] = []
         self.kept: list[tuple[torch.Tensor, Any]] = []
         self.pinned_bytes = 0
+        self.waits_of_the_host = 0
         self._mine = threading.local()
 
     def home(self, local_rank: int = 0) -> torch.device:
@@ -150,6 +151,7 @@ class LateDevice:
 
     def wait(self, stream: LateStream | None, event: LateEvent) -> None:
         if stream is None:
+            self.waits_of_the_host += 1
             event.block()
         elif event.stream is not None:
             stream.put(event.block)
@@ -172,6 +174,14 @@ class LateDevice:
 
     def keep(self, tensor: torch.Tensor, stream: LateStream | None) -> None:
         self.kept.append((tensor, stream))
+
+    def finish(self) -> None:
+        """Wait for all that was put into any stream; ranks whose streams wait for each other all do so."""
+        ends = [stream.record() for stream in self.streams]
+        for end in ends:
+            end.force()
+        for end in ends:
+            end.block()
 
     def drain(self, stream: LateStream) -> None:
         """Wait, as the host, for all that was put into one stream; the others go only as far as it needs them."""
