@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hvlike.errors import LaunchError
 
-AUTO, NCCL, STAGED = "auto", "nccl", "staged"
+AUTO, NCCL, MPI, STAGED = "auto", "nccl", "mpi", "staged"
 """What HVLIKE_CUDA_PLANE may say."""
 
 
@@ -21,13 +21,15 @@ class DeviceFacts(NamedTuple):
     """Version of NCCL; 0 where it cannot be used."""
     missing: str
     """Why it cannot."""
+    no_mpi: str = "HVLIKE_CUDA_AWARE_MPI=1 is not set"
+    """Why MPI is not to be given memory of a GPU; empty where that may be tried."""
 
 
 class Choice(NamedTuple):
     """A plane, and what is said about it."""
 
     plane: str
-    """solo, nccl or staged."""
+    """solo, nccl, mpi or staged."""
     reason: str
 
 
@@ -44,14 +46,26 @@ def choose_plane(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str
                 f"HVLIKE_CUDA_PLANE=nccl, but {obstacle}. Unset it: tensors then travel through host memory."
             )
         return Choice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
+    if wanted == MPI and (obstacle := why_not_mpi(facts, ranks)):
+        raise LaunchError(f"HVLIKE_CUDA_PLANE=mpi, but {obstacle}. Unset it: tensors then travel through host memory.")
     if len(facts) == 1:
         return Choice("solo", "the rank is alone")
+    if wanted == MPI:
+        return Choice(MPI, "HVLIKE_CUDA_PLANE=mpi")
     if wanted == STAGED:
         return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
     obstacle = why_not_nccl(facts, ranks)
     if not obstacle:
         return Choice(NCCL, "every rank has a GPU of its own and NCCL")
+    if not why_not_mpi(facts, ranks):
+        return Choice(MPI, f"HVLIKE_CUDA_AWARE_MPI=1 and {obstacle}")
     return Choice(STAGED, obstacle)
+
+
+def why_not_mpi(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
+    """Why MPI is not to be given memory of a GPU; empty if that may be tried."""
+    said = [f"on rank {rank} {each.no_mpi}" for rank, each in zip(ranks, facts, strict=True) if each.no_mpi]
+    return said[0] if said else ""
 
 
 def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:

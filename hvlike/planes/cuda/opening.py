@@ -17,13 +17,16 @@ import torch
 from hvlike.config import Knobs
 from hvlike.errors import LaunchError
 from hvlike.planes import nccl
-from hvlike.planes.cuda.choice import NCCL, STAGED, Choice, DeviceFacts, choose_plane
+from hvlike.planes.cuda.choice import MPI, NCCL, STAGED, Choice, DeviceFacts, choose_plane
 from hvlike.planes.cuda.device_plane import DevicePlane
+from hvlike.planes.cuda.mpi_plane import MpiPlane
 from hvlike.planes.cuda.nccl_plane import NcclPlane
 from hvlike.planes.cuda.runtime import DeviceRuntime
 from hvlike.planes.cuda.solo import SoloDevicePlane
 from hvlike.planes.cuda.staged import StagedPlane
 from hvlike.planes.plane import Plane
+from hvlike.transport import library_claims
+from hvlike.transport.device_messages import DeviceMessages
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine, Wait
 
@@ -31,6 +34,7 @@ logger = logging.getLogger("hvlike")
 
 _RECORD_BYTES = 1024
 _CONNECT_SECONDS = 120.0
+_PLANES = 4096
 
 
 class DevicePlanes:
@@ -42,6 +46,7 @@ class DevicePlanes:
         self._knobs = knobs
         self._host = host
         self._root: nccl.Communicator | None = None
+        self._numbers = 0
         self.choice: Choice | None = None
         """What was chosen; None before the first tensor."""
 
@@ -61,6 +66,10 @@ class DevicePlanes:
             communicator = yield from self._connect(host, runtime, device)
             if communicator is not None:
                 return NcclPlane(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
+        if self.choice.plane == MPI:
+            proved = yield from self._try_mpi(host, runtime, device)
+            if proved is not None:
+                return proved
         if self.choice.plane == "solo":
             return SoloDevicePlane(host, runtime, device, place[0])
         return StagedPlane(host, runtime, device, place[0])
@@ -76,7 +85,8 @@ class DevicePlanes:
         found = nccl.NcclFacts("", 0, "HVLIKE_CUDA_PLANE=staged", "", 0)
         if knobs.cuda_plane != STAGED and (self._group.size > 1 or knobs.cuda_plane == NCCL):
             found = nccl.describe()
-        mine = DeviceFacts(self._host, runtime.identity(device), found.version, found.missing[:300])
+        refusal = self._why_no_mpi()
+        mine = DeviceFacts(self._host, runtime.identity(device), found.version, found.missing[:300], refusal)
         facts = [DeviceFacts(*each) for each in (yield from _tell_all(host, self._group, mine))]
         return choose_plane(facts, self._group.ranks, knobs.cuda_plane)
 
@@ -84,6 +94,34 @@ class DevicePlanes:
         choice = self.choice
         if choice is not None and self._group.ranks[self._group.rank] == 0:
             logger.info("CUDA tensors of process set %d: %s plane, as %s", self._group.number, *choice)
+
+    # -- MPI ------------------------------------------------------------------------------------
+
+    def _why_no_mpi(self) -> str:
+        if not self._knobs.cuda_aware_mpi:
+            return "HVLIKE_CUDA_AWARE_MPI=1 is not set"
+        denied = library_claims.claims_cuda() is False
+        return "the MPI library says that it does not take memory of a GPU" if denied else ""
+
+    def _try_mpi(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[MpiPlane | None]:
+        """A plane that has reduced something right on all ranks; None where it has not, and host memory serves."""
+        group, world = self._group, self._group.world
+        # Opened in the same order on all ranks, so they give the same numbers.
+        self._numbers += 1
+        number = group.number % _PLANES * _PLANES + self._numbers % _PLANES
+        messages = DeviceMessages(world.mpi, world.comm, group.ranks, number)
+        plane = MpiPlane(host, runtime, device, (group.rank, group.size), messages)
+        error = yield from plane.run(plane.proof())
+        said = yield from _tell_all(host, group, error[:300])
+        wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, said, strict=True) if text]
+        if not wrong:
+            return plane
+        plane.close()
+        if self._knobs.cuda_plane == MPI:
+            raise LaunchError(f"HVLIKE_CUDA_PLANE=mpi, but MPI does not carry memory of a GPU: {'; '.join(wrong[:3])}")
+        self.choice = Choice(STAGED, f"MPI does not carry memory of a GPU ({wrong[0]})")
+        self._say()
+        return None
 
     # -- NCCL -----------------------------------------------------------------------------------
 

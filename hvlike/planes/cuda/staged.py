@@ -67,7 +67,7 @@ class StagedPlane(DevicePlane):
             yield from self.host.allreduce([_as_one(copies)], arithmetic)
 
         everything = range(len(tensors))
-        yield from self._through(tensors, _pieces(tensors), everything, everything, reduce)
+        yield from self._through(tensors, pieces_of(tensors), everything, everything, reduce)
 
     def _reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -76,14 +76,14 @@ class StagedPlane(DevicePlane):
             yield from self.host.reduce_scatter(copies, [owners[run.piece] for run in runs], arithmetic)
 
         own = {index for index, owner in enumerate(owners) if owner == self._rank}
-        yield from self._through(tensors, _pieces(tensors), range(len(tensors)), own, reduce)
+        yield from self._through(tensors, pieces_of(tensors), range(len(tensors)), own, reduce)
 
     def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Routine[None]:
         def write(runs: Message, copies: list[torch.Tensor]) -> Routine[None]:
             yield from self.host.gather(copies, [owners[run.piece] for run in runs])
 
         own = {index for index, owner in enumerate(owners) if owner == self._rank}
-        yield from self._through(tensors, _pieces(tensors), own, set(range(len(tensors))) - own, write)
+        yield from self._through(tensors, pieces_of(tensors), own, set(range(len(tensors))) - own, write)
 
     def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Routine[None]:
         def exchange(runs: Message, copies: list[torch.Tensor]) -> Routine[None]:
@@ -156,7 +156,7 @@ class _Piece:
         """Where the copies hold the values."""
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[Message]:
+def pieces_of(tensors: Sequence[torch.Tensor]) -> list[Message]:
     """Cut tensors of one dtype into pieces, the same on all ranks."""
     if not tensors:
         return []

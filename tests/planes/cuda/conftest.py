@@ -12,6 +12,7 @@ from planes.cuda.late_device import LateDevice
 
 from hvlike.collectives.context import current
 from hvlike.planes.cuda import runtime
+from hvlike.transport import library_claims
 from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Wait
 
@@ -36,7 +37,7 @@ class Late(SimpleNamespace):
     plane: str
 
 
-@pytest.fixture(params=["staged", "nccl"], scope="module")
+@pytest.fixture(params=["staged", "nccl", "mpi"], scope="module")
 def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     """Every tensor of the host counts as one of a LateDevice."""
     from mpi4py import MPI
@@ -68,7 +69,10 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         # The express way takes tensors of the host before anybody asks where they are.
         patch.setattr(membership, "express", None)
         patch.setattr(executor, "_opening", None)
-        patch.setattr(site, "knobs", dataclasses.replace(site.knobs, cuda_plane=request.param))
+        knobs = dataclasses.replace(site.knobs, cuda_plane=request.param, cuda_aware_mpi=True)
+        patch.setattr(site, "knobs", knobs)
+        # Memory of this device is taken by any MPI, whatever that says.
+        patch.setattr(library_claims, "claims_cuda", lambda: None)
         patch.setattr(site, "_devices", None)
         hvd.barrier()
         yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
