@@ -62,6 +62,7 @@ class _Properties:
         self.name = "stand-in"
         self.uuid = f"stand-in-{_index(device)}"
         self.total_memory = 1 << 31
+        self.major, self.minor = 8, 0
 
 
 @contextlib.contextmanager
