@@ -24,8 +24,7 @@ def child(prepare: Callable[[], object]) -> Iterator[tuple[int, int]]:
         os.dup2(writer, 2)
         sys.__stderr__ = os.fdopen(2, "w", closefd=False)
         prepare()
-        os.write(go, b"!")
-        be_stuck()
+        be_stuck(go)
     os.close(writer)
     os.close(go)
     os.read(ready, 1)
@@ -38,7 +37,9 @@ def child(prepare: Callable[[], object]) -> Iterator[tuple[int, int]]:
         os.close(reader)
 
 
-def be_stuck() -> None:
+def be_stuck(go: int) -> None:
+    # Only from in here its stacks show it.
+    os.write(go, b"!")
     while True:
         time.sleep(100)
 
