@@ -91,9 +91,9 @@ class Knobs:
     cuda_plane: str = knob(
         "CUDA_PLANE",
         "auto",
-        one_of("auto", "nccl", "mpi", "staged"),
-        "how CUDA tensors travel: nccl, mpi (see CUDA_AWARE_MPI), or staged through pinned host memory; auto: nccl "
-        "where every rank has a GPU of its own and CuPy",
+        one_of("auto", "nccl", "mpi", "ipc", "staged"),
+        "how CUDA tensors travel: nccl, mpi (see CUDA_AWARE_MPI), ipc (memory on the GPU that the ranks of one host "
+        "map), or staged through pinned host memory; auto: nccl where every rank has a GPU of its own and CuPy",
     )
     cuda_aware_mpi: bool = knob(
         "CUDA_AWARE_MPI",

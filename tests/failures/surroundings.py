@@ -71,11 +71,11 @@ def loader_case(what: str, method: str, moment: str, ranks: int) -> Case:
 
 WORK = """
 import sys, time
-sys.stdout.write(f"END {time.time()}\\n")
-sys.stdout.flush()
 import torch
 import hvlike as hvd
 
+sys.stdout.write(f"END {time.time()}\\n")
+sys.stdout.flush()
 hvd.init()
 assert hvd.allreduce(torch.ones(1 << 20), op=hvd.Sum, name="work")[0] == hvd.size()
 """

@@ -27,8 +27,12 @@ def chosen(number: int) -> list[Case]:
     """Each way to end once, each in another cell, and one case of the surroundings."""
     ways = [failure for failure in FAILURES if failure not in BY_HAND]
     cells = [CELLS[(number + 5 * place) % len(CELLS)] for place in range(len(ways))]
-    # Workers that are spawned load torch once more, each of them.
-    others = [case for case in surroundings() if not case.setup and ("spawn" not in case.phase or case.ranks == 2)]
+    # Workers that are spawned load torch once more, each of them; ended with the job they leave Python's semaphores.
+    others = [
+        case
+        for case in surroundings()
+        if not case.setup and ("spawn" not in case.phase or (case.ranks == 2 and case.ends_well))
+    ]
     return [case_of(failure, *cell) for failure, cell in zip(ways, cells, strict=True)] + [others[number % len(others)]]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hvlike.errors import LaunchError
 
-AUTO, NCCL, MPI, STAGED = "auto", "nccl", "mpi", "staged"
+AUTO, NCCL, MPI, IPC, STAGED = "auto", "nccl", "mpi", "ipc", "staged"
 """What HVLIKE_CUDA_PLANE may say."""
 
 
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     """A plane, and what is said about it."""
 
     plane: str
-    """solo, nccl, mpi or staged."""
+    """solo, nccl, mpi, ipc or staged."""
     reason: str
 
 
@@ -48,10 +48,17 @@ def choose_plane(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str
         return Choice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
     if wanted == MPI and (obstacle := why_not_mpi(facts, ranks)):
         raise LaunchError(f"HVLIKE_CUDA_PLANE=mpi, but {obstacle}. Unset it: tensors then travel through host memory.")
+    hosts = sorted({each.host for each in facts})
+    if wanted == IPC and len(hosts) > 1:
+        raise LaunchError(
+            f"HVLIKE_CUDA_PLANE=ipc is for the ranks of one host, and these are on {', '.join(hosts[:4])}. Unset it."
+        )
     if len(facts) == 1:
         return Choice("solo", "the rank is alone")
     if wanted == MPI:
         return Choice(MPI, "HVLIKE_CUDA_PLANE=mpi")
+    if wanted == IPC:
+        return Choice(IPC, "HVLIKE_CUDA_PLANE=ipc")
     if wanted == STAGED:
         return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
     obstacle = why_not_nccl(facts, ranks)

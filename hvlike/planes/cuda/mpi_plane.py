@@ -10,34 +10,23 @@ does not have to wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.cuda.folding import fold
 from hvlike.planes.cuda.nccl_reduction import Recipe, recipe_of
 from hvlike.planes.cuda.runtime import DeviceRuntime
 from hvlike.planes.cuda.scaling import scale_
 from hvlike.planes.cuda.staged import StagedPlane, pieces_of
-from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import Plane
 from hvlike.transport.device_messages import DeviceMessages
 from hvlike.transport.routine import Routine, Wait
 
-_HALVES = (torch.float16, torch.bfloat16)
-_PROOF_ELEMENTS = 1000
-
 Parcel = tuple[torch.Tensor, int]
 """A flat tensor, and the rank it goes to or comes from."""
-
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "sum": torch.Tensor.add_,
-    "avg": torch.Tensor.add_,
-    "min": lambda total, each: torch.minimum(total, each, out=total),
-    "max": lambda total, each: torch.maximum(total, each, out=total),
-    "prod": torch.Tensor.mul_,
-}
 
 
 class MpiPlane(StagedPlane):
@@ -55,24 +44,6 @@ class MpiPlane(StagedPlane):
         super().__init__(host, runtime, device, place[0])
         self._size = place[1]
         self._messages = messages
-
-    def proof(self) -> Routine[str]:
-        """Reduce something small on the devices; why that has failed, empty if it has not. A job; collective."""
-        probe = torch.full((_PROOF_ELEMENTS,), self._rank + 1, dtype=torch.int64, device=self.home)
-        seen: list[list[int]] = []
-
-        def look(host: Plane, copies: Sequence[torch.Tensor]) -> Routine[None]:
-            seen.extend(copy.tolist() for copy in copies)
-            yield from ()
-
-        try:
-            yield from self._allreduce([probe], Arithmetic(torch.int64, ReduceOp.SUM))
-        except self._messages.error as error:
-            return f"MPI says {error}"
-        yield from self.on_host([probe], look)
-        expected = self._size * (self._size + 1) // 2
-        wrong = [value for value in seen[0] if value != expected]
-        return f"MPI has reduced to {wrong[0]} what is {expected}" if wrong else ""
 
     def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         recipe = recipe_of(arithmetic, self._size)
@@ -134,19 +105,7 @@ class MpiPlane(StagedPlane):
         )
         for each, of_part in zip(parts, copies, strict=True):
             own = each[self._rank]
-            self._fold([of_part.get(rank, own) for rank in range(self._size)], own, recipe)
-
-    def _fold(self, ordered: Sequence[torch.Tensor], own: torch.Tensor, recipe: Recipe) -> None:
-        """Reduce in the order of the ranks, 16-bit floats in float32."""
-        if not len(own):
-            return
-        wide = torch.float32 if own.dtype in _HALVES else own.dtype
-        total = ordered[0].to(wide, copy=True)
-        for each in ordered[1:]:
-            _FOLDS[recipe.op](total, each.to(wide))
-        if recipe.op == "avg":
-            total.mul_(1 / self._size)
-        own.copy_(total)
+            fold([of_part.get(rank, own) for rank in range(self._size)], own, recipe)
 
     def _exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Routine[None]:
         """Send tensors and receive others, all on the device."""

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ import torch
 from hvlike.config import Knobs
 from hvlike.errors import LaunchError
 from hvlike.planes import nccl
-from hvlike.planes.cuda.choice import MPI, NCCL, STAGED, Choice, DeviceFacts, choose_plane
+from hvlike.planes.cuda.choice import IPC, MPI, NCCL, STAGED, Choice, DeviceFacts, choose_plane
 from hvlike.planes.cuda.device_plane import DevicePlane
+from hvlike.planes.cuda.ipc_plane import BUFFER_BYTES, IpcPlane
 from hvlike.planes.cuda.mpi_plane import MpiPlane
 from hvlike.planes.cuda.nccl_plane import NcclPlane
+from hvlike.planes.cuda.proof import prove
 from hvlike.planes.cuda.runtime import DeviceRuntime
 from hvlike.planes.cuda.solo import SoloDevicePlane
 from hvlike.planes.cuda.staged import StagedPlane
@@ -33,6 +35,7 @@ from hvlike.transport.routine import Routine, Wait
 logger = logging.getLogger("hvlike")
 
 _RECORD_BYTES = 1024
+_SHARED_BYTES = 16384
 _CONNECT_SECONDS = 120.0
 _PLANES = 4096
 
@@ -67,9 +70,10 @@ class DevicePlanes:
             if communicator is not None:
                 return NcclPlane(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
         if self.choice.plane == MPI:
-            proved = yield from self._try_mpi(host, runtime, device)
-            if proved is not None:
-                return proved
+            return (yield from self._proved(host, self._over_mpi(host, runtime, device)))
+        if self.choice.plane == IPC:
+            over_ipc = yield from self._over_ipc(host, runtime, device)
+            return (yield from self._proved(host, over_ipc))
         if self.choice.plane == "solo":
             return SoloDevicePlane(host, runtime, device, place[0])
         return StagedPlane(host, runtime, device, place[0])
@@ -103,25 +107,57 @@ class DevicePlanes:
         denied = library_claims.claims_cuda() is False
         return "the MPI library says that it does not take memory of a GPU" if denied else ""
 
-    def _try_mpi(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[MpiPlane | None]:
-        """A plane that has reduced something right on all ranks; None where it has not, and host memory serves."""
+    def _over_mpi(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> DevicePlane:
         group, world = self._group, self._group.world
         # Opened in the same order on all ranks, so they give the same numbers.
         self._numbers += 1
         number = group.number % _PLANES * _PLANES + self._numbers % _PLANES
         messages = DeviceMessages(world.mpi, world.comm, group.ranks, number)
-        plane = MpiPlane(host, runtime, device, (group.rank, group.size), messages)
-        error = yield from plane.run(plane.proof())
-        said = yield from _tell_all(host, group, error[:300])
-        wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, said, strict=True) if text]
-        if not wrong:
+        return MpiPlane(host, runtime, device, (group.rank, group.size), messages)
+
+    # -- IPC ------------------------------------------------------------------------------------
+
+    def _over_ipc(self, host: Plane, runtime: DeviceRuntime, device: torch.device) -> Routine[DevicePlane]:
+        """Raises: LaunchError, on every rank, where some rank cannot map what the others share."""
+        group = self._group
+        own = runtime.shareable(BUFFER_BYTES, device)
+        shared = yield from _tell_all(host, group, runtime.share(own).hex(), _SHARED_BYTES)
+        buffers, error = [], ""
+        try:
+            for rank, each in enumerate(shared):
+                buffers.append(own if rank == group.rank else runtime.attach(bytes.fromhex(each)))
+        except (RuntimeError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"[:300]
+        self._refuse(IPC, (yield from _tell_all(host, group, error)))
+        return IpcPlane(host, runtime, device, (group.rank, group.size), buffers)
+
+    # -- proofs ---------------------------------------------------------------------------------
+
+    def _proved(self, host: Plane, plane: DevicePlane) -> Routine[DevicePlane]:
+        """The plane, if it reduces something right on all ranks; else one over host memory, if any plane will do.
+
+        Raises: LaunchError, on every rank, where only this kind will do.
+        """
+        group = self._group
+        errors = (group.world.mpi.Exception, RuntimeError, OSError)
+        said = yield from _tell_all(
+            host, group, (yield from plane.run(prove(plane, (group.rank, group.size), errors)))[:300]
+        )
+        if not any(said):
             return plane
         plane.close()
-        if self._knobs.cuda_plane == MPI:
-            raise LaunchError(f"HVLIKE_CUDA_PLANE=mpi, but MPI does not carry memory of a GPU: {'; '.join(wrong[:3])}")
-        self.choice = Choice(STAGED, f"MPI does not carry memory of a GPU ({wrong[0]})")
+        kind = self.choice.plane if self.choice is not None else ""
+        wrong = self._refuse(kind, said)
+        self.choice = Choice(STAGED, f"the trial of the {kind} plane has failed ({wrong})")
         self._say()
-        return None
+        return StagedPlane(host, plane.runtime, plane.home, group.rank)
+
+    def _refuse(self, kind: str, said: Sequence[str]) -> str:
+        """The first that was said, with its rank. Raises: LaunchError if anything was, and only this kind will do."""
+        wrong = [f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, said, strict=True) if text]
+        if wrong and self._knobs.cuda_plane == kind:
+            raise LaunchError(f"HVLIKE_CUDA_PLANE={kind}, but its trial has failed: {'; '.join(wrong[:3])}")
+        return wrong[0] if wrong else ""
 
     # -- NCCL -----------------------------------------------------------------------------------
 
@@ -196,9 +232,9 @@ class Attempt:
             self.error = f"{type(error).__name__}: {error}"[:300]
 
 
-def _tell_all(host: Plane, group: Group, said: Any) -> Routine[list[Any]]:
-    """What every rank says, in order; plain values of a few hundred bytes."""
-    records = [torch.zeros(_RECORD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(group.size)]
+def _tell_all(host: Plane, group: Group, said: Any, most: int = _RECORD_BYTES) -> Routine[list[Any]]:
+    """What every rank says, in order; plain values of at most so many bytes."""
+    records = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(group.size)]
     text = json.dumps(said).encode()
     records[group.rank][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     yield from host.gather(records, list(range(group.size)))

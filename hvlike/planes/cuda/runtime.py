@@ -58,6 +58,15 @@ class DeviceRuntime(Protocol):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Bytes of host memory that the device copies to and from by itself."""
 
+    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes on the device that other processes of this host can map."""
+
+    def share(self, tensor: torch.Tensor) -> bytes:
+        """What another process of this host maps a shareable tensor by, as long as this one keeps it."""
+
+    def attach(self, shared: bytes) -> torch.Tensor:
+        """Map what another process has shared. Raises: RuntimeError, OSError where the system does not permit it."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy between pinned memory and the device into the stream in use."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 from hvlike.planes.cuda.runtime import Event, Stream
 
@@ -64,6 +67,20 @@ class CudaRuntime:
         """See DeviceRuntime."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """See DeviceRuntime."""
+        with torch.inference_mode(False):
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def share(self, tensor: torch.Tensor) -> bytes:
+        """See DeviceRuntime; as torch sends tensors between processes."""
+        return bytes(ForkingPickler.dumps(tensor))
+
+    def attach(self, shared: bytes) -> torch.Tensor:
+        """See DeviceRuntime."""
+        tensor: torch.Tensor = pickle.loads(shared)
+        return tensor
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See DeviceRuntime."""

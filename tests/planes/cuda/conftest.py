@@ -37,7 +37,7 @@ class Late(SimpleNamespace):
     plane: str
 
 
-@pytest.fixture(params=["staged", "nccl", "mpi"], scope="module")
+@pytest.fixture(params=["staged", "nccl", "mpi", "ipc"], scope="module")
 def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     """Every tensor of the host counts as one of a LateDevice."""
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""An MPI that takes memory of GPUs is asked for, tried out, and not relied on when the trial goes wrong anywhere."""
+"""MPI with memory of GPUs, and memory that ranks map, are tried out, and not used when the trial goes wrong."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from planes.jobs import run
 from hvlike.collectives.context import current
 from hvlike.config import Knobs
 from hvlike.errors import LaunchError
+from hvlike.planes.cuda import folding, ipc_plane, mpi_plane
 from hvlike.planes.cuda.choice import Choice, DeviceFacts, choose_plane
+from hvlike.planes.cuda.ipc_plane import IpcPlane
 from hvlike.planes.cuda.mpi_plane import MpiPlane
 from hvlike.planes.cuda.opening import DevicePlanes
 from hvlike.planes.cuda.staged import StagedPlane
@@ -70,20 +72,21 @@ def opened(late: Late, wanted: str) -> tuple[list[Any], Choice | None]:
 def wrong(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
     """The last rank adds up wrongly."""
     if late.hvd.rank() == late.hvd.size() - 1:
-        fold = MpiPlane._fold
 
-        def forget(self: MpiPlane, ordered: Sequence[torch.Tensor], own: torch.Tensor, recipe: Any) -> None:
-            fold(self, ordered[1:], own, recipe)
+        def forget(ordered: Sequence[torch.Tensor], result: torch.Tensor, recipe: Any) -> None:
+            folding.fold(ordered[1:], result, recipe)
 
-        monkeypatch.setattr(MpiPlane, "_fold", forget)
+        monkeypatch.setattr(mpi_plane, "fold", forget)
+        monkeypatch.setattr(ipc_plane, "fold", forget)
     return late
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_has_been_proved_is_used(late: Late) -> None:
-    (plane,), choice = opened(late, "mpi")
-    assert type(plane) is MpiPlane
-    assert choice == ("mpi", "HVLIKE_CUDA_PLANE=mpi")
+    for wanted, kind in (("mpi", MpiPlane), ("ipc", IpcPlane)):
+        (plane,), choice = opened(late, wanted)
+        assert type(plane) is kind
+        assert choice == (wanted, f"HVLIKE_CUDA_PLANE={wanted}")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -92,9 +95,27 @@ def test_a_trial_that_fails_on_one_rank_fails_on_all(wrong: Late) -> None:
     assert type(plane) is StagedPlane
     assert choice is not None
     assert choice.plane == "staged"
-    assert "MPI has reduced to" in choice.reason
-    (error,), _ = opened(wrong, "mpi")
-    assert error.startswith("HVLIKE_CUDA_PLANE=mpi, but MPI does not carry memory of a GPU: rank")
+    assert "came out of a sum that is" in choice.reason
+    for wanted in ("mpi", "ipc"):
+        (error,), _ = opened(wrong, wanted)
+        assert error.startswith(f"HVLIKE_CUDA_PLANE={wanted}, but its trial has failed: rank")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_that_one_rank_cannot_map_is_refused_on_all(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(shared: bytes) -> torch.Tensor:
+        raise RuntimeError("CUDA error: invalid device context")
+
+    if late.hvd.rank() == 0:
+        monkeypatch.setattr(late.device, "attach", cannot)
+    (error,), _ = opened(late, "ipc")
+    assert "HVLIKE_CUDA_PLANE=ipc, but its trial has failed: rank 0: RuntimeError: CUDA error" in error
+
+
+@pytest.mark.pure
+def test_ranks_of_several_hosts_cannot_map_each_others_memory() -> None:
+    with pytest.raises(LaunchError, match="one host, and these are on one, two"):
+        choose_plane([WILLING, WILLING._replace(host="two")], [0, 1], "ipc")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -111,3 +132,4 @@ def test_the_collectives_of_these_tests_go_this_way(late: Late) -> None:
     late.hvd.allreduce(torch.ones(3), name="way")
     plane = current().membership(None, "test").lanes.first.device
     assert isinstance(plane, MpiPlane) == (late.plane == "mpi")
+    assert isinstance(plane, IpcPlane) == (late.plane == "ipc")
