@@ -101,7 +101,7 @@ def _why_low(mpi: ModuleType) -> str:
         return "The program sets mpi4py.rc.threads = False: remove that line."
     if rc.thread_level not in ("multiple", "serialized"):
         return f"The program sets mpi4py.rc.thread_level = {rc.thread_level!r}: remove that line."
-    library = mpi.Get_library_version().strip().splitlines()[0]
+    library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
     return (
         f"Either the program initialised MPI itself with a lower level (use MPI.Init_thread(MPI.THREAD_MULTIPLE)), "
         f"or this library was built without thread support: {library}"

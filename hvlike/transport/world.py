@@ -94,7 +94,7 @@ class World:
     ) -> World:
         _check_process()
         mpi = mpi_library.load(serialized=serialized)
-        library = mpi.Get_library_version().strip().splitlines()[0]
+        library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
         launchers.check(os.environ, mpi.COMM_WORLD.Get_size(), library)
         source = _check_comm(mpi, comm)
         if ranks_per_node is not None and ranks_per_node < 1:
