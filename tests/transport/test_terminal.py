@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -43,7 +44,7 @@ def launched(name: str, stderr: int, folder: Path) -> str:
     shutil.copy("/bin/sh", launcher)
     (folder / "child.py").write_text(CHILD)
     # The last word keeps the shell from making way for its child.
-    command = f"{sys.executable} {folder / 'child.py'} 2>&1 | cat; true"
+    command = f"{shlex.join([sys.executable, str(folder / 'child.py')])} 2>&1 | cat; true"
     done = subprocess.run([launcher, "-c", command], stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
     return done.stdout.strip()
 
