@@ -70,16 +70,24 @@ with without_collections():
     from hvlike.training.convert_batch_norm import convert_sync_batchnorm
     from hvlike.training.gather_state import gather_optimizer_state
     from hvlike.training.optimizer import DistributedOptimizer
-    from hvlike.training.progress import progress
     from hvlike.training.sync_batch_norm import SyncBatchNorm
     from hvlike.version import __version__
 
 if TYPE_CHECKING:
     from hvlike import autograd, checkpoint, elastic, nn, optim, rpc
     from hvlike.launch.run import run
+    from hvlike.training.progress import progress
 else:
     __getattr__, __dir__ = at_first_use(
-        globals(), "autograd", "checkpoint", "elastic", "nn", "optim", "rpc", run="hvlike.launch.run"
+        globals(),
+        "autograd",
+        "checkpoint",
+        "elastic",
+        "nn",
+        "optim",
+        "rpc",
+        progress="hvlike.training.progress",
+        run="hvlike.launch.run",
     )
 
 __all__ = [
