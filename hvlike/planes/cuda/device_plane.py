@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -48,26 +49,23 @@ class DevicePlane(ABC):
         """Take the steps of a job on the stream, after the events that say when its tensors hold their values."""
         for event in ready:
             self.runtime.wait(self.stream, event)
-        try:
-            while True:
-                self.check()
-                with self.runtime.use(self.stream):
-                    try:
-                        wait = routine.send(None)
-                    except StopIteration as stop:
-                        result: T = stop.value
-                        return result
-                yield wait
-        finally:
-            routine.close()
+        return (yield from self._stepping(routine, self._on_stream))
 
     def beside(self, routine: Routine[T]) -> Routine[T]:
         """What the host does itself in the middle of a job, in the loop; whatever stream is in use."""
         # Whoever begins a job may be a thread that the host's plane does not know.
         yield Wait.AGAIN
+        return (yield from self._stepping(routine, self.runtime.aside))
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        self.check()
+        return self.runtime.use(self.stream)
+
+    def _stepping(self, routine: Routine[T], inside: Callable[[], AbstractContextManager[Any]]) -> Routine[T]:
+        """Take each step of a routine in a context of its own, and none while it waits."""
         try:
             while True:
-                with self.runtime.aside():
+                with inside():
                     try:
                         wait = routine.send(None)
                     except StopIteration as stop:
