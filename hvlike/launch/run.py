@@ -23,6 +23,7 @@ from hvlike.transport.starters import OPEN_MPI, Starter
 T = TypeVar("T")
 
 _LAST_LINES = 40
+_RANKS = 2
 _OF_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
 
 
@@ -30,8 +31,9 @@ def run(
     func: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 2,
+    np: int | None = None,
     *,
+    num_proc: int | None = None,
     hosts: str | None = None,
     hostfile: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
@@ -39,11 +41,11 @@ def run(
     mpi_args: Sequence[str] = (),
     folder: str | os.PathLike[str] | None = None,
 ) -> list[T]:
-    """Call func(*args, **kwargs) on every rank of a new job of `np` ranks; return what each has returned, by rank.
+    """Call func(*args, **kwargs) on every rank of a new job of `np` ranks (2); return what each has returned, by rank.
 
     func: calls hvd.init() itself. With cloudpickle installed any function, also one of a notebook; else of a module.
     hosts: "a:2,b:2" for two ranks on each of two hosts; hostfile: the same as a file of the launcher's form. Without
-        them all ranks run on this machine.
+        them all ranks run on this machine. num_proc: another name for np.
     env: variables to add to the environment of the ranks. OMP_NUM_THREADS, where nobody sets it, is this machine's
         cores by ranks.
     timeout: seconds after which the job is ended. mpi_args: more arguments for mpirun.
@@ -57,6 +59,7 @@ def run(
         what does not pickle, and inside of a job.
     Source: horovod.run.
     """
+    np = _number_of_ranks(np, num_proc)
     _check(func, np, hosts, hostfile)
     starter = starters.find(library.ask(os.environ), os.environ)
     everywhere = hosts is not None or hostfile is not None
@@ -71,6 +74,13 @@ def run(
         except subprocess.TimeoutExpired:
             raise LaunchError(f"run: the job of {np} ranks had not ended after {timeout} s and was stopped.") from None
         return _results(Path(place), np, command, status, errors)
+
+
+def _number_of_ranks(np: int | None, num_proc: int | None) -> int:
+    if np is not None and num_proc is not None:
+        raise UsageError("run: np and num_proc are two names of one argument; pass one of them.")
+    given = num_proc if np is None else np
+    return _RANKS if given is None else given
 
 
 def _check(func: object, np: object, hosts: str | None, hostfile: object) -> None:

@@ -84,3 +84,13 @@ def test_ranks_in_another_epoch_have_nothing_to_add(hvd: ModuleType) -> None:
     state.sync()
     assert sampler.epoch == 0
     assert sampler.processed_indices == set(range(0, hvd.size(), 2))
+
+
+def test_it_says_how_the_epoch_is_divided(hvd: ModuleType) -> None:
+    sampler = ElasticSampler(range(10), shuffle=False)
+    sampler.record_indices([0, 1, 2])
+    sampler.reset()
+    assert (sampler.rank, sampler.num_replicas) == (hvd.rank(), hvd.size())
+    assert sampler.remaining_indices == list(range(3, 10))
+    assert sampler.num_samples == len(sampler) == -(-7 // hvd.size())
+    assert sampler.total_size == hvd.size() * len(sampler)

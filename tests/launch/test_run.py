@@ -62,6 +62,15 @@ def test_results_come_by_rank_and_nothing_is_left(started: Started) -> None:
     assert not Path(started.command[-1]).exists()
 
 
+def test_the_number_of_ranks_has_horovods_name_too(started: Started) -> None:
+    run(len, ("four",), num_proc=2)
+    assert started.command[:4] == ["mpirun", "--flag", "-n", "2"]
+    started.silent = 2
+    with pytest.raises(LaunchError, match="rank 2 has left no result"):
+        run(len, ("four",), num_proc=3)
+    assert started.command[3] == "3"
+
+
 @pytest.mark.parametrize(
     ("started", "arguments", "flags"),
     [
@@ -127,6 +136,8 @@ def test_the_exception_of_a_rank_goes_before_the_results_of_others(started: Star
         ({"func": 3}, "expects a function, got int"),
         ({"func": len, "np": 0}, "a whole number above 0, got 0"),
         ({"func": len, "np": True}, "a whole number above 0, got True"),
+        ({"func": len, "num_proc": 0}, "a whole number above 0, got 0"),
+        ({"func": len, "np": 2, "num_proc": 2}, "two names of one argument"),
         ({"func": len, "hosts": "a", "hostfile": "b"}, "not both"),
     ],
 )

@@ -51,6 +51,10 @@ class ElasticSampler(Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
+        self.num_replicas = self.rank = 0
+        """The number of ranks the epoch is divided among, and this rank's number among them."""
+        self.remaining_indices: list[int] = []
+        """What was not processed when the epoch was divided last, of all ranks."""
         self.indices: list[int] = []
         """The share of this rank, in the order in which it is handed out."""
         self.reset()
@@ -86,8 +90,19 @@ class ElasticSampler(Sampler[int]):
     def reset(self) -> None:
         """Divide what is not processed yet among the ranks of now."""
         order = order_of(len(self.dataset), self.seed, self.epoch, shuffle=self.shuffle)
-        left = [index for index in order if index not in self.processed_indices]
-        self.indices = share_of(left, rank(), size())
+        self.num_replicas, self.rank = size(), rank()
+        self.remaining_indices = [index for index in order if index not in self.processed_indices]
+        self.indices = share_of(self.remaining_indices, self.rank, self.num_replicas)
+
+    @property
+    def num_samples(self) -> int:
+        """How many indices each rank is handed."""
+        return len(self.indices)
+
+    @property
+    def total_size(self) -> int:
+        """How many indices all ranks together are handed, those that come twice included."""
+        return self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
