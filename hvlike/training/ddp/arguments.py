@@ -10,10 +10,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.errors import DataParallelError, UsageError
+from hvlike.errors import DataParallelError, UsageError, WrongTypeError
 from hvlike.training.ddp import misuse
 
 _MEBI = 1 << 20
+
+_NO_DELAY = "Leave it out: gradients are reduced in the order in which they arrive."
+_TORCH_ONLY = {
+    "delay_all_reduce_named_params": _NO_DELAY,
+    "param_to_hook_all_reduce": _NO_DELAY,
+    "mixed_precision": "Use torch.autocast around forward, or a module of 16-bit parameters.",
+    "device_mesh": "Pass process_set=hvd.add_process_set(ranks) for a part of the ranks.",
+    "skip_all_reduce_unused_params": "Pass find_unused_parameters=True: what no rank has used keeps its gradient.",
+    "bucket_cap_mb_list": "Pass bucket_cap_mb, which holds for all buckets.",
+    # There is no copy of gradients that could be made in one go.
+    "batched_grad_copy": "",
+}
+"""Arguments of torch's that have no counterpart, and what to do instead; "": their effect is there anyway."""
 
 
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
@@ -77,6 +90,20 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
         raise UsageError(f"bucket_cap_mb must be a number of MiB above 0, or None; got {bucket_cap_mb!r}.")
     return max(1, int(bucket_cap_mb * _MEBI))
+
+
+def check_torch_only(options: Mapping[str, Any]) -> None:
+    """Check arguments of torch's that are not there: they may be passed where they ask for nothing.
+
+    Raises: UsageError for those that do; TypeError for names that are not torch's either.
+    """
+    for name, value in options.items():
+        if name not in _TORCH_ONLY:
+            raise WrongTypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False and _TORCH_ONLY[name]:
+            raise UsageError(
+                f"DistributedDataParallel: {name} of torch's is not there, got {value!r}. {_TORCH_ONLY[name]}"
+            )
 
 
 def check_ranks(process_set: object, process_group: object) -> ProcessSet | None:

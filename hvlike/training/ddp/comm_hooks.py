@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from hvlike.collectives.allreduce import allreduce
 from hvlike.collectives.compression import Compression, CompressorLike, PowerSGD, StatefulCompressor
+from hvlike.collectives.compression.stateful import CompressionStats
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average
 from hvlike.errors import UsageError
@@ -23,14 +24,42 @@ from hvlike.training.ddp.grad_bucket import GradBucket
 class PowerSGDState:
     """The state of `powerSGD_hook`: its options, and what it remembers from step to step.
 
-    process_group: accepted for torch's sake; the ranks are those of the module. For one module.
+    For one module. Accepted for torch's sake, without effect: process_group, as the ranks are those of the module;
+    batch_tensors_with_same_shape, as all matrices of a bucket travel together whatever their shapes;
+    compression_stats_logging_frequency: compression_stats() says it at any time.
     Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
     """
 
-    def __init__(self, process_group: ProcessSet | None = None, **options: Any) -> None:
-        """options: those of hvlike.Compression.PowerSGD, by torch's names. Raises: UsageError for wrong values."""
+    def __init__(
+        self,
+        process_group: ProcessSet | None = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2.0,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0.0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        """Options as those of hvlike.Compression.PowerSGD. Raises: UsageError for wrong values."""
         self.process_group = process_group
-        self.compressor = PowerSGD(**options)
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.compressor = PowerSGD(
+            matrix_approximation_rank=matrix_approximation_rank,
+            start_powerSGD_iter=start_powerSGD_iter,
+            min_compression_rate=min_compression_rate,
+            use_error_feedback=use_error_feedback,
+            warm_start=warm_start,
+            orthogonalization_epsilon=orthogonalization_epsilon,
+            random_seed=random_seed,
+        )
+
+    def compression_stats(self) -> CompressionStats:
+        """Return what was saved so far on this rank, in bytes; torch counts elements. Local."""
+        return self.compressor.compression_stats()
 
 
 def allreduce_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
@@ -61,16 +90,54 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def compression_of(state: Any, hook: object) -> CompressorLike | None:
-    """Return what a hook of this file is to the planned reduction; None for others.
+    """Return what a hook of this file, or torch's of the same name, is to the planned reduction; None for others.
 
-    Raises: UsageError for powerSGD_hook without its state.
+    Raises: UsageError for powerSGD_hook without its state, and for one of torch's hooks that needs what is not there.
     """
+    state, hook = ours_for(state, hook)
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)
         if not isinstance(compressor, StatefulCompressor):
             raise UsageError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}.")
         return compressor
     return _COMPRESSION.get(hook)
+
+
+def ours_for(state: Any, hook: object) -> tuple[Any, object]:
+    """Return the hook of this file that does what a hook of torch does, and its state; others as they are.
+
+    Torch's reduce over a process group of torch.distributed: with one as their state they are left as they are.
+    Raises: UsageError where there is no such group.
+    """
+    place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    if not place.startswith(_OF_TORCH):
+        return state, hook
+    if name == "powerSGD_hook" and getattr(state, "process_group", hook) is None:
+        return _power_sgd_state(state), powerSGD_hook
+    if name in _SAME_NAMES and state is None:
+        return None, _SAME_NAMES[name]
+    if name in _NEED_A_GROUP and not torch.distributed.is_initialized():
+        raise UsageError(
+            f"{name} of torch reduces over a process group of torch.distributed, and none is there. Register "
+            f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls hvlike, "
+            "or start torch.distributed over hvlike first (hvlike.integrations.torch_distributed)."
+        )
+    return state, hook
+
+
+def _power_sgd_state(state: Any) -> PowerSGDState:
+    """The options of a state of torch's; what it remembers is empty before the first step."""
+    names = (
+        "matrix_approximation_rank",
+        "start_powerSGD_iter",
+        "min_compression_rate",
+        "use_error_feedback",
+        "warm_start",
+        "orthogonalization_epsilon",
+    )
+    # The first word of a generator's state is what it was seeded with.
+    seed = int(state.rng.get_state()[1][0])
+    return PowerSGDState(random_seed=seed, **{name: getattr(state, name) for name in names})
 
 
 def _average(process_set: ProcessSet | None, bucket: GradBucket, compression: CompressorLike) -> Future[Tensor]:
@@ -85,4 +152,15 @@ _COMPRESSION: dict[object, CompressorLike] = {
     allreduce_hook: Compression.none,
     fp16_compress_hook: Compression.fp16,
     bf16_compress_hook: Compression.bf16,
+}
+
+_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
+_SAME_NAMES = {str(getattr(hook, "__name__", "")): hook for hook in _COMPRESSION}
+_NEED_A_GROUP = {
+    *_SAME_NAMES,
+    "powerSGD_hook",
+    "batched_powerSGD_hook",
+    "post_localSGD_hook",
+    "quantization_pertensor_hook",
+    "quantization_perchannel_hook",
 }

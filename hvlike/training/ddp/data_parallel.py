@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,14 @@ from hvlike.collectives.context import Context, current
 from hvlike.collectives.process_set import ProcessSet, global_process_set
 from hvlike.errors import DataParallelError, UsageError
 from hvlike.planes.ops import ReduceOp
-from hvlike.training.ddp.arguments import check_bucket_cap, check_devices, check_module, check_ranks, moved
+from hvlike.training.ddp.arguments import (
+    check_bucket_cap,
+    check_devices,
+    check_module,
+    check_ranks,
+    check_torch_only,
+    moved,
+)
 from hvlike.training.ddp.buffers import Buffers
 from hvlike.training.ddp.comm_hooks import compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
@@ -44,6 +51,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     choice. find_unused_parameters: parameters may be left out; what no rank has used keeps its `.grad`.
     gradient_as_bucket_view: gradients are reduced where they are, so there is no copy to save: makes no difference.
     static_graph: parameters are used alike in every iteration, which lets reentrant checkpoints share some.
+    torch_only: arguments of torch's that are not there, as long as they are None or False.
 
     A backward pass that comes through an output of a forward outside of no_sync() reduces, once, at its end; others
     add up on this rank. Reduction starts beside backward where cores are spare. At the start of a forward that follows
@@ -69,12 +77,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
         forward_sync_buffers: bool | None = None,
         process_set: ProcessSet | None = None,
+        **torch_only: Any,
     ) -> None:
+        check_torch_only(torch_only)
         context = current()
         ranks = check_ranks(process_set, process_group)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -115,6 +125,20 @@ class DistributedDataParallel(nn.Module, Joinable):
     def process_set(self) -> ProcessSet:
         """The ranks that gradients are reduced over."""
         return self._gradients.reduction.process_set or global_process_set
+
+    @property
+    def process_group(self) -> ProcessSet:
+        """The ranks that gradients are reduced over, by torch's name."""
+        return self.process_set
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers become those of one rank at the start of forward: `forward_sync_buffers`, by its old name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over the process set, and blocks, where buffers are synchronised."""
@@ -174,6 +198,27 @@ class DistributedDataParallel(nn.Module, Joinable):
         compression = compression_of(state, hook)
         self._gradients.reduce_by(compression, hook if compression is None else None, state)
         self._has_hook = True
+
+    def _set_static_graph(self) -> None:
+        """Say after construction what static_graph=True says in it; every rank, before the first forward. Local.
+
+        Raises: DataParallelError later than that. Source: torch DistributedDataParallel._set_static_graph.
+        """
+        if self.static_graph:
+            warn_user("You've set static_graph to be True, no need to set it again.", UserWarning)
+            return
+        self._gradients.set_static_graph()
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Name the parameters and buffers that a DistributedDataParallel of this module leaves alone. Local.
+
+        Source: torch DistributedDataParallel, by the same name.
+        """
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def reduce_through(self, output: Any) -> None:
         """Let backward passes that come through these tensors reduce, as if forward had returned them. Local.

@@ -39,3 +39,11 @@ def graph_changed(names: Sequence[str]) -> DataParallelError:
         f"gradients of {list_names(names)} have arrived more often than in the first one. Pass static_graph=False to "
         "DistributedDataParallel. The reduction was completed, so all ranks can go on with the next iteration."
     )
+
+
+def too_late_for_static_graph() -> DataParallelError:
+    """What is counted in the first iteration cannot be counted any more."""
+    return DataParallelError(
+        "_set_static_graph() was called after the first forward: whether a graph is static is known before it. Call it "
+        "right after the constructor, or pass static_graph=True to DistributedDataParallel."
+    )

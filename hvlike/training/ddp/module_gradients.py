@@ -80,6 +80,12 @@ class ModuleGradients(Gradients):
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(Module(groups), reduction, names, 1)
 
+    def set_static_graph(self) -> None:
+        """Every iteration uses the parameters alike. Local. Raises: DataParallelError after the first forward."""
+        if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
+            raise misuse.too_late_for_static_graph()
+        self.static_graph = self.find_unused = True
+
     def before_forward(self) -> None:
         """A synchronised forward begins. Collective where the last backward failed; else local.
 
