@@ -65,10 +65,10 @@ class Recv:
     """How many of its tensors require grad."""
     dummy: Tensor
     """A leaf without elements, the input of the Receive function: one for each message."""
-    edge: GradientEdge | None = None
-    """Of the dummy: to capture it makes the engine run the function. None: nothing leads to the message."""
+    has_hooks: bool = False
+    """The node of the function has got hooks, which the engine runs only where it runs the node."""
     run: Runner | None = None
-    """What is running the engine now; set under the context's lock."""
+    """What is running the engine now, where the function hands over the gradients; set under the context's lock."""
 
 
 def new_send(message: int, rank: int, about: str, graded: Sequence[Tensor]) -> Send:

@@ -20,9 +20,10 @@ from hvlike.autograd.graph import clear
 from hvlike.autograd.leaf_hooks import deliver
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.autograd.plan import Plan, plan
+from hvlike.autograd.receive_function import captured_edges
 from hvlike.autograd.segment import Segment, Values, add_value, run_engine, take_values
 from hvlike.rpc.devices.devices import Marks
-from hvlike.rpc.devices.travelling import on_device
+from hvlike.rpc.devices.travelling import on_device, on_host
 
 if TYPE_CHECKING:
     from hvlike.autograd.distributed_context import Recv, Send
@@ -137,9 +138,10 @@ class LocalBackward:
             raise
 
     def ran(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
-        """Called by the Receive function's backward, in the engine's thread, with the gradients of its outputs."""
+        """The gradients of a recv's tensors are there. In the engine's thread where its function has them."""
         if self._silent.pop(recv.message, None) is not None:
-            self._emit(recv, list(gradients))
+            # Those of a GPU travel as copies in host memory.
+            self._emit(recv, [each if each is None or each.is_cpu else on_host(each) for each in gradients])
 
     def _placed(self, message: int, gradients: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
         """What has come for a message, where its tensors are."""
@@ -193,7 +195,9 @@ class LocalBackward:
         leaves = [node for node in nodes if node in graph.leaves]
         doors = [node for node in nodes if node in graph.recvs]
         recvs = [graph.recvs.pop(node) for node in doors]
-        inputs = [GradientEdge(node, 0) for node in (*doors, *chosen.partial, *leaves)]
+        inputs = [edge for node, recv in zip(doors, recvs, strict=True) for edge in captured_edges(node, recv)]
+        skip = len(inputs)
+        inputs += [GradientEdge(node, 0) for node in (*chosen.partial, *leaves)]
         for recv in recvs:
             recv.run = self
         try:
@@ -202,24 +206,34 @@ class LocalBackward:
         finally:
             for recv in recvs:
                 recv.run = None
-        for recv in recvs:
-            # The engine leaves out what gets nothing but undefined gradients.
-            self.ran(recv, [None] * recv.count)
-        self._keep(captured, len(recvs), chosen.partial, leaves)
+        self._hand_over(captured[:skip], recvs)
+        del captured[:skip]
+        self._keep(captured, chosen.partial, leaves)
         numbers = tuple(recv.message for recv in recvs)
         end = time.perf_counter_ns()
         self.segments.append(Segment(kind, count, tuple(self._answered), numbers, len(leaves), start, end))
         self._answered.clear()
 
+    def _hand_over(self, captured: list[Tensor | None], recvs: Sequence[Recv]) -> None:
+        """Emit what has come to the recvs, unless their functions have."""
+        place = 0
+        for recv in recvs:
+            if recv.has_hooks:
+                # The engine leaves out what gets nothing but undefined gradients.
+                self.ran(recv, [None] * recv.count)
+                place += 1
+            else:
+                self.ran(recv, captured[place : place + recv.count])
+                place += recv.count
+
     def _catch(self, node: Node, number: int, gradient: Tensor) -> None:
         """Called for gradients that go to nodes which do not run yet."""
         add_value(self._values, node, number, gradient)
 
-    def _keep(self, captured: list[Tensor | None], skip: int, partial: Sequence[Node], leaves: Sequence[Node]) -> None:
+    def _keep(self, captured: list[Tensor | None], partial: Sequence[Node], leaves: Sequence[Node]) -> None:
         """Put away what was captured; the list is emptied, so that each gradient is held by as few as possible."""
         devices: dict[torch.device, None] = {}
         captured.reverse()
-        del captured[len(captured) - skip :]
         for node in partial:
             if (gradient := captured.pop()) is not None:
                 add_value(self._values, node, 0, gradient)

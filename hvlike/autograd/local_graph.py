@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hvlike.autograd.graph import Scan
+from hvlike.autograd.receive_function import end_of, recv_of
 
 if TYPE_CHECKING:
     from hvlike.autograd.distributed_context import Recv
@@ -25,22 +26,26 @@ class LocalGraph:
         self.leaves: dict[Node, Tensor] = {}
         """The leaves that were reached, by the nodes that would add to their .grad."""
         self.recvs: dict[Node, Recv] = {}
-        """The recvs that were reached, by the nodes of their dummies."""
-        self._doors = {recv.edge.node: recv for recv in recvs.values() if recv.edge is not None}
+        """The recvs that were reached, by their nodes."""
+        self._counted = recvs
 
     def reach(self, nodes: Iterable[Node]) -> list[Recv]:
         """Go on from these nodes; return the recvs that were not reached before."""
         found = []
         for end in self.scan.reach(nodes):
-            recv = self._doors.get(end)
-            if recv is not None:
+            recv = recv_of(end)
+            if recv is None:
+                if (leaf := getattr(end, "variable", None)) is not None:
+                    self.leaves[end] = leaf
+            elif self._counted.get(recv.message) is recv:
                 self.recvs[end] = recv
                 found.append(recv)
-            elif (leaf := getattr(end, "variable", None)) is not None:
-                self.leaves[end] = leaf
+            else:
+                # Of another context: its function says so when it is run.
+                self.leaves[end_of(end)] = recv.dummy
         return found
 
     def forget(self) -> None:
         """Keep nothing of the graph."""
-        for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs, self._doors):
+        for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs):
             kept.clear()

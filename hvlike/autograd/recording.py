@@ -8,11 +8,9 @@ x  <- edges of the send                 Receive function, grad_fn of the copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.distributed_context import DistributedContext, Recv, new_recv, new_send
 from hvlike.autograd.receive_function import Receive
@@ -42,7 +40,4 @@ def record_recv(context: DistributedContext, message: int, rank: int, graded: Se
 
 def attach(recv: Recv, graded: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors of a message with the Receive function as what they come from."""
-    outputs = _attach(recv.dummy, recv, graded)
-    node: Any = outputs[0].grad_fn
-    recv.edge = GradientEdge(node.next_functions[0][0], 0)
-    return outputs
+    return _attach(recv.dummy, recv, graded)
