@@ -23,14 +23,18 @@ from hvlike.collectives.request import Signature
 from hvlike.collectives.waits import STEP
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.at_once import AtOnce
 from hvlike.planes.board import RING
 from hvlike.planes.express import Express
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.quiet import Quiet
-from hvlike.transport.dtypes import Array
+from hvlike.transport.dtypes import bytes_at
 
 MOST_PLANS = 1024
 """Kinds of calls that are remembered; with one more all are learned anew."""
+
+MOST_PIECES = 64
+"""Addresses that are remembered for one kind of calls."""
 
 MOST_SPARING = 63
 """After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
@@ -72,23 +76,34 @@ class _Plan:
         """What the plan is found by."""
         return (self.shape, self.dtype, self.op, self.prescale, self.postscale)
 
-    def view(self, tensor: torch.Tensor) -> Piece | None:
-        """The elements of a tensor in one row, without a copy; None where that takes more than a look."""
-        flat = tensor if len(self.shape) == 1 else tensor.view(-1) if tensor.is_contiguous() else None
-        if flat is None:
-            return None
-        if self.dtype in (torch.float16, torch.bfloat16):
-            return flat if _is_plain(tensor) else None
-        try:
-            array: Array = flat.numpy()
-        except (RuntimeError, TypeError):
-            # It has a gradient, is on a device, or is the lazy negative of another.
-            return None
-        return array if array.flags.c_contiguous else None
+    at_once: AtOnce | None
+    """What reduces large ones."""
+    pieces: dict[int, Piece]
+    """The elements at an address where such a tensor was. They keep no memory: a tensor that is there now does."""
+
+    def piece(self, tensor: torch.Tensor) -> Piece:
+        """The elements of a plain tensor in one row, without a copy."""
+        address = tensor.data_ptr()
+        piece = self.pieces.get(address)
+        if piece is None:
+            if len(self.pieces) >= MOST_PIECES:
+                self.pieces.clear()
+            piece = self.pieces[address] = self.arithmetic.over(bytes_at(address, self.bytes))
+        return piece
 
 
 _NO_PLAN = _Plan(
-    torch.Size((-1,)), torch.bool, -1, 1.0, 1.0, -1, arithmetic_of(torch.bool, ReduceOp.MAX, 1, 1.0, 1.0), None, 0
+    torch.Size((-1,)),
+    torch.bool,
+    -1,
+    1.0,
+    1.0,
+    -1,
+    arithmetic_of(torch.bool, ReduceOp.MAX, 1, 1.0, 1.0),
+    None,
+    0,
+    None,
+    {},
 )
 
 
@@ -139,17 +154,12 @@ class ExpressAllreduce:
             if found is None:
                 return None
             plan = self._last = found
-        if type(tensor) is not torch.Tensor or self._recorder.on:
-            return None
-        own = plan.view(tensor)
-        if own is None:
-            return None
-        if self._negotiator.entered & self._sparing:
+        if self._recorder.on or not _is_plain(tensor) or self._negotiator.entered & self._sparing:
             return None
         if self._away or not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._attempt(plan, own, tensor, name)
+            return self._attempt(plan, tensor, name)
         finally:
             self._lock.release()
 
@@ -169,7 +179,10 @@ class ExpressAllreduce:
         small = self._express.is_small(nbytes)
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
         number = code_of(repr(signature))
-        plan = _Plan(tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies, nbytes)
+        at_once = None if small else self._express.at_once(arithmetic, tensor.numel(), number)
+        plan = _Plan(
+            tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies, nbytes, at_once, {}
+        )
         self._plans[plan.key] = plan
 
     def set_away(self, away: bool) -> None:
@@ -178,7 +191,7 @@ class ExpressAllreduce:
             self._away = away
             self._express.board.set_away(away)
 
-    def _attempt(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str | None) -> Outcome | None:
+    def _attempt(self, plan: _Plan, tensor: torch.Tensor, name: str | None) -> Outcome | None:
         board, negotiator = self._express.board, self._negotiator
         with negotiator.lock:
             index = negotiator.entered
@@ -191,12 +204,17 @@ class ExpressAllreduce:
                 code = code_of(name)
             negotiator.notice(("allreduce", name), place_of_caller())
             if plan.copies is not None:
+                own = plan.piece(tensor)
                 plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
+            elif plan.at_once is not None:
+                plan.at_once.foretell(tensor)
             board.begin(index, plan.number, code)
             negotiator.entered += 1
         try:
             if not self._express.agree(index):
                 self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
+                if plan.at_once is not None:
+                    plan.at_once.forget()
                 return Outcome(False, name)
             self._sparing = 0
             self.served += 1
@@ -206,15 +224,18 @@ class ExpressAllreduce:
         finally:
             board.finish(index)
         if plan.copies is None:
-            self._reduce(plan, own, tensor, name)
+            self._reduce(plan, tensor, name)
         return DONE
 
-    def _reduce(self, plan: _Plan, own: Piece, tensor: torch.Tensor, name: str) -> None:
+    def _reduce(self, plan: _Plan, tensor: torch.Tensor, name: str) -> None:
         """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
         negotiator, express = self._negotiator, self._express
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        ended = express.drive(express.reduction(own, tensor, plan.arithmetic, plan.number))
+        routine = None if plan.at_once is None else plan.at_once.begin(tensor, plan.piece)
+        if routine is None:
+            routine = express.reduction(plan.piece(tensor), tensor, plan.arithmetic, plan.number)
+        ended = express.drive(routine)
         if ended is None:
             return
         key = (STEP, _STEPS)
@@ -229,12 +250,18 @@ class ExpressAllreduce:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
-    )
+    """Whether the elements lie in one row in host memory, and may be written there."""
+    try:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+            and tensor.data_ptr() != 0
+        )
+    except RuntimeError:
+        # It is sparse, or stands for others in a transformation of torch.func.
+        return False
 
 
 @lru_cache(maxsize=4096)

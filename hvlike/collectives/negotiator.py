@@ -21,6 +21,7 @@ from hvlike.collectives.coordinator import Announcement, Coordinator
 from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
 from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, Failure, neutral_tensors
 from hvlike.collectives.names import AutomaticNames
+from hvlike.collectives.places import Place
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.silence import PING, PONG, Silence, answer_of
 from hvlike.collectives.trace import Trace
@@ -96,10 +97,11 @@ class Negotiator:
         look = partial(fabric.look_at, many_look=True)
         self._silence = Silence(fabric.loop, me, group.ranks[0], neighbours, send, look, limits)
         self._threads: set[threading.Thread] = set()
+        self._newest_thread: threading.Thread | None = None
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this negotiator."""
-        self._last: tuple[Key, str, float] | None = None
-        self._steps_at: dict[Key, tuple[str, float, str]] = {}
+        self._last: tuple[Key, Place | str, float] | None = None
+        self._steps_at: dict[Key, tuple[Place, float, str]] = {}
         self._gathered: list[Announcement] = []
         self._coordinator: Coordinator | None = None
         if group.rank == 0:
@@ -135,7 +137,7 @@ class Negotiator:
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
 
-    def notice(self, key: Key, place: str) -> None:
+    def notice(self, key: Key, place: Place) -> None:
         """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
         self._know_thread()
         self._last = (key, place, time.monotonic())
@@ -199,7 +201,11 @@ class Negotiator:
 
     def _know_thread(self) -> None:
         """The calling thread uses hvlike in this set."""
-        self._threads.add(threading.current_thread())
+        thread = threading.current_thread()
+        if thread is self._newest_thread:
+            return
+        self._threads.add(thread)
+        self._newest_thread = thread
         if len(self._threads) > MANY_THREADS:
             self._living_threads()
 
@@ -211,7 +217,7 @@ class Negotiator:
         return self._threads
 
     def enter_step(
-        self, key: Key, step: int, place: str, detail: str, stop: Callable[[HorovodInternalError], None]
+        self, key: Key, step: int, place: Place, detail: str, stop: Callable[[HorovodInternalError], None]
     ) -> None:
         """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
         self._know_thread()
@@ -357,19 +363,19 @@ class Negotiator:
         found = {
             key: Submission(
                 key,
-                request.place,
+                str(request.place),
                 now - request.time,
                 describe_tensors(request.signature.shapes, request.signature.dtypes),
             )
             for key, request in list(self._requests.items())
         }
         for key, (place, since, detail) in list(self._steps_at.items()):
-            found[key] = Submission(key, place, now - since, detail)
+            found[key] = Submission(key, str(place), now - since, detail)
         return found
 
     def _answer(self, number: int) -> Answer:
         now = time.monotonic()
-        last = None if self._last is None else Submission(self._last[0], self._last[1], now - self._last[2])
+        last = None if self._last is None else Submission(self._last[0], str(self._last[1]), now - self._last[2])
         return Answer(number, self.unfinished(), last, dict(self.steps), main_stack())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.operand import is_dense
+from hvlike.collectives.places import Place
 from hvlike.planes.cuda.runtime import Event
 from hvlike.planes.lane import Job
 from hvlike.transport.dtypes import dtype_name
@@ -52,7 +53,7 @@ class Request:
     """What the job itself has made: gathered tensors, lanes."""
     job: Callable[[Any], Job] | None = None
     """Makes the job of a request that brings its own, from what `Verdict.extra` says."""
-    place: str = ""
+    place: Place | str = ""
     """File and line of the call."""
     time: float = field(default_factory=time.monotonic)
     ready: Sequence[Event] = ()

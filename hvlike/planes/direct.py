@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
@@ -45,10 +44,15 @@ class Direct:
             return {}
         found = {}
         for index, tensor in enumerate(tensors):
-            place = self._allocations.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-            if place is not None and tensor.numel() and place[0].includes(self._ranks):
-                found[index] = Place(*place)
+            place = self.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            if place is not None:
+                found[index] = place
         return found
+
+    def find(self, address: int, nbytes: int) -> Place | None:
+        """The same for one tensor, by its address and size."""
+        place = self._allocations.find(address, nbytes) if self._allocations and nbytes else None
+        return Place(*place) if place is not None and place[0].includes(self._ranks) else None
 
     def copies(self, place: Place, tensor: torch.Tensor, arithmetic: Arithmetic) -> list[Piece]:
         """The tensor at the same place on each rank of the plane."""
@@ -85,11 +89,14 @@ class DirectReduction:
         return self._reduced < len(self._mine)
 
     def advance(self) -> None:
-        """Reduce the next few chunks."""
+        """Reduce the next few chunks; the caller silences numpy."""
         spread = self._arithmetic.spread
         last = min(self._reduced + PASSES, len(self._mine))
-        with np.errstate(all="ignore"):
-            for tensor, start, stop in self._mine[self._reduced : last]:
-                first, *others = self._tensors[tensor]
-                spread(first[start:stop], [other[start:stop] for other in others])
+        for tensor, start, stop in self._mine[self._reduced : last]:
+            first, *others = self._tensors[tensor]
+            spread(first[start:stop], [other[start:stop] for other in others])
         self._reduced = last
+
+    def again(self) -> None:
+        """Begin with the same tensors once more."""
+        self._reduced = 0

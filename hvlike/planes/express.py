@@ -14,6 +14,7 @@ import torch
 
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.at_once import AtOnce
 from hvlike.planes.board import HEAD, RING, WORDS, Board
 from hvlike.planes.lane import Lane
 from hvlike.planes.plane import Plane
@@ -101,6 +102,11 @@ class Express:
             if self._rank == HEAD:
                 self._nudge_peers()
         return answer
+
+    def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> AtOnce | None:
+        """What reduces a large tensor; number: the same on all ranks for the like. None where only the plane does."""
+        plane = self.lane.plane
+        return plane.at_once(arithmetic, elements, number) if isinstance(plane, SharedPlane) else None
 
     def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Routine[None]:
         """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""

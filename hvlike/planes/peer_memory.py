@@ -50,6 +50,10 @@ class PeerMemory:
         near = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= LEAST_BYTES][:ADDRESSES]
         return near if sum(tensors[index].nbytes for index in near) >= self._least else []
 
+    def reaches(self, nbytes: int) -> bool:
+        """The same for one tensor of so many bytes."""
+        return bool(self.ranks) and nbytes >= max(LEAST_BYTES, self._least)
+
     def scratch(self) -> list[tuple[Any, int]]:
         """Memory for one chunk of each rank, as bytes, and its address."""
         if not self._scratch:
@@ -77,14 +81,21 @@ class PeerReduction:
         self._mine = runs[(region.rank - first_owner) % ranks :: ranks]
         self._rank = region.rank
         self._arithmetic = arithmetic
-        self._pieces = pieces
-        self._own = region.mine.addresses[: len(pieces)].tolist()
+        self._region = region
         scratch = memory.scratch()
-        self._peers = [
-            (memory.ranks[peer], region.counters[peer].addresses[: len(pieces)].tolist(), scratch[peer][1])
-            for peer in region.peers
-        ]
         self._copies = [arithmetic.over(scratch[peer][0]) for peer in region.peers]
+        self._reached = [(memory.ranks[peer], scratch[peer][1]) for peer in region.peers]
+        self.begin(pieces)
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Begin, once more with pieces of the same lengths; the ranks have said their addresses anew."""
+        count = len(pieces)
+        self._pieces = pieces
+        self._own = self._region.mine.addresses[:count].tolist()
+        self._peers = [
+            (memory, counters.addresses[:count].tolist(), scratch)
+            for (memory, scratch), counters in zip(self._reached, self._region.others, strict=True)
+        ]
         self._reduced = 0
 
     @property

@@ -23,7 +23,6 @@ Every counter has one writer and only grows:
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -34,18 +33,16 @@ from hvlike.planes.chunks import SLOTS
 from hvlike.planes.quiet import Quiet
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.segment import Segment, words
-from hvlike.transport.semaphore import Fence
+from hvlike.transport.semaphore import X86, Fence
 
-REDUCED = 0
-"""Which of a rank's words counts the chunks it has reduced, for those who look often."""
+REDUCED, DEPARTED, PLACES = 0, 6, 7
+"""Which of a rank's words hold these, for those who look often: see Counters."""
 
 ADDRESSES = 256
 """How many tensors of one piece of work can be reached in a rank's own memory."""
 
 _WORDS = 10
 _LINE = 128
-# On x86-64 stores become visible in order and loads are not reordered with each other; elsewhere the fence sees to it.
-_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def region_bytes(ranks: int, chunk: int) -> int:
@@ -112,15 +109,15 @@ class Counters:
     @property
     def departed(self) -> int:
         """The number of the newest piece of work that is not staged of which this rank has done its part."""
-        return self.words[6]
+        return self.words[DEPARTED]
 
     @departed.setter
     def departed(self, value: int) -> None:
-        self.words[6] = value
+        self.words[DEPARTED] = value
 
     def place(self, number: int) -> int:
         """What of the piece of work `number` lies in shared allocations on this rank, and where; 0: nothing."""
-        return self.words[7 + number % 2]
+        return self.words[PLACES + number % 2]
 
     @property
     def abandoned(self) -> int:
@@ -134,7 +131,7 @@ class Counters:
     def arrive(self, number: int, stamp: int, place: int) -> None:
         """Say what the piece of work `number` is on this rank; whoever sees that it has arrived sees the rest."""
         self.words[3 + number % 2] = stamp
-        self.words[7 + number % 2] = place
+        self.words[PLACES + number % 2] = place
         self.words[5] = number
 
 
@@ -172,6 +169,8 @@ class Region:
         self.peers = [peer for peer in range(ranks) if peer != rank]
         self.counters = [Counters(segment, each, ranks) for each in range(ranks)]
         self.mine = self.counters[rank]
+        self.others = [self.counters[peer] for peer in self.peers]
+        """The counters of the peers."""
         self._segment = segment
         self._slots_start = ranks * _counter_bytes(ranks)
         self._bells = bells
@@ -213,8 +212,9 @@ class Region:
     def nudge(self, ranks: Iterable[int]) -> None:
         """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""
         self._fence()
+        bells = self._bells
         for rank in ranks:
-            self._bells[rank].nudge()
+            bells[rank].nudge()
 
 
 def first_peer(owner: int) -> int:
@@ -224,7 +224,7 @@ def first_peer(owner: int) -> int:
 
 def order_by(fence: Fence) -> Callable[[], None]:
     """What keeps stores, and loads, in their order on this machine."""
-    return _nothing if _ORDERED_STORES else fence
+    return _nothing if X86 else fence
 
 
 def _nothing() -> None:

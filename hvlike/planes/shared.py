@@ -12,30 +12,27 @@ Every element is reduced on exactly one rank, so the results are bitwise the sam
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.at_once import AtOnce
 from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitting, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
+from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
-from hvlike.planes.reduction import LOOKS, PASSES, Reduction, Results
+from hvlike.planes.reduction import PASSES, Reduction, Results
 from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine, Wait
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
-
-_kept: list[Sequence[torch.Tensor]] = []
-"""Tensors of reductions that were given up."""
 
 
 class SharedPlane:
@@ -45,11 +42,9 @@ class SharedPlane:
         self._region = region
         self._direct = direct
         self._memory = memory
-        self._looks = 1 if region.crowded else LOOKS
+        self._meeting = Meeting(region)
         self._reductions = Turns.start(region.ranks)
         self._gathers = Turns.start(region.ranks)
-        self._number = 0
-        self._stamp = 0
         self._census = Census(region)
 
     def begin_count(self, *, active: bool) -> None:
@@ -59,7 +54,7 @@ class SharedPlane:
     def end_count(self) -> Routine[int]:
         """See Plane."""
         while (total := self._census.count()) is None:
-            self._check_peers()
+            self._meeting.check_peers()
             yield Wait.BELL
         return total
 
@@ -85,8 +80,8 @@ class SharedPlane:
         near = self._memory.within_reach(tensors)
         for word, index in enumerate(near):
             self._region.mine.addresses[word] = tensors[index].data_ptr()
-        number = self._announce(stamp, place_word(places))
-        with self._exposed(tensors if near else (), number):
+        number = self._meeting.announce(stamp, place_word(places))
+        with self._meeting.exposed(tensors if near else (), number):
             if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
                 pieces = [piece for index, piece in enumerate(pieces) if index not in places]
                 near = []
@@ -95,7 +90,14 @@ class SharedPlane:
             chunks = self._deal([len(piece) for piece in staged], arithmetic, None, whole=len(bundles))
             yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
             if near:
-                yield from self._reduce_in_peers([pieces[index] for index in near], arithmetic, number)
+                yield from self._meeting.meet(number)
+                far = [pieces[index] for index in near]
+                reduction = PeerReduction(self._region, self._memory, arithmetic, far, number % self._region.ranks)
+                yield from self._meeting.in_peers(reduction, number)
+
+    def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
+        """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""
+        return AtOnce(self._meeting, self._region, self._direct, self._memory, arithmetic, length, stamp)
 
     @property
     def bundling(self) -> SharedPlane:
@@ -125,70 +127,13 @@ class SharedPlane:
         number: of the work, which this rank has announced.
         """
         region = self._region
-        yield from self._meet(number)
+        yield from self._meeting.meet(number)
         if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
             return False
         copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
         reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)
-        while reduction.unfinished:
-            reduction.advance()
-            yield Wait.AGAIN
-        yield from self._part(number)
+        yield from self._meeting.in_place(reduction, number)
         return True
-
-    @contextlib.contextmanager
-    def _exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:
-        """Peers may read and write these tensors; if this rank gives the work up, the memory must stay."""
-        try:
-            yield
-        except BaseException:
-            if tensors:
-                self._region.mine.abandoned = number
-                _kept.append(tensors)
-            raise
-
-    def _reduce_in_peers(self, pieces: Sequence[Piece], arithmetic: Arithmetic, number: int) -> Routine[None]:
-        """Reduce pieces where they lie in the ranks' own memory; their addresses have been said."""
-        region = self._region
-        yield from self._meet(number)
-        reduction = PeerReduction(region, self._memory, arithmetic, pieces, number % region.ranks)
-        while reduction.unfinished:
-            while any(region.counters[peer].abandoned >= number for peer in region.peers):
-                # Who has given it up tells why in other ways.
-                yield Wait.BELL
-            try:
-                region.quiet.run(reduction.advance)
-            except ProcessLookupError as error:
-                raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
-            except OSError as error:
-                raise HorovodInternalError(
-                    f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
-                    f"{error}. HVLIKE_PEER_MEMORY=0 does without."
-                ) from None
-            yield Wait.AGAIN
-        yield from self._part(number)
-
-    def _meet(self, number: int) -> Routine[None]:
-        """Wait until all are at the work of this number, which is the same for all."""
-        region = self._region
-        yield from self._until(lambda: all(region.counters[peer].arrived >= number for peer in region.peers))
-        region.order()
-        self._compare()
-
-    def _part(self, number: int) -> Routine[None]:
-        """Wait until all have done their part of the work of this number."""
-        region = self._region
-        region.order()
-        region.mine.departed = number
-        yield from self._until(lambda: all(region.counters[peer].departed >= number for peer in region.peers))
-        region.order()
-
-    def _until(self, done: Callable[[], bool]) -> Routine[None]:
-        """Tell the peers where this rank is and wait for them."""
-        self._region.nudge(self._region.peers)
-        while not any(done() for _ in range(self._looks)):
-            self._check_peers()
-            yield Wait.BELL
 
     def reduce_partially(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None
@@ -261,7 +206,7 @@ class SharedPlane:
                 if passes % PASSES == 0:
                     yield Wait.AGAIN
             else:
-                self._check_peers()
+                self._meeting.check_peers()
                 yield Wait.BELL
 
     # -- reduction ------------------------------------------------------------------------------
@@ -286,7 +231,7 @@ class SharedPlane:
         if not chunks:
             return
         pieces = [arithmetic.view(tensor) for tensor in tensors]
-        self._announce(_stamp_of([len(piece) for piece in pieces], arithmetic), 0)
+        self._meeting.announce(_stamp_of([len(piece) for piece in pieces], arithmetic), 0)
         yield from self._reduce(pieces, arithmetic, chunks, results)
 
     def _reduce(
@@ -302,45 +247,13 @@ class SharedPlane:
         if all(chunk.owner == self._region.rank for chunk in chunks):
             # Nothing that this rank does next wakes a peer that waits for it to arrive.
             self._region.nudge(self._region.peers)
-        reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._compare, bundles)
+        reduction = Reduction(self._region, arithmetic, pieces, chunks, results, self._meeting.compare, bundles)
         while reduction.unfinished:
             if reduction.advance():
                 yield Wait.AGAIN
             else:
-                self._check_peers()
+                self._meeting.check_peers()
                 yield Wait.BELL
-
-    def _announce(self, stamp: int, place: int) -> int:
-        """Say which work this is and what of it lies in shared allocations; returns its number.
-
-        The owners compare before they add anything.
-        """
-        self._number += 1
-        self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
-        self._region.mine.arrive(self._number, self._stamp, place)
-        return self._number
-
-    def _compare(self) -> None:
-        """Give the region up if a peer has entered other work: its chunks would be foreign memory."""
-        region = self._region
-        others = [peer for peer in region.peers if region.counters[peer].stamp(self._number) != self._stamp]
-        if others:
-            region.mine.failed = 1
-            region.nudge(region.peers)
-            raise MismatchError(
-                f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
-                f"{region.rank}: a planned reduction must have the same tensors, dtypes and "
-                "factors in the same order on every rank"
-            )
-
-    def _check_peers(self) -> None:
-        region = self._region
-        failed = [peer for peer in region.peers if region.counters[peer].failed]
-        if failed:
-            region.mine.failed = 1
-            raise MismatchError(
-                f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
-            )
 
     # -- gather ---------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class Allocation:
         self._own = self._place[rank] * self._stride
         self.start: int = segment.address + self._own
         """The address of this rank's copy."""
+        self.works: dict[tuple[int, int], Any] = {}
+        """What is kept for operations on a place of this copy, as long as the allocation lives."""
 
     def includes(self, ranks: Sequence[int]) -> bool:
         """True if all these ranks have a copy."""

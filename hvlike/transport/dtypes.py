@@ -126,6 +126,18 @@ def storage_view(tensor: torch.Tensor) -> Array:
     return array
 
 
+class _Memory:
+    """Memory that somebody else keeps, as numpy asks for it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def bytes_at(address: int, nbytes: int) -> Array:
+    """View `nbytes` bytes of memory as numpy's uint8. Nothing keeps that memory: use it only while somebody does."""
+    return np.asarray(_Memory(address, nbytes))
+
+
 def raw_view(tensor: torch.Tensor) -> Array:
     """View the bytes of a contiguous CPU tensor as a 1-D numpy array of uint8, without a copy.
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
+import threading
 import time
 
 SEMAPHORE_BYTES = 64
 """Room for one sem_t (32 bytes on 64-bit Linux) with a cache line of its own."""
 
 _CLOCK_MONOTONIC = 1
+
+X86 = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Stores become visible in order, loads keep their order, and what locks memory is a full barrier."""
 
 
 class _Timespec(ctypes.Structure):
@@ -74,19 +79,24 @@ def _deadline(moment: float) -> object:
 
 
 class Fence:
-    """A full memory barrier, made of a post and a take of a private semaphore.
+    """A full memory barrier, made of a post and a take of a private semaphore, or of a lock on x86.
 
     Both are atomic read-modify-writes of one location, a release followed by an acquire: nothing
-    moves across the pair on x86-64 (locked instructions) nor on aarch64 (release-acquire order).
+    moves across the pair on x86 (locked instructions) nor on aarch64 (release-acquire order). Taking
+    and releasing a lock are locked instructions too, and cost less than two calls through ctypes.
     """
 
-    __slots__ = ("_memory", "_semaphore")
+    __slots__ = ("_lock", "_memory", "_semaphore")
 
     def __init__(self) -> None:
+        self._lock = threading.Lock() if X86 else None
         self._memory = ctypes.create_string_buffer(SEMAPHORE_BYTES)
         self._semaphore = Semaphore(ctypes.addressof(self._memory))
         self._semaphore.initialise()
 
     def __call__(self) -> None:
+        if self._lock is not None:
+            with self._lock:
+                return
         _post(self._semaphore._address)
         _trywait(self._semaphore._address)

@@ -11,9 +11,10 @@ from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from torch import Tensor
 
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
-from hvlike.planes import shared
 from hvlike.planes.direct import DirectReduction
+from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
+from hvlike.transport.routine import Routine
 
 LONG = 3 * 65536 + 17
 CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
@@ -23,13 +24,13 @@ CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each reduction without staging has had, one entry for each."""
     counts: list[int] = []
+    in_place = Meeting.in_place
 
-    class Counted(DirectReduction):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
-            counts.append(len(self._tensors))
+    def counted(meeting: Meeting, reduction: DirectReduction, number: int) -> Routine[None]:
+        counts.append(len(reduction._tensors))
+        return in_place(meeting, reduction, number)
 
-    monkeypatch.setattr(shared, "DirectReduction", Counted)
+    monkeypatch.setattr(Meeting, "in_place", counted)
     return counts
 
 

@@ -11,7 +11,7 @@ import torch
 from planes.jobs import run
 
 from hvlike.collectives.context import current
-from hvlike.planes import shared
+from hvlike.planes import meeting
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.chunks import CHUNK_BYTES
 from hvlike.planes.ops import ReduceOp
@@ -40,7 +40,8 @@ def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list
     turns = 0
     for rank in range(ranks):
         peers = [peer for peer in range(ranks) if peer != rank]
-        region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
+        others = [counters[peer] for peer in peers]
+        region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, mine=counters[rank], others=others)
         reduction = PeerReduction(region, PeerMemory([os.getpid()] * ranks), SUM, copies[rank], first_owner)
         while reduction.unfinished:
             reduction.advance()
@@ -107,11 +108,11 @@ def test_a_tensor_whose_reduction_was_given_up_lives_on(hvd: ModuleType, reachin
     context = current()
     plane = context.membership(None, "test").lanes.first.plane
     assert isinstance(plane, SharedPlane)
-    kept = len(shared._kept)
-    with pytest.raises(KeyError), plane._exposed([torch.ones(3)], 0):
+    kept = len(meeting.kept)
+    with pytest.raises(KeyError), plane._meeting.exposed([torch.ones(3)], 0):
         raise KeyError
-    assert len(shared._kept) == kept + 1
-    shared._kept.pop()
-    with plane._exposed((), 0):
+    assert len(meeting.kept) == kept + 1
+    meeting.kept.pop()
+    with plane._meeting.exposed((), 0):
         pass
-    assert len(shared._kept) == kept
+    assert len(meeting.kept) == kept

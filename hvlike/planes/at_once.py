@@ -1,0 +1,103 @@
+"""Reductions that begin as soon as all ranks have agreed to them: of one large tensor, on the express way.
+
+    foretell    where the tensor of this rank lies; then the ranks agree
+    begin       after a yes: all have arrived, and nobody is waited for until the chunks are done
+
+What depends on the kind of the call alone is made once, what depends on a place in shared memory once for that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.direct import Direct, DirectReduction, place_word
+from hvlike.planes.meeting import Meeting
+from hvlike.planes.peer_memory import PeerMemory, PeerReduction
+from hvlike.planes.region import PLACES, Region
+from hvlike.transport.routine import Routine
+
+MOST_WORKS = 64
+"""What is kept for one allocation; with one more all is made anew."""
+
+
+class AtOnce:
+    """Calls of one kind: tensors of one dtype and length under one arithmetic."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        region: Region,
+        direct: Direct,
+        memory: PeerMemory,
+        arithmetic: Arithmetic,
+        length: int,
+        stamp: int,
+    ) -> None:
+        """stamp: of this kind of call, the same on all ranks."""
+        self._meeting = meeting
+        self._region = region
+        self._direct = direct
+        self._memory = memory
+        self._arithmetic = arithmetic
+        self._stamp = stamp
+        self._nbytes = length * arithmetic.itemsize
+        self._reaches = memory.reaches(self._nbytes)
+        self._in_peers: PeerReduction | None = None
+        self._in_place: DirectReduction | None = None
+
+    def foretell(self, tensor: torch.Tensor) -> None:
+        """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
+        mine = self._region.mine
+        mine.addresses[0] = address = tensor.data_ptr()
+        place = self._direct.find(address, self._nbytes)
+        if place is None:
+            self._in_place, word = None, 0
+        else:
+            works = place.allocation.works
+            # The entry holds this object, so that the id stays what it is.
+            key = (place.offset, id(self))
+            if key not in works:
+                if len(works) >= MOST_WORKS:
+                    works.clear()
+                copies = self._direct.copies(place, tensor, self._arithmetic)
+                reduction = DirectReduction(self._region, self._arithmetic, [copies], 0)
+                works[key] = (reduction, place_word({0: place}), self)
+            self._in_place, word, _ = works[key]
+        self._meeting.foretell(self._stamp, word)
+
+    def begin(self, tensor: torch.Tensor, elements: Callable[[torch.Tensor], Piece]) -> Routine[None] | None:
+        """The reduction of what was foretold, after all have agreed; elements: makes the piece of the tensor.
+
+        None where the ranks cannot reach all copies.
+        """
+        reduction, self._in_place = self._in_place, None
+        if reduction is not None and self._is_same_place():
+            reduction.again()
+            return self._meeting.in_place(reduction, self._meeting.enter())
+        return self._reduce_in_peers(tensor, elements(tensor)) if self._reaches else None
+
+    def forget(self) -> None:
+        """The ranks have not agreed: nothing is kept of the tensor's memory."""
+        self._in_place = None
+
+    def _is_same_place(self) -> bool:
+        """Whether all ranks have foretold the same place."""
+        word = PLACES + (self._meeting.number + 1) % 2
+        place = self._region.mine.words[word]
+        return all(counters.words[word] == place for counters in self._region.others)
+
+    def _reduce_in_peers(self, tensor: torch.Tensor, own: Piece) -> Routine[None]:
+        meeting, reduction = self._meeting, self._in_peers
+        number = meeting.enter()
+        if reduction is None:
+            reduction = self._in_peers = PeerReduction(self._region, self._memory, self._arithmetic, [own], 0)
+        else:
+            reduction.begin([own])
+        try:
+            yield from meeting.in_peers(reduction, number)
+        except BaseException:
+            meeting.abandon([tensor], number)
+            raise

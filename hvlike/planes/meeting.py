@@ -1,0 +1,144 @@
+"""How the ranks of a node meet for a piece of work: each says what it is at, and waits for the others where it must.
+
+What is staged needs no more than the comparison. Where ranks reach into each other's tensors, all must have arrived
+before anyone begins, and none may leave before all have done their part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
+from hvlike.planes.direct import DirectReduction
+from hvlike.planes.peer_memory import PeerReduction
+from hvlike.planes.reduction import LOOKS
+from hvlike.planes.region import DEPARTED, Region
+from hvlike.transport.routine import Routine, Wait
+
+kept: list[Sequence[torch.Tensor]] = []
+"""Tensors of reductions that were given up."""
+
+
+class Meeting:
+    """The pieces of work of one region, in their order, as this rank sees them."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._looks = 1 if region.crowded else LOOKS
+        self.number = 0
+        """Of the newest work that has begun."""
+        self._stamp = 0
+
+    def announce(self, stamp: int, place: int) -> int:
+        """Say which work this is and what of it lies in shared allocations; returns its number.
+
+        The owners compare before they add anything.
+        """
+        self.foretell(stamp, place)
+        return self.enter()
+
+    def foretell(self, stamp: int, place: int) -> None:
+        """Say so of the next work before it is certain that it comes; what is said last counts."""
+        self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
+        self._region.mine.arrive(self.number + 1, self._stamp, place)
+
+    def enter(self) -> int:
+        """The next work begins; returns its number."""
+        self.number += 1
+        return self.number
+
+    def meet(self, number: int) -> Routine[None]:
+        """Wait until all are at the work of this number, which is the same for all."""
+        region = self._region
+        counters, peers = region.counters, region.peers
+        region.nudge(peers)
+        while not any(all(counters[peer].arrived >= number for peer in peers) for _ in range(self._looks)):
+            self.check_peers()
+            yield Wait.BELL
+        region.order()
+        self.compare()
+
+    # As the steps of a reduction, what follows is run between chunks that have emptied the caches.
+    def part(self, number: int) -> Routine[None]:
+        """Wait until all have done their part of the work of this number."""
+        region = self._region
+        region.order()
+        region.mine.words[DEPARTED] = number
+        region.nudge(region.peers)
+        for counters in region.others:
+            words = counters.words
+            while words[DEPARTED] < number:
+                for _ in range(self._looks):
+                    if words[DEPARTED] >= number:
+                        break
+                else:
+                    self.check_peers()
+                    yield Wait.BELL
+        region.order()
+
+    def in_place(self, reduction: DirectReduction, number: int) -> Routine[None]:
+        """Do this rank's chunks of tensors in shared allocations, and part; all have met."""
+        while reduction.unfinished:
+            self._region.quiet.run(reduction.advance)
+            yield Wait.AGAIN
+        yield from self.part(number)
+
+    def in_peers(self, reduction: PeerReduction, number: int) -> Routine[None]:
+        """Do this rank's chunks of tensors in the ranks' own memory, and part; all have met."""
+        region = self._region
+        while reduction.unfinished:
+            while any(each.abandoned >= number for each in region.others):
+                # Who has given it up tells why in other ways.
+                yield Wait.BELL
+            try:
+                region.quiet.run(reduction.advance)
+            except ProcessLookupError as error:
+                raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
+            except OSError as error:
+                raise HorovodInternalError(
+                    f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
+                    f"{error}. HVLIKE_PEER_MEMORY=0 does without."
+                ) from None
+            yield Wait.AGAIN
+        yield from self.part(number)
+
+    @contextlib.contextmanager
+    def exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:
+        """Peers may read and write these tensors; if this rank gives the work up, the memory must stay."""
+        try:
+            yield
+        except BaseException:
+            self.abandon(tensors, number)
+            raise
+
+    def abandon(self, tensors: Sequence[torch.Tensor], number: int) -> None:
+        """Give the work of this number up, into whose tensors peers may reach for ever."""
+        if tensors:
+            self._region.mine.abandoned = number
+            kept.append(tensors)
+
+    def compare(self) -> None:
+        """Give the region up if a peer has entered other work: its chunks would be foreign memory."""
+        region = self._region
+        others = [peer for peer in region.peers if region.counters[peer].stamp(self.number) != self._stamp]
+        if others:
+            region.mine.failed = 1
+            region.nudge(region.peers)
+            raise MismatchError(
+                f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
+                f"{region.rank}: a planned reduction must have the same tensors, dtypes and "
+                "factors in the same order on every rank"
+            )
+
+    def check_peers(self) -> None:
+        """Give the region up if a peer has."""
+        region = self._region
+        failed = [peer for peer in region.peers if region.counters[peer].failed]
+        if failed:
+            region.mine.failed = 1
+            raise MismatchError(
+                f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
+            )

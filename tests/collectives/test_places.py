@@ -1,0 +1,23 @@
+"""The place of a call is the user's line, also where it is asked for later."""
+
+import sys
+
+import pytest
+
+from hvlike.collectives.places import Place, place_of_caller
+
+pytestmark = pytest.mark.pure
+
+
+def test_it_is_the_line_of_the_call() -> None:
+    place, line = place_of_caller(), sys._getframe().f_lineno
+    assert str(place) == f"{__file__}:{line}"
+
+
+def test_it_is_that_of_each_call_in_a_loop_over_lines() -> None:
+    first = sys._getframe().f_lineno
+    places: list[Place] = [
+        place_of_caller(),
+        place_of_caller(),
+    ]
+    assert [str(each) for each in places] == [f"{__file__}:{first + 2}", f"{__file__}:{first + 3}"]
