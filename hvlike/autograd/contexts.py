@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import ref
 
 from torch import Tensor
 
@@ -166,6 +167,13 @@ class Contexts:
             show_send(agent.fabric.recorder, context, found.sends[message])
         return context, message
 
+    def left(self, note: Note) -> None:
+        """A message is about to leave, see hvlike.rpc.contexts."""
+        context, message = note
+        found, agent = self._contexts.get(context), self.agent
+        if found is not None and agent is not None and message != NO_MESSAGE:
+            agent.fabric.loop.post(partial(_look_ahead, ref(found)), wake=False)
+
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
         """A message is opened, see hvlike.rpc.contexts."""
         context, message = note
@@ -242,6 +250,13 @@ class Contexts:
                 # Sent by this thread if it can: the next call would have to wait for one that is woken to send it.
                 agent.post(rank, RELEASE, (released.id, oldest), [])
         released.release()
+
+
+def _look_ahead(context: ref[DistributedContext]) -> None:
+    """In the loop. What has been released meanwhile is not kept for this."""
+    found = context()
+    if found is not None:
+        found.look_ahead()
 
 
 contexts = Contexts()

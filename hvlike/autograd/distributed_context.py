@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from hvlike.autograd.local_graph import LocalGraph
 from hvlike.rpc.devices.devices import Marks
 
 if TYPE_CHECKING:
@@ -118,15 +119,20 @@ class DistributedContext:
     """What the last backward has run here, in this order; for `draw`."""
     runs: dict[object, Backward] = field(default_factory=dict)
     """The backwards that go on here."""
+    ahead: LocalGraph | None = None
+    """What was looked through of the graph before a backward asks for it; at most what the sends lead to."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
     _books: threading.Lock = field(default_factory=threading.Lock)
     """Held for moments: sends, recvs and runs change together."""
+    _unseen: list[Send] = field(default_factory=list)
+    """The sends that nothing was looked through for."""
 
     def record_send(self, send: Send) -> None:
         """A message leaves. Backwards that have engaged before do not know of it."""
         with self._books:
             self.sends[send.message] = send
+            self._unseen.append(send)
 
     def record_recv(self, recv: Recv) -> None:
         """A message was opened; backwards that have engaged before are told."""
@@ -136,11 +142,33 @@ class DistributedContext:
         for run in runs:
             run.recorded(recv)
 
-    def engage(self, key: object, run: Backward) -> tuple[dict[int, Send], dict[int, Recv]]:
-        """A backward begins: copies of what is recorded now; it is told of each recv that follows."""
+    def look_ahead(self) -> None:
+        """Look through the graph below what was sent, for the next backward; for threads with nothing else to do.
+
+        Does nothing where another thread has the lock.
+        """
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            with self._books:
+                sends, self._unseen = self._unseen, []
+                starts = [edge.node for send in sends if send.message in self.sends for edge in send.edges]
+                graph = self.ahead = self.ahead or LocalGraph(self.recvs)
+            graph.reach(starts)
+            graph.look_up_hooks()
+        finally:
+            self.lock.release()
+
+    def engage(self, key: object, run: Backward) -> tuple[dict[int, Send], dict[int, Recv], LocalGraph | None]:
+        """A backward begins: copies of what is recorded now, and what was looked through; with the lock held.
+
+        It is told of each recv that follows.
+        """
         with self._books:
             self.runs[key] = run
-            return dict(self.sends), dict(self.recvs)
+            ahead, self.ahead = self.ahead, None
+            self._unseen.clear()
+            return dict(self.sends), dict(self.recvs), ahead
 
     def disengage(self, key: object) -> None:
         """A backward has ended here, well or badly."""
@@ -151,6 +179,8 @@ class DistributedContext:
         """A message of this worker was dropped unopened: it has never been sent, as far as backwards go."""
         with self._books:
             known = self.sends.pop(message, None) is not None
+            # It may lead to this send: a backward would wait for what never comes.
+            self.ahead = None
             runs = list(self.runs.values())
         if known:
             for run in runs:

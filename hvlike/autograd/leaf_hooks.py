@@ -10,7 +10,7 @@ The hooks that `register_post_accumulate_grad_hook` registers wait for `.grad` t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,19 +20,24 @@ from hvlike.autograd.accumulation import accumulate
 from hvlike.errors import RpcError
 
 _Hook = Callable[..., Any]
+Hooks = Mapping[int, _Hook]
+"""All Python hooks of a kind that a node has, now and later, in the order in which they were registered."""
 
 
-def deliver(gradients: dict[Tensor, Tensor], node: Node, leaf: Tensor, gradient: Tensor, sole: bool) -> None:
+def deliver(
+    gradients: dict[Tensor, Tensor], hooks: tuple[Hooks, Hooks], leaf: Tensor, gradient: Tensor, sole: bool
+) -> None:
     """Add the complete gradient of one backward to the context's, and run the hooks of the leaf's node around it.
 
-    sole: see `accumulate`. Raises: what the hooks raise, RuntimeError for a prehook that does not return one gradient.
+    hooks: see `hooks_of`. sole: see `accumulate`.
+    Raises: what the hooks raise, RuntimeError for a prehook that does not return one gradient.
     """
-    before, after = hooks_of(node)
+    before, after = hooks
     if not before and not after:
         accumulate(gradients, leaf, gradient, sole)
         return
     incoming: tuple[Tensor | None] = (gradient,)
-    for hook in before:
+    for hook in list(before.values()):
         changed = hook(incoming)
         if changed is not None:
             incoming = _one(changed, hook)
@@ -40,21 +45,21 @@ def deliver(gradients: dict[Tensor, Tensor], node: Node, leaf: Tensor, gradient:
     if changed is None:
         return
     accumulate(gradients, leaf, changed, sole=False)
-    for hook in after:
+    for hook in list(after.values()):
         hook((), incoming)
 
 
-def hooks_of(node: Node) -> tuple[list[_Hook], list[_Hook]]:
-    """The Python hooks that run before and after a node, in the order in which they were registered."""
+def hooks_of(node: Node) -> tuple[Hooks, Hooks]:
+    """The Python hooks that run before and after a node; what is registered later comes in."""
     return _registered(node.register_prehook), _registered(node.register_hook)
 
 
-def _registered(register: Callable[[_Hook], Any]) -> list[_Hook]:
-    """All Python hooks of a kind stand in one dict, which is shown to whoever registers another one."""
+def _registered(register: Callable[[_Hook], Any]) -> Hooks:
+    """All Python hooks of a kind stand in one dict for ever, which is shown to whoever registers another one."""
     handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
+    hooks: Hooks = handle.hooks_dict_ref()
     handle.remove()
-    return list(hooks.values()) if hooks else []
+    return hooks
 
 
 def _nothing(*_: Any) -> None:

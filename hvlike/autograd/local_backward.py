@@ -244,7 +244,7 @@ class LocalBackward:
                 sole = is_sole(gradient)
                 if not gradient.is_cpu:
                     devices[gradient.device] = None
-                deliver(self._gradients, node, leaf, gradient, sole)
+                deliver(self._gradients, self._graph.hooks(node), leaf, gradient, sole)
         if devices:
             self.marks = Marks(devices)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hvlike.autograd.graph import Scan
+from hvlike.autograd.leaf_hooks import Hooks, hooks_of
 from hvlike.autograd.receive_function import end_of, recv_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class LocalGraph:
         """The leaves that were reached, by the nodes that would add to their .grad."""
         self.recvs: dict[Node, Recv] = {}
         """The recvs that were reached, by their nodes."""
+        self._hooks: dict[Node, tuple[Hooks, Hooks]] = {}
+        """Of the nodes of leaves, where they were looked up."""
         self._counted = recvs
 
     def reach(self, nodes: Iterable[Node]) -> list[Recv]:
@@ -45,7 +48,17 @@ class LocalGraph:
                 self.leaves[end_of(end)] = recv.dummy
         return found
 
+    def look_up_hooks(self) -> None:
+        """Do what `hooks` would do for the leaves that were reached: each takes as long as storing a gradient."""
+        for node in self.leaves:
+            if node not in self._hooks:
+                self._hooks[node] = hooks_of(node)
+
+    def hooks(self, node: Node) -> tuple[Hooks, Hooks]:
+        """The hooks of a leaf's node."""
+        return self._hooks.get(node) or hooks_of(node)
+
     def forget(self) -> None:
         """Keep nothing of the graph."""
-        for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs):
+        for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs, self._hooks):
             kept.clear()

@@ -49,6 +49,9 @@ class LocalMachine:
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Recv] = {}
         self._graph: LocalGraph | None = None
+        """Of SMART: what was marked so far."""
+        self._ahead: LocalGraph | None = None
+        """Of the other modes: what was looked through before."""
         self._local: LocalBackward | None = None
 
     @property
@@ -69,7 +72,7 @@ class LocalMachine:
         """Go on from some sends, or from the roots; return what is reached newly: messages that came, their senders."""
         if self._graph is None:
             self._look_up()
-            self._graph = LocalGraph(self._recvs)
+            self._ahead, self._graph = None, LocalGraph(self._recvs)
         if sends is None:
             edges = [edge for edge, _ in self._roots]
         else:
@@ -91,8 +94,9 @@ class LocalMachine:
             self._tell,
             retain_graph=self._heading.retain_graph,
             waits_for=sends,
-            graph=graph,
+            graph=self._ahead if graph is None else graph,
         )
+        self._ahead = None
         self._context.segments = self._local.segments
         self._local.engage(self._roots)
         return {number: send.rank for number, send in self._sends.items() if sends is None or number in sends}
@@ -123,7 +127,7 @@ class LocalMachine:
         )
 
     def _look_up(self) -> None:
-        self._sends, self._recvs = self._context.engage(self._heading.number, self._backward)
+        self._sends, self._recvs, self._ahead = self._context.engage(self._heading.number, self._backward)
 
     def _tell(self, recv: Recv, gradients: list[Tensor | None] | None) -> None:
         self._emit(recv.message, recv.rank, gradients)

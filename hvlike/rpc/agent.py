@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvlike.errors import RpcError, UsageError, WorkerLostError
+from hvlike.rpc import contexts
 from hvlike.rpc.contexts import inside
 from hvlike.rpc.devices.devices import Devices
 from hvlike.rpc.message import Call, Packed, Request
@@ -159,6 +160,7 @@ class Agent:
             self._loop.perform(send)
         else:
             self._loop.post(send, wake=False)
+            self._note_leaving(packed)
         return call
 
     def wait(self, call: Call) -> None:
@@ -333,8 +335,14 @@ class Agent:
 
         if request.answers_last:
             self._loop.post(send, wake=False)
+            if isinstance(result, Packed):
+                self._note_leaving(result)
         else:
             self._loop.perform(send)
+
+    def _note_leaving(self, packed: Packed) -> None:
+        if packed.note is not None:
+            contexts.installed().left(packed.note)
 
     def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:

@@ -47,6 +47,9 @@ class Contexts(Protocol):
         None: there is no such context any more, the message says nothing of it.
         """
 
+    def left(self, note: Note) -> None:
+        """A message is put down for the loop, in which the calling thread waits or listens next: there is time then."""
+
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
         """A message of a worker is opened: what stands in place of its tensors that require grad, which are leaves.
 
@@ -74,6 +77,9 @@ class _NoContexts:
 
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
         return None
+
+    def left(self, note: Note) -> None:
+        pass
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
         return graded

@@ -153,12 +153,15 @@ def test_a_prehook_may_take_the_gradient_away() -> None:
 def test_to_look_for_hooks_leaves_none() -> None:
     leaf = leaf_of(1.0)
     node = node_of(leaf)
-    assert hooks_of(node) == ([], [])
+    found = hooks_of(node)
+    assert [list(each.values()) for each in found] == [[], []]
     first, second = (lambda *_: None), (lambda *_: None)
     node.register_hook(first)
     node.register_prehook(second)
     for _ in range(2):
-        assert hooks_of(node) == ([second], [first])
+        assert [list(each.values()) for each in hooks_of(node)] == [[second], [first]]
+    # What was found before has them, too.
+    assert [list(each.values()) for each in found] == [[second], [first]]
     torch.autograd.backward(leaf.sum())
     assert leaf.grad is not None
 
