@@ -6,7 +6,7 @@ opens a Collected around each part and, when all have run, reduces what was coll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -50,6 +50,7 @@ class Collected:
 
 
 _KEY = "hvlike.training.ddp.collecting"
+_remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 def collection() -> Collected | None:
@@ -67,4 +68,8 @@ def collecting(into: Collected) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_KEY, before)
+        if before is None and _remove is not None:
+            # What is left there when a thread ends while the interpreter does aborts the process.
+            _remove(_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_KEY, before)
