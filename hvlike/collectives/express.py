@@ -39,6 +39,7 @@ MOST_PIECES = 64
 MOST_SPARING = 63
 """After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
 
+_COMPLEX = (torch.complex64, torch.complex128)
 _STEPS = "allreduce on the express way"
 _NAMED = 1 << 63
 _Kind = tuple[torch.Size, torch.dtype, int, float, float]
@@ -195,14 +196,16 @@ class ExpressAllreduce:
         board, negotiator = self._express.board, self._negotiator
         with negotiator.lock:
             index = negotiator.entered
-            if not board.is_free(index) or not negotiator.may_begin(("allreduce", name or "")):
+            key = ("allreduce", name or "")
+            if not board.is_free(index) or not negotiator.may_begin(key):
                 return None
             if name is None:
                 code = negotiator.names.draw("allreduce")
                 name = automatic_name(code)
+                key = ("allreduce", name)
             else:
                 code = code_of(name)
-            negotiator.notice(("allreduce", name), place_of_caller())
+            negotiator.notice(key, place_of_caller())
             if plan.copies is not None:
                 own = plan.piece(tensor)
                 plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
@@ -256,7 +259,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
             type(tensor) is torch.Tensor
             and tensor.is_cpu
             and tensor.is_contiguous()
-            and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+            and not (tensor.requires_grad or tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj()))
             and tensor.data_ptr() != 0
         )
     except RuntimeError:

@@ -134,12 +134,17 @@ class Arithmetic:
                 for output in outputs:
                     kernel.copy(output[block], mine)
 
-    def spread(self, first: Piece, others: Sequence[Piece]) -> None:
-        """Reduce `first` and `others` in this order and write the result to all of them; the caller silences numpy."""
-        if self.joining is None:
+    def spread(self, tensors: Sequence[Sequence[Piece]], runs: Sequence[tuple[int, int, int]]) -> None:
+        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, in their order, to all.
+
+        The caller silences numpy's warnings.
+        """
+        if self.joining is not None:
+            self.joining.spread(tensors, runs)
+            return
+        for tensor, start, stop in runs:
+            first, *others = [each[start:stop] for each in tensors[tensor]]
             self.combine(first, others, others)
-        else:
-            self.joining.spread(first, others)
 
     def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
         """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.direct import Direct, DirectReduction, place_word
+from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.meeting import Meeting
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.region import PLACES, Region
@@ -40,6 +40,7 @@ class AtOnce:
         self._meeting = meeting
         self._region = region
         self._direct = direct
+        self._allocations = direct.allocations
         self._memory = memory
         self._arithmetic = arithmetic
         self._stamp = stamp
@@ -50,23 +51,27 @@ class AtOnce:
 
     def foretell(self, tensor: torch.Tensor) -> None:
         """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
-        mine = self._region.mine
-        mine.addresses[0] = address = tensor.data_ptr()
-        place = self._direct.find(address, self._nbytes)
-        if place is None:
+        address = tensor.data_ptr()
+        self._region.mine.addresses[0] = address
+        found = self._allocations.find(address, self._nbytes) if self._allocations else None
+        if found is None:
             self._in_place, word = None, 0
         else:
-            works = place.allocation.works
             # The entry holds this object, so that the id stays what it is.
-            key = (place.offset, id(self))
+            works, key = found[0].works, (found[1], id(self))
             if key not in works:
                 if len(works) >= MOST_WORKS:
                     works.clear()
-                copies = self._direct.copies(place, tensor, self._arithmetic)
-                reduction = DirectReduction(self._region, self._arithmetic, [copies], 0)
-                works[key] = (reduction, place_word({0: place}), self)
+                works[key] = (*self._prepare(Place(*found), tensor), self)
             self._in_place, word, _ = works[key]
         self._meeting.foretell(self._stamp, word)
+
+    def _prepare(self, place: Place, tensor: torch.Tensor) -> tuple[DirectReduction | None, int]:
+        """What reduces a place of a shared allocation, and the word that says which; None, 0 if not all have it."""
+        if not self._direct.has(place.allocation):
+            return None, 0
+        copies = self._direct.copies(place, tensor, self._arithmetic)
+        return DirectReduction(self._region, self._arithmetic, [copies], 0), place_word({0: place})
 
     def begin(self, tensor: torch.Tensor, elements: Callable[[torch.Tensor], Piece]) -> Routine[None] | None:
         """The reduction of what was foretold, after all have agreed; elements: makes the piece of the tensor.

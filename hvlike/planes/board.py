@@ -72,7 +72,12 @@ class Board:
     def is_free(self, index: int) -> bool:
         """True when all are through with what was in the place of thing number `index`."""
         needed = self._agreed[index % RING]
-        return not needed or all(block[_FINISHED] >= needed for block in self._peers)
+        for block in self._peers:
+            if block[_FINISHED] < needed:
+                break
+        else:
+            return True
+        return False
 
     def look(self, index: int) -> bool | None:
         """The answer about thing number `index`, which this rank has begun; None: not yet. The head makes it."""

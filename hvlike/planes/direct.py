@@ -35,24 +35,23 @@ class Direct:
 
     def __init__(self, allocations: Allocations, ranks: Sequence[int]) -> None:
         """ranks: of the world, those of the plane, in its order."""
-        self._allocations = allocations
+        self.allocations = allocations
         self._ranks = tuple(ranks)
 
     def places(self, tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
         """Which of these flat tensors lie in an allocation of which every rank of the plane has a copy, and where."""
-        if not self._allocations:
+        if not self.allocations:
             return {}
         found = {}
         for index, tensor in enumerate(tensors):
-            place = self.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-            if place is not None:
-                found[index] = place
+            place = self.allocations.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            if place is not None and tensor.numel() and self.has(place[0]):
+                found[index] = Place(*place)
         return found
 
-    def find(self, address: int, nbytes: int) -> Place | None:
-        """The same for one tensor, by its address and size."""
-        place = self._allocations.find(address, nbytes) if self._allocations and nbytes else None
-        return Place(*place) if place is not None and place[0].includes(self._ranks) else None
+    def has(self, allocation: Allocation) -> bool:
+        """Whether every rank of the plane has a copy of an allocation."""
+        return allocation.includes(self._ranks)
 
     def copies(self, place: Place, tensor: torch.Tensor, arithmetic: Arithmetic) -> list[Piece]:
         """The tensor at the same place on each rank of the plane."""
@@ -90,12 +89,9 @@ class DirectReduction:
 
     def advance(self) -> None:
         """Reduce the next few chunks; the caller silences numpy."""
-        spread = self._arithmetic.spread
-        last = min(self._reduced + PASSES, len(self._mine))
-        for tensor, start, stop in self._mine[self._reduced : last]:
-            first, *others = self._tensors[tensor]
-            spread(first[start:stop], [other[start:stop] for other in others])
-        self._reduced = last
+        runs = self._mine[self._reduced : self._reduced + PASSES]
+        self._arithmetic.spread(self._tensors, runs)
+        self._reduced += len(runs)
 
     def again(self) -> None:
         """Begin with the same tensors once more."""

@@ -86,6 +86,7 @@ class ArrayKernel(Kernel[Array]):
     def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
         super().__init__(element, op, factors)
         self._reduce = self.reductions[op]
+        self._finishes = factors.postscale != 1 or factors.divisor != 1
 
     def over(self, buffer: Array) -> Array:
         view: Array = buffer.view(self.element.storage)
@@ -124,14 +125,21 @@ class ArrayKernel(Kernel[Array]):
         if target is not source:
             np.copyto(target, source)
 
-    def spread(self, first: Array, others: Sequence[Array]) -> None:
-        """Write the reduction of all pieces, finished, to all of them."""
-        self._reduce(first, others[0], out=first)
-        for other in others[1:]:
-            self._reduce(first, other, out=first)
-        self.finish(first)
-        for other in others:
-            np.copyto(other, first)
+    # All in one frame: between chunks, which empty the caches, every call and object is fetched anew.
+    def spread(self, tensors: Sequence[Sequence[Array]], runs: Sequence[tuple[int, int, int]]) -> None:
+        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, finished, to all."""
+        reduce, finish = self._reduce, self.finish if self._finishes else None
+        for tensor, start, stop in runs:
+            copies = tensors[tensor]
+            first, second = copies[0][start:stop], copies[1][start:stop]
+            reduce(first, second, out=first)
+            for other in copies[2:]:
+                reduce(first, other[start:stop], out=first)
+            if finish is not None:
+                finish(first)
+            second[...] = first
+            for other in copies[2:]:
+                other[start:stop] = first
 
     @abstractmethod
     def scale(self, source: Array, out: Array) -> None:
