@@ -164,11 +164,7 @@ class Coordinator:
     def _check_deadlock(self) -> None:
         if not self.waits.deadlocked(self._missing, self.agreement.joined, self.agreement.away):
             return
-        error = DeadlockError(
-            f"no rank can go on: {self.waits.describe()}. Every rank has to call the same operations under the same "
-            "names; look for a collective that only some ranks reach (inside `if rank == 0:`, say) or for names that "
-            "differ."
-        )
+        error = DeadlockError(f"no rank can go on: {self.waits.describe()}. {self.waits.advice()}")
         counts = self.waits.aligned_counts()
         keys = [key for key in self.waits.waited_for() if key != JOIN_KEY]
         self._announce([self._fail(key, error) for key in keys], counts)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvlike.collectives.agreement import name_ranks
 from hvlike.collectives.request import Key
 
 Counts = Mapping[str, int]
 
 STEP = "step"
 """The kind under which a rank waits for a planned reduction; the name is the reducer's."""
+
+PLAN = "plan"
+"""The kind under which it waits for an agreement on one, by the same name."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,22 @@ class WaitTable:
         return ", ".join(
             f"rank {self.ranks[position]} waits in {waiting.key[0]} {waiting.key[1]!r}"
             for position, waiting in sorted(self.waits.items())
+        )
+
+    def advice(self) -> str:
+        """What the user can do about a deadlock, as whole sentences."""
+        steps = {waiting.key[1] for waiting in self.waits.values() if waiting.key[0] == STEP}
+        anew = sorted(position for position, each in self.waits.items() if each.key[0] == PLAN and each.key[1] in steps)
+        if anew:
+            ranks = [self.ranks[position] for position in anew]
+            return (
+                f"{name_ranks(ranks).capitalize()} {'agrees' if len(ranks) == 1 else 'agree'} anew on what is reduced, "
+                "as after a change of requires_grad or an add_param_group: every rank has to make it, before the same "
+                "step."
+            )
+        return (
+            "Every rank has to call the same operations under the same names; look for a collective that only some "
+            "ranks reach (inside `if rank == 0:`, say) or for names that differ."
         )
 
     def aligned_counts(self) -> dict[str, int]:

@@ -75,3 +75,13 @@ def test_description() -> None:
 def test_counts_are_aligned_to_the_highest_of_each_kind() -> None:
     found = table(waiting(X, allreduce=3, barrier=1), waiting(Y, allreduce=5), waiting(Z, broadcast=2))
     assert found.aligned_counts() == {"allreduce": 5, "barrier": 1, "broadcast": 2}
+
+
+def test_the_advice_names_who_has_changed_what_is_reduced() -> None:
+    plan = ("plan", "model")
+    assert table(waiting(X), waiting(Y)).advice().startswith("Every rank has to call the same operations")
+    assert table(waiting(X), waiting(plan)).advice().startswith("Every rank has to call the same operations")
+    assert table(waiting(MODEL, steps=4), waiting(plan)).advice().startswith("Rank 1 agrees anew on what is reduced")
+    several = table(waiting(MODEL, steps=4), waiting(plan), waiting(plan)).advice()
+    assert several.startswith("Ranks 1, 2 agree anew")
+    assert "requires_grad" in several
