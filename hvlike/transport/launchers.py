@@ -52,6 +52,13 @@ _SIGNS = (
         "torchrun does not start MPI jobs: use `mpirun -n {size} python ...` in its place",
         beside="TORCHELASTIC_RUN_ID",
     ),
+    _Sign(
+        "horovodrun (Gloo)",
+        "HOROVOD_SIZE",
+        "HOROVOD_RANK",
+        "horovodrun without MPI does not start MPI jobs: use `mpirun -n {size} python ...` in its place",
+        beside="HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    ),
     _Sign("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _SAME_MPI),
     _Sign("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", _SAME_MPI),
     _Sign("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", "PMI_RANK", _SAME_MPI),

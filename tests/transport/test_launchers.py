@@ -15,6 +15,7 @@ ENVIRONMENTS = [
     ({"FLUX_JOB_SIZE": "8"}, "Flux", 8),
     ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_NTASKS": "16"}, "srun", 16),
     ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "torchrun", 2),
+    ({"HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, "horovodrun", 2),
     # mpirun inside a Slurm step: the step started one daemon a node, mpirun started the ranks.
     ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "Open MPI", 4),
     ({"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, "MPICH", 1),
@@ -24,6 +25,7 @@ NO_LAUNCHER = [
     {},
     {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},  # sbatch alone
     {"WORLD_SIZE": "4", "RANK": "0"},  # not torchrun's: many scripts set these
+    {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0"},  # without Gloo's rendezvous it was mpirun
     {"OMPI_COMM_WORLD_SIZE": ""},
     {"PMI_SIZE": "many"},
 ]
