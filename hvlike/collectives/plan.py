@@ -65,6 +65,10 @@ class Proposal(NamedTuple):
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
     serial: int = -1
     """Number of the agreed plan; different from that of every other plan of the process set."""
+    start: tuple[int, ...] = ()
+    """Fingerprints of the parameters before the first step, by entry; empty: not compared."""
+    apart: tuple[int, int] | None = None
+    """Merged: a member whose parameters are not the first one's, and the entry; None where none is seen."""
 
     @property
     def device(self) -> str:
@@ -93,7 +97,22 @@ def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
     # Ranks can lag behind in giving lanes back; then a new one is opened.
     spare_lane = first.spare_lane if all(each.spare_lane == first.spare_lane for each in proposals) else -1
     memory = merge_marks([each.memory for each in proposals])
-    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_lane=spare_lane)
+    apart = find_apart([each.start for each in proposals])
+    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_lane=spare_lane, start=(), apart=apart)
+
+
+def find_apart(starts: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Return which member differs first from the first one, and in which entry; None where they are equal or unknown.
+
+    starts: the fingerprints of each member.
+    """
+    first = starts[0]
+    for position, start in enumerate(starts):
+        if len(start) == len(first):
+            for entry, (mine, its) in enumerate(zip(first, start, strict=True)):
+                if mine != its:
+                    return position, entry
+    return None
 
 
 def make_plan(agreed: Proposal, itemsizes: Sequence[int], groups: Sequence[Sequence[int]]) -> Plan:
@@ -188,13 +207,21 @@ def find_plan_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Prop
                         f"Mismatched {what} of parameter {index} ({entry!r}) in {name!r}: rank {ranks[0]} has {mine}, "
                         f"rank {rank} has {its}. Build the same model on every rank."
                     )
-        if other.settings != first.settings:
-            return MismatchError(
-                f"Mismatched settings of {name!r}: rank {ranks[0]} has {first.settings}, rank {rank} has "
-                f"{other.settings}. Wrap the optimizer with the same arguments on every rank."
-            )
+        for what, mine, its in zip(_SETTINGS, _flat(first.settings), _flat(other.settings), strict=True):
+            if mine != its:
+                return MismatchError(
+                    f"Mismatched settings of {name!r}, {what}: rank {ranks[0]} has {mine}, rank {rank} has {its}. "
+                    "Wrap the optimizer with the same arguments on every rank."
+                )
     return None
 
+
+def _flat(settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    described, groups = settings
+    return (*described, groups)
+
+
+_SETTINGS = ("op", "prescale_factor", "postscale_factor", "compression", "groups")
 
 _COMPARED: tuple[tuple[str, Callable[[Proposal], Sequence[Any]], type[MismatchError]], ...] = (
     ("names", lambda each: each.names, MismatchError),

@@ -11,6 +11,7 @@ The tensors are reduced where they are. The lane of the plan is its own, so its 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import weakref
@@ -41,6 +42,8 @@ from hvlike.planes.lane import Lane
 from hvlike.planes.ops import ReduceOp
 from hvlike.transport.dtypes import dtype_name
 from hvlike.transport.task import Task
+
+_log = logging.getLogger("hvlike")
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 
@@ -96,6 +99,8 @@ class PlannedReducer:
         )
         self.served = 0
         """Steps that the plan has served: the same on every rank after a step."""
+        self.start: tuple[int, ...] = ()
+        """Fingerprints of the parameters, for a warning where the ranks do not start alike; empty: not compared."""
         self.schedule: Schedule | None = None
         """What is agreed; None before the first step."""
         self._release: weakref.finalize[Any, PlannedReducer] | None = None
@@ -259,11 +264,28 @@ class PlannedReducer:
             devices=tuple(kind_of(entry.device) for entry in self._entries),
             memory=self.mark(),
             portable=self._settings if self._settings.is_portable else None,
+            start=self.start,
         )
         home = None if self._arrivals is None else self._arrivals.home
         lane, agreed = agree_on_lane(self._membership, "plan", self.name, proposal, home)
+        self.start = ()
+        if agreed.apart is not None and self._membership.group.rank == 0:
+            self._warn_of(*agreed.apart)
         self._release = weakref.finalize(self, self._membership.lanes.give_back, lane.number)
         return self._follow(lane, agreed)
+
+    def _warn_of(self, position: int, entry: int) -> None:
+        """Say which member has not started from the same parameters."""
+        ranks = self._membership.group.ranks
+        _log.warning(
+            "parameters differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients "
+            "do not make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
+            self.name,
+            self._entries[entry].name,
+            ranks[position],
+            ranks[0],
+            ranks[0],
+        )
 
     def _follow(self, lane: Lane, agreed: Proposal) -> Schedule:
         """Keep to what was agreed from now on."""

@@ -19,6 +19,7 @@ from hvlike.collectives.planned import Entry, PlannedReducer
 from hvlike.errors import UsageError
 from hvlike.planes.ops import ReduceOp
 from hvlike.training import misuse
+from hvlike.training.fingerprints import fingerprints
 from hvlike.training.hooks import GradientHooks
 from hvlike.training.names import name_parameters
 from hvlike.training.phase import Phase
@@ -357,10 +358,13 @@ class Gradients:
         """Return what reduces the gradients of the slots; None where there is nobody to reduce with."""
         if self.reduction.is_local(context):
             return None
+        # Looked at once, and not where a module was given a name when its parameters were made equal.
+        start = () if self.name is not None else fingerprints(self._parameters)
         if self.name is None:
             self.name = self.reduction.automatic_name(context)
         names = [slot.name for slot in self._slots]
         reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
+        reducer.start = start
         if context.knobs.autotune:
             # Few programs tune: what does it is loaded for them alone.
             from hvlike.training.autotune.tuner import tune

@@ -70,7 +70,8 @@ def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str], changed: S
     if changed:
         text += (
             f" Those of {list_names(changed)} were changed in place on this rank alone (clipped, scaled, set to zero). "
-            f"{_CHANGE} To clip, call hvlike.clip_grad_norm_(optimizer, max_norm) and then optimizer.step()."
+            f"{_CHANGE} To clip, call hvlike.clip_grad_norm_(optimizer, max_norm) and then optimizer.step(). A module "
+            "in DistributedDataParallel has its gradients reduced by that: use a plain optimizer with it."
         )
     return UsageError(text + " The reduction was completed, so all ranks can go on with the next backward pass.")
 
