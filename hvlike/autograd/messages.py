@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hvlike.autograd.protocol import Mode
 from hvlike.rpc import single
 from hvlike.rpc.message import Packed
 from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.single import record_of, tensor_of
+from hvlike.rpc.single import Body, in_message, joined, record_of, tensor_of
 from hvlike.rpc.tensors import NAMES, SHORT_BYTES, Hold, Row, build, lay_out
 
 LETTER = 52
@@ -22,10 +23,10 @@ _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
 _MODE_SHIFT = 4
 _NONE = -1
 
-_Simple = tuple[bytes, int, bool]
+_Simple = tuple[Any, int, bool]
 """Elements where they are few and single.record_of; where the record begins; whether the memory goes by itself."""
 
-Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | bytes
+Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | Body
 """Simple ones; rows of dense ones and their short pieces of memory; where others are among them, a pickler.pack."""
 
 
@@ -100,10 +101,10 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
     )
 
 
-def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors, list[Tensor]]:
+def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors | PickleBuffer, list[Tensor]]:
     if not all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
         packed = pack(tensors, Outgoing(rank))
-        return packed.body, packed.storages
+        return in_message(packed.body), packed.storages
     simple: list[_Simple] = []
     short_bytes = single.SHORT_BYTES if len(tensors) == 1 else SHORT_BYTES
     storages: list[Tensor] = []
@@ -113,14 +114,14 @@ def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors, list[Tensor]]:
             rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
             return (rows, cargo.short), cargo.storages
         record, elements, storage = found
-        simple.append((elements + record, len(elements), storage is not None))
+        simple.append((in_message(joined((elements, record))), len(elements), storage is not None))
         if storage is not None:
             storages.append(storage)
     return simple, storages
 
 
 def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tensor]:
-    if isinstance(tensors, bytes):
+    if isinstance(tensors, Body):
         received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
         return received
     if isinstance(tensors, list):

@@ -20,6 +20,7 @@ from hvlike.rpc.options import RpcBackendOptions
 from hvlike.rpc.parting import Parting
 from hvlike.rpc.pending import PendingCalls
 from hvlike.rpc.remote_error import Description, describe
+from hvlike.rpc.single import in_message
 from hvlike.rpc.switchboard import ANSWER, FAILURE, NOTICE, QUESTION, REQUEST, Switchboard
 from hvlike.rpc.worker_info import WorkerInfo
 from hvlike.transport.fabric import Fabric
@@ -256,8 +257,12 @@ class Agent:
             deadline = time.monotonic() + call.timeout
             self.pending.limit(number, deadline)
             self._loop.due_at(deadline)
-        message: tuple[Any, ...] = (REQUEST, number, call.kind, packed.body)
+        message: tuple[Any, ...] = (REQUEST, number, call.kind, self._body_to(call.rank, packed))
         self._send(call.rank, message if packed.note is None else (*message, packed.note), packed.storages)
+
+    def _body_to(self, rank: int, packed: Packed) -> Any:
+        # What a worker sends to itself stays the object that it is.
+        return packed.body if rank == self.rank else in_message(packed.body)
 
     def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         self.sent[rank] += 1
@@ -319,7 +324,7 @@ class Agent:
 
     def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
         if isinstance(result, Packed):
-            message: tuple[Any, ...] = (ANSWER, request.number, result.body, request.kind)
+            message: tuple[Any, ...] = (ANSWER, request.number, self._body_to(request.source, result), request.kind)
             if result.note is not None:
                 message = (*message, result.note)
             storages = result.storages

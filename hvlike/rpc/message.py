@@ -9,6 +9,7 @@ import torch
 
 from hvlike.rpc.contexts import NO_CONTEXT, Note
 from hvlike.rpc.remote_error import Description
+from hvlike.rpc.single import Body
 
 CALL, REMOTE, FETCH = 1, 2, 3
 """Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here. Other files add their own from 10 on."""
@@ -17,8 +18,8 @@ CALL, REMOTE, FETCH = 1, 2, 3
 class Packed(NamedTuple):
     """A value as it travels."""
 
-    body: bytes
-    """Pickled with protocol 5."""
+    body: Body
+    """A stream of pickle, protocol 5, and more behind it; see pickler.py."""
     storages: list[torch.Tensor]
     """One-dimensional contiguous CPU tensors of bytes, sent out of band and received straight into fresh memory."""
     note: Note | None = None

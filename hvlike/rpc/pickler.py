@@ -10,6 +10,7 @@ to build that sequence stands in a table behind the stream:
                                 sparse.SparseRow, after the rows of its parts), the lengths of the short pieces, and
                                 which rows go to which device
     record, its length, b"S"    instead of these where there is one simple tensor (single.py)
+    record, its length, b"B"    the same without a stream: the value is the tensor
 
 RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
 over what the sender keeps alive for it, and lets it go.
@@ -31,7 +32,7 @@ from hvlike.rpc.callables import cloud_pickler, described, missing_name
 from hvlike.rpc.contexts import NO_CONTEXT
 from hvlike.rpc.message import Packed
 from hvlike.rpc.reducers import REDUCERS, THE_TENSOR, arrived
-from hvlike.rpc.single import record_of, tensor_of
+from hvlike.rpc.single import Body, joined, record_of, tensor_of
 from hvlike.rpc.sparse import SparseRow
 from hvlike.rpc.tensors import GRADED, MEMORY, PARAMETER, PART, Hold, build, lay_out
 
@@ -43,11 +44,12 @@ _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
 _PROTOCOL = 5
 _END = struct.Struct("<Ic")
 _STOP = pickle.STOP[0]
-_TABLE, _SINGLE = b"T", b"S"
+_TABLE, _SINGLE, _BARE = b"T", b"S", b"B"
 _ARRAY_BYTES = 4096
 """Smaller memory of arrays stays in the stream: a message of its own would cost more than two copies."""
-_KEEP_BYTES = 1 << 17
-"""A pickler is used again after messages up to this size; a larger one leaves it a large memo to wipe each time."""
+_KEEP_BYTES = 1 << 12
+"""A pickler is used again after streams up to this size. A longer one leaves it a large memo, to be wiped after every
+message from then on: after 100 KiB of small objects that took 50 us each time."""
 
 # As THE_TENSOR.
 _THE_INCOMING = pickle.PickleBuffer(bytearray(1))
@@ -122,16 +124,7 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
     CPU and for a torch.futures.Future; `outgoing.undo` has then been called.
     """
     try:
-        if outgoing.cloudpickle:
-            packed = Walk(cloud_pickler).pack(value, outgoing)
-        else:
-            try:
-                walk = _idle.pop()
-            except IndexError:
-                walk = Walk(Pickler)
-            packed = walk.pack(value, outgoing)
-            if len(packed.body) <= _KEEP_BYTES:
-                _idle.append(walk)
+        packed = (_pack_bare(value, outgoing) if type(value) is Tensor else None) or _pack_stream(value, outgoing)
         return packed if outgoing.context == NO_CONTEXT else _noted(packed, outgoing)
     except BaseException:
         for undo in reversed(outgoing.undo):
@@ -145,6 +138,8 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
     Raises: RuntimeError where a name of the sender does not exist here, whatever the restoring of an object raises.
     """
     body = packed.body
+    if body[-1] == _BARE[0]:
+        return _single_arrival(packed, incoming)[0]
     buffers = None if body[-1] == _STOP else _arrivals(packed, incoming)
     if buffers is None and packed.note is not None:
         contexts.installed().came(packed.note, incoming.source, ())
@@ -155,6 +150,34 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
             # Raised by Python code, such as a __setstate__, and not by pickle's search for a name.
             raise
         raise missing_name(error) from error
+
+
+def _pack_stream(value: Any, outgoing: Outgoing) -> Packed:
+    """A message of any value."""
+    if outgoing.cloudpickle:
+        return Walk(cloud_pickler).pack(value, outgoing)
+    try:
+        walk = _idle.pop()
+    except IndexError:
+        walk = Walk(Pickler)
+    packed = walk.pack(value, outgoing)
+    if walk.streamed <= _KEEP_BYTES:
+        _idle.append(walk)
+    return packed
+
+
+def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
+    """A message that is one simple tensor and nothing else, without a pickler; None: the tensor is not so simple."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    found = record_of(tensor, 0, single.SHORT_BYTES)
+    if found is None:
+        return None
+    record, elements, storage = found
+    if tensor.requires_grad:
+        outgoing.graded.append(tensor)
+    body = joined((elements, record, _END.pack(len(record), _BARE)))
+    return Packed(body, [] if storage is None else [storage])
 
 
 def _noted(packed: Packed, outgoing: Outgoing) -> Packed:
@@ -209,7 +232,7 @@ class _Chunks:
 
     __slots__ = ("write",)
 
-    def __init__(self, chunks: list[bytes]) -> None:
+    def __init__(self, chunks: list[bytes | memoryview]) -> None:
         self.write = chunks.append
 
 
@@ -217,6 +240,8 @@ class Walk:
     """A pickler's way through a message, and what it finds there that travels beside the stream."""
 
     outgoing: Outgoing
+    streamed: int
+    """Bytes of the stream, without what travels beside it."""
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.items: list[tuple[Tensor, int] | None] = []
@@ -226,7 +251,7 @@ class Walk:
         """The tensors that travel as others, sparse ones and those of GPUs, by place."""
         self.targets: dict[int, str] = {}
         """The devices that tensors are put on where the message is opened, by place."""
-        self._chunks: list[bytes] = []
+        self._chunks: list[bytes | memoryview] = []
         self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
         theirs = getattr(self._pickler, "reducer_override", None)
         self._pickler.reducer_override = self._reduce if theirs is None else lambda obj: self._reduce(obj, theirs)
@@ -236,6 +261,7 @@ class Walk:
         self.outgoing = outgoing
         self._pickler.dump(value)
         chunks, items = self._chunks, self.items
+        self.streamed = sum(memoryview(chunk).nbytes for chunk in chunks)
         storages: list[Tensor] = []
         if items:
             outgoing.graded += self._graded()
@@ -255,13 +281,13 @@ class Walk:
             self.ahead.clear()
             self.originals.clear()
             self.targets.clear()
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body: Body = chunks[0] if len(chunks) == 1 else joined(chunks)
         chunks.clear()
         self._pickler.clear_memo()
         del self.outgoing
         return Packed(body, storages)
 
-    def _simple(self) -> tuple[bytes, bytes, Tensor | None] | None:
+    def _simple(self) -> tuple[bytes, bytes | memoryview, Tensor | None] | None:
         """What record_of makes of the only tensor; None where there are others, or it is not simple."""
         only = self.items[0] if len(self.items) == 1 and not self.targets else None
         return None if only is None or only[1] not in (0, PARAMETER) else record_of(*only, single.SHORT_BYTES)
@@ -345,7 +371,7 @@ def _single_arrival(packed: Packed, incoming: Incoming) -> list[Any]:
     return list(graded or arrivals)
 
 
-def table_of(body: bytes) -> tuple[list[Any], list[bytes], dict[int, str] | None]:
+def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]:
     """The rows of a message, its short pieces of memory, and which rows go to which device."""
     length, _ = _END.unpack_from(body, len(body) - _END.size)
     stop = len(body) - _END.size - length
@@ -353,7 +379,7 @@ def table_of(body: bytes) -> tuple[list[Any], list[bytes], dict[int, str] | None
     start = stop - sum(lengths)
     pieces = []
     for length in lengths:
-        pieces.append(body[start : start + length])
+        pieces.append(bytes(body[start : start + length]))
         start += length
     return rows, pieces, targets
 

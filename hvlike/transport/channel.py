@@ -43,7 +43,10 @@ shows that it pays to go on looking."""
 _FIRST_PAYLOAD_TAG = 16
 _PAYLOAD_TAGS = 1 << 20
 _MESSAGE_TAG = 1
-_HEADER = struct.Struct("<IIQ")  # topic, tag of the payload (0: inline), length of the pickle
+_HEADER = struct.Struct("<IIQ")  # topic and flags, tag of the payload (0: inline), length of the pickle
+_HAS_TENSORS, _HAS_BUFFERS = 1, 2
+_FLAG_BITS = 2
+_COUNT = struct.Struct("<I")  # the end of a message with buffers: how many; before it the length of each
 
 
 class MessageCounters:
@@ -122,7 +125,9 @@ class Channel:
     ) -> None:
         """Start sending; returns at once, keeps `tensors` alive and they must not change until they have left.
 
-        tensors: contiguous CPU tensors of any dtype in the table, any size. kind: under which it is counted.
+        value: what pickle takes; a pickle.PickleBuffer in it is copied once, into the message, and arrives as a
+        memoryview. tensors: contiguous CPU tensors of any dtype in the table, any size. kind: under which it is
+        counted.
         """
         if rank == self._rank:
             copies = [tensor.clone() for tensor in tensors]
@@ -132,11 +137,15 @@ class Channel:
         inline = sum(view.nbytes for view in views) <= INLINE_BYTES
         tag = 0 if inline else self._payload_tag()
         note = None if inline else self._direct.offer(rank, tensors)
-        body = pickle.dumps((value, descriptions, note) if tensors else value, protocol=5)
+        found: list[pickle.PickleBuffer] = []
+        content = (value, descriptions, note) if tensors else value
+        body = pickle.dumps(content, protocol=5, buffer_callback=found.append)
         if note is not None:
             self._direct.take()
-        flag = 1 if tensors else 0
-        message = b"".join((_HEADER.pack(topic << 1 | flag, tag, len(body)), body, *(views if inline else ())))
+        flags = (_HAS_TENSORS if tensors else 0) | (_HAS_BUFFERS if found else 0)
+        header = _HEADER.pack(topic << _FLAG_BITS | flags, tag, len(body))
+        parts = (header, body, *(views if inline else ()))
+        message = b"".join((*parts, *_trailing(found)) if found else parts)
         self._traffic.control(kind, len(message) + (0 if inline else sum(view.nbytes for view in views)))
         requests = [self._isend(message, rank, _MESSAGE_TAG)]
         if not inline:
@@ -227,9 +236,10 @@ class Channel:
 
     def _open(self, source: int, buffer: NDArray[np.uint8]) -> None:
         code, tag, length = _HEADER.unpack_from(buffer.data)
-        topic, has_tensors = code >> 1, code & 1
-        body = pickle.loads(buffer.data[_HEADER.size : _HEADER.size + length])
-        if not has_tensors:
+        topic = code >> _FLAG_BITS
+        buffers = _trailed(buffer.data) if code & _HAS_BUFFERS else None
+        body = pickle.loads(buffer.data[_HEADER.size : _HEADER.size + length], buffers=buffers)
+        if not code & _HAS_TENSORS:
             self._deliver(source, topic, body, [])
             return
         value, descriptions, note = body
@@ -289,6 +299,27 @@ class Channel:
             return complete([self._irecv(piece, source, tag) for piece in _pieces([view])])
 
         yield from self._direct.receive(source, note[1], view, by_mpi)
+
+
+def _trailing(found: list[pickle.PickleBuffer]) -> list[memoryview | bytes]:
+    """The end of a message: these buffers, the length of each, how many there are."""
+    memories = [each.raw() for each in found]
+    lengths = struct.pack(f"<{len(memories)}Q", *(each.nbytes for each in memories))
+    return [*memories, lengths, _COUNT.pack(len(memories))]
+
+
+def _trailed(message: memoryview) -> list[memoryview]:
+    """The buffers in the end of a message."""
+    end = len(message) - _COUNT.size
+    (count,) = _COUNT.unpack_from(message, end)
+    end -= 8 * count
+    lengths = struct.unpack_from(f"<{count}Q", message, end)
+    start = end - sum(lengths)
+    buffers = []
+    for length in lengths:
+        buffers.append(message[start : start + length])
+        start += length
+    return buffers
 
 
 Description = int | tuple[torch.dtype, tuple[int, ...]]

@@ -15,13 +15,14 @@ def travel(value: Any, outgoing: Outgoing | None = None, incoming: Incoming | No
 
 
 def received(packed: Packed) -> Packed:
-    """What the network makes of it: storages of the receiver's own."""
-    return Packed(packed.body, [storage.clone() for storage in packed.storages])
+    """What the network makes of it: memory of the receiver's own, a long body as a view of the whole message."""
+    body = memoryview(packed.body + b"more")[:-4] if isinstance(packed.body, bytearray) else packed.body
+    return Packed(body, [storage.clone() for storage in packed.storages])
 
 
 def memory_bytes(packed: Packed) -> list[int]:
     """Lengths in bytes of the pieces of memory that travel, short ones first."""
-    if packed.body.endswith(b"S"):
+    if packed.body.endswith((b"S", b"B")):
         # One tensor and nothing else: all that travels is its elements.
         return [storage.numel() for storage in packed.storages] or [unpack(packed, Incoming(0)).nbytes]
     return [len(piece) for piece in table_of(packed.body)[1]] + [storage.numel() for storage in packed.storages]

@@ -244,7 +244,7 @@ def open_parcel(body: bytes, storages: list[torch.Tensor]) -> Any:
 def test_messages_within_messages() -> None:
     storages, body = travel([torch.ones(2), Nested(torch.arange(2.0)), torch.zeros(1)])[1]
     assert storages == []
-    assert body[:2] == b"\x80\x05"
+    assert body.endswith(b"B")
 
 
 def test_many_threads_at_once() -> None:

@@ -1,6 +1,7 @@
 """Messages: any object, any tensors, any size, in order, to oneself too."""
 
 from collections.abc import Iterator
+from pickle import PickleBuffer
 from types import ModuleType
 from typing import Any
 
@@ -56,6 +57,23 @@ def test_tensors_arrive_as_they_were_sent(hvd: ModuleType, inbox: Inbox, nbytes:
     assert (source, value) == (left, {"rank": left})
     assert torch.equal(tensors[0], (torch.arange(nbytes) % 251 + left).to(torch.uint8))
     assert torch.equal(tensors[1], torch.full((nbytes // 8, 2), float(left), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("nbytes", [0, INLINE_BYTES, 200_000])
+@pytest.mark.parametrize("lengths", [[5], [1 << 16, 0, 3]])
+def test_buffers_in_a_value_are_views_of_what_has_come(
+    hvd: ModuleType, inbox: Inbox, nbytes: int, lengths: list[int]
+) -> None:
+    right, left = neighbours(hvd)
+    if right == hvd.rank():
+        pytest.skip("a rank gets the very objects that it sends to itself")
+    contents = [bytearray([hvd.rank()]) * length for length in lengths]
+    inbox.send(right, ("before", [PickleBuffer(each) for each in contents], "after"), [torch.ones(nbytes // 4)])
+    ((_, (before, buffers, after), tensors),) = inbox.receive(1)
+    assert (before, after) == ("before", "after")
+    assert [bytes(each) for each in buffers] == [bytes([left]) * length for length in lengths]
+    assert not any(each.readonly for each in buffers)
+    assert torch.equal(tensors[0], torch.ones(nbytes // 4))
 
 
 def test_messages_of_one_sender_arrive_in_order_also_large_pickles(hvd: ModuleType, inbox: Inbox) -> None:
