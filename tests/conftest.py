@@ -32,6 +32,12 @@ DEVICE = os.environ.get("HVLIKE_TEST_DEVICE", "")
 TEMPORARY = tempfile.mkdtemp(prefix="hvlike-tests-", dir=RECORDS)
 os.environ["PYTEST_DEBUG_TEMPROOT"] = TEMPORARY
 
+# With one and two ranks torch is as it is for everybody.
+if SIZE > 2:
+    from startup import late
+
+    late.install()
+
 # A file descriptor, open as long as the process lives.
 STACKS = os.open(Path(RECORDS) / f"stacks-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if RECORDS else -1
 # Sooner than the time limit of a test ends the process, so that each rank says where it hangs.
