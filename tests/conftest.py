@@ -34,7 +34,7 @@ os.environ["PYTEST_DEBUG_TEMPROOT"] = TEMPORARY
 
 # With one and two ranks torch is as it is for everybody.
 if SIZE > 2:
-    from startup import late
+    import late
 
     late.install()
 
