@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import huggingface_tiny
 from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from huggingface_tiny import make_model, make_sequences, share_of_right_tokens
 from transformers import TrainingArguments
 
@@ -128,6 +129,16 @@ def an_accelerator_by_itself(folder: str) -> None:
         accelerator.prepare(hvd.DistributedOptimizer(torch.optim.SGD(inner.parameters(), lr=0.1)))
 
 
+def an_accelerator_with_a_hook(folder: str) -> None:
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    accelerator = huggingface.HvlikeAccelerator(kwargs_handlers=[hook])
+    inner = nn.Linear(3, 1, bias=False)
+    model = accelerator.prepare(inner)
+    accelerator.backward(model(torch.full((1, 3), 1 + hvd.rank() / 1024)).sum())
+    # What bfloat16 has of it, on both ranks.
+    assert torch.equal(inner.weight.grad, torch.ones(1, 3))
+
+
 def the_example_learns(folder: str) -> None:
     metrics = huggingface_tiny.main(["--output", folder, "--epochs", "3", "--batch-size", "16"])
     assert metrics["eval_guessed"] > 0.3
@@ -151,7 +162,14 @@ def main() -> None:
     hvd.init()
     an_accelerator_that_was_made_too_early_is_found()
     huggingface.init()
-    for check in training, going_on_from_a_checkpoint, an_accelerator_by_itself, the_example_learns:
+    checks = (
+        training,
+        going_on_from_a_checkpoint,
+        an_accelerator_by_itself,
+        an_accelerator_with_a_hook,
+        the_example_learns,
+    )
+    for check in checks:
         folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None)
         check(folder)
         hvd.barrier()

@@ -20,4 +20,10 @@ def test_a_trainer_on_two_ranks_equals_one_process() -> None:
     # No look at the internet for models that are not used.
     output = run_job(JOB, 2, timeout=150, env={"HF_HUB_OFFLINE": "1"}).check().stdout
     well = [line.removesuffix(": well") for line in output.splitlines() if line.endswith(": well")]
-    assert well == ["training", "going_on_from_a_checkpoint", "an_accelerator_by_itself", "the_example_learns"]
+    assert well == [
+        "training",
+        "going_on_from_a_checkpoint",
+        "an_accelerator_by_itself",
+        "an_accelerator_with_a_hook",
+        "the_example_learns",
+    ]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType
 from torch import nn
 
 from hvlike.errors import UsageError
@@ -33,7 +32,7 @@ class HvlikeAccelerator(Accelerator):
     ) -> nn.Module:
         """Put the model on its device, in autocast or compiled as configured, and wrap it to be trained.
 
-        Collective, unless evaluation_mode; blocks. Raises: UsageError for communication hooks of torch.
+        A communication hook of DistributedDataParallelKwargs is registered. Collective, unless evaluation_mode; blocks.
         """
         is_new = not getattr(model, "_is_accelerate_prepared", False)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -41,6 +40,8 @@ class HvlikeAccelerator(Accelerator):
         if evaluation_mode or not is_new or not self.use_distributed or not trains:
             return prepared
         wrapped = DistributedDataParallel(prepared, device_ids=self._device_ids(), **self._settings())
+        if self.ddp_handler is not None:
+            self.ddp_handler.register_comm_hook(wrapped)
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]  # torch's stub knows tensors and modules only
         self._models[-1] = wrapped
         return wrapped
@@ -68,10 +69,5 @@ class HvlikeAccelerator(Accelerator):
         """What the user has said of DistributedDataParallel."""
         if self.ddp_handler is None:
             return {}
-        if self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
-            raise UsageError(
-                f"DistributedDataParallelKwargs(comm_hook={self.ddp_handler.comm_hook}) is a hook of torch's. Prepare "
-                "the model without one and call model.register_comm_hook(state, hook) with a hook of hvlike.nn."
-            )
         settings: dict[str, Any] = self.ddp_handler.to_kwargs()
         return settings
