@@ -1,4 +1,4 @@
-"""Modules of torch that come when they are used: importing them takes longer than importing all else of it.
+"""Modules that come when they are used: importing them takes longer than importing all else that a job needs.
 
 Imported before torch, by sitecustomize in the processes of jobs and by conftest where there are many ranks.
 """
@@ -9,17 +9,20 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 COMPILER = "torch._dynamo"
 KERNELS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 # What torch's compiler and its exporter need, and next to no program else: most of what importing torch takes.
-LATE = (*KERNELS, "torch.export", COMPILER)
+OF_TORCH = (*KERNELS, "torch.export", COMPILER)
+# The examples need nothing of it but the digits.
+OF_SKLEARN = ("sklearn", "sklearn.datasets")
+LATE = (*OF_TORCH, *OF_SKLEARN)
 
 
 class Late(ModuleType):
-    """Stands for a module of torch until it is used."""
+    """Stands for a module until it is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +50,18 @@ class NoKernels(Late):
             core._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
-STAND_INS: dict[str, type[Late]] = {COMPILER: NoCompiler, KERNELS[0]: NoKernels}
+class OnlyDigits(Late):
+    """Of scikit-learn's data sets."""
+
+    def load_digits(self) -> Any:
+        import numpy
+
+        (folder,) = find_real(self.__name__).submodule_search_locations
+        rows = numpy.loadtxt(f"{folder}/data/digits.csv.gz", delimiter=",")
+        return SimpleNamespace(images=rows[:, :-1].reshape(-1, 8, 8), target=rows[:, -1].astype(int))
+
+
+STAND_INS: dict[str, type[Late]] = {COMPILER: NoCompiler, KERNELS[0]: NoKernels, "sklearn.datasets": OnlyDigits}
 
 
 class Finder:
@@ -57,7 +71,7 @@ class Finder:
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name in brought:
             return None
-        if name in LATE:
+        if name in LATE and find_real(name):
             return ModuleSpec(name, Loader(STAND_INS.get(name, Late)(name)), is_package=True)
         parent = name.rpartition(".")[0]
         if parent not in LATE:
@@ -79,13 +93,21 @@ class Loader:
         pass
 
 
+def find_real(name: str) -> Any:
+    """Where it is; None: not installed."""
+    parent, _, _ = name.rpartition(".")
+    path = find_real(parent).submodule_search_locations if parent in OF_SKLEARN else None
+    return PathFinder.find_spec(name, path or getattr(sys.modules.get(parent), "__path__", None))
+
+
 def import_late(wanted: str) -> ModuleType:
     """The real one; who compiles or exports needs the kernels too."""
-    for name in (*KERNELS, wanted):
+    first = KERNELS if wanted in OF_TORCH else OF_SKLEARN[:1]
+    for name in (*first, wanted):
         brought.add(name)
         if isinstance(sys.modules.get(name), Late):
             del sys.modules[name]
-    for name in KERNELS:
+    for name in first:
         import_module(name)
     return import_module(wanted)
 
