@@ -53,9 +53,13 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     run.complete(agent.timeout or None)
     if run.part.state is State.FAILED:
         cause, run.cause = run.cause, None
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause
-        raise RpcError(run.part.error) from cause
+        try:
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause
+            raise RpcError(run.part.error) from cause
+        finally:
+            # Its traceback leads here: a cycle would keep all tensors until the garbage collector comes.
+            del cause
 
 
 def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[Tensor]]:

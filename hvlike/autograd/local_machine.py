@@ -116,6 +116,10 @@ class LocalMachine:
             if self._ran is not None:
                 self._ran(self._local.segments)
 
+    def let_go(self) -> None:
+        """It is over. What is below holds this object: without this, all of it would wait for the garbage collector."""
+        self._local = None
+
     def unused(self, message: int) -> str:
         """What to say in FAST of a message that was sent from here and that the backward does not lead to."""
         send = self._sends[message]

@@ -155,7 +155,8 @@ class Run:
             if machine is not None and machine.is_unreduced and not self.is_over:
                 # That waits for other ranks; what they may wait for has been sent.
                 self._do(machine.reduce)
-            if self.is_over:
+            if self.is_over and machine is not None:
+                machine.let_go()
                 self._machine = None
         if self._observed is not None and self.is_over:
             self._observed.ended(self.part.error)

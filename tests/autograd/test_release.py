@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -69,6 +70,56 @@ def worker(rank: int) -> tuple[Contexts, Any]:
 
 def leaf() -> torch.Tensor:
     return torch.ones(2, requires_grad=True)
+
+
+_seen: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+"""Tensors of this worker, by the context that they belong to."""
+
+
+def see(context: int, tensors: Iterable[torch.Tensor]) -> None:
+    _seen.setdefault(context, []).extend(map(weakref.ref, tensors))
+
+
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    """Half of it; the product that autograd keeps is seen."""
+    product = tensor * tensor
+    see(here(), [product])
+    return product / tensor / 2
+
+
+def all_are_gone(context: int) -> bool:
+    """Whether nothing refers to what was seen of it here any more."""
+    return all(tensor() is None for tensor in _seen[context])
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Cyclic garbage stays: on all ranks, as all run the test."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("mode", ["safe", "smart", "fast"])
+@pytest.mark.parametrize("ending", ["as usual", "by an error"])
+def test_what_a_backward_has_held_does_not_wait_for_the_garbage_collector(
+    rpc: ModuleType, autograd: ModuleType, peer: int, mode: str, ending: str
+) -> None:
+    with autograd.context() as context:
+        local = halved(leaf())
+        root = rpc.rpc_sync(peer, halved, (local,)).sum()
+        if ending == "as usual":
+            autograd.backward(context, [root], mode=mode)
+            see(context, autograd.get_gradients(context).values())
+        else:
+            local.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(RuntimeError, match="division by zero"):
+                autograd.backward(context, [root], mode=mode)
+    assert len(_seen[context]) > 0
+    del local, root
+    wait_for(partial(all_are_gone, context))
+    wait_for(lambda: rpc.rpc_sync(peer, all_are_gone, (context,)))
 
 
 @pytest.mark.parametrize("ending", ["as usual", "by an exception"])
