@@ -10,6 +10,7 @@ from hvlike.config import DYNAMIC, Knobs, differing, read_knobs
 from hvlike.errors import UsageError
 from hvlike.observe.log import set_up_log
 from hvlike.observe.trace_file import check_writable
+from hvlike.transport import launchers
 from hvlike.transport.cores import available
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.keep_memory import keep_memory
@@ -70,6 +71,9 @@ class Settings:
         set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
         world = fabric.world
         logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)
+        oddity = launchers.lone_child(os.environ, world.size)
+        if oddity:
+            logger.warning("%s: %s", world, oddity)
         if knobs.timeline is not None and knobs.timeline != DYNAMIC:
             try:
                 fabric.recorder.start(

@@ -6,6 +6,7 @@ of size 1: N models are trained side by side and nobody notices. `check` turns t
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -109,6 +110,20 @@ def check(environment: Mapping[str, str], mpi_size: int, library: str) -> None:
         f"{sign.name} started {size} processes ({sign.variable}={size}), but MPI sees a job of one process here: "
         f"each of the {size} would train its own model. The loaded MPI library is: {library}. It does not understand "
         f"this launcher. {sign.fix.format(size=size)}. To run this process alone on purpose, unset {sign.variable}."
+    )
+
+
+def lone_child(environment: Mapping[str, str], size: int) -> str:
+    """What has to be said of a job of one rank in a child of multiprocessing, which no launcher has started; else "".
+
+    size: that of the job.
+    """
+    if size > 1 or multiprocessing.parent_process() is None or _find(environment) is not None:
+        return ""
+    return (
+        "init() was called in a child process that multiprocessing or torch.multiprocessing.spawn has started, without "
+        "a launcher: this is a job of one rank, and each such child trains a model of its own. For N ranks start the "
+        "program by `mpirun -n N python ...`, or the function by hvd.run(function, np=N)."
     )
 
 

@@ -1,5 +1,7 @@
 """The launcher of a job is read from its environment, and N jobs of size 1 are refused."""
 
+import multiprocessing
+
 import pytest
 
 from hvlike.errors import LaunchError
@@ -75,3 +77,13 @@ def test_advice_of_srun_and_torchrun() -> None:
         launchers.check({"SLURM_STEP_NUM_TASKS": "4"}, 1, "Open MPI")
     with pytest.raises(LaunchError, match="mpirun -n 4 python"):
         launchers.check({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}, 1, "Open MPI")
+
+
+def test_a_child_of_multiprocessing_without_a_launcher_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launchers.lone_child({}, 1) == ""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert "mpirun -n N python" in launchers.lone_child({}, 1)
+    assert launchers.lone_child({}, 2) == ""
+    assert launchers.lone_child({"OMPI_COMM_WORLD_SIZE": "1"}, 1) == ""
