@@ -48,7 +48,7 @@ def broadcast_optimizer_state(
     Tensors travel as tensors, everything else pickled. The root's optimizer is not changed. Of what a compressor
     remembers, every rank gets what is to be equal on all, and keeps the errors of its own gradients.
     Collective: every rank of the set calls it. Blocks until done.
-    Raises: MismatchError, on every rank, where parameter groups differ in their parameters.
+    Raises: MismatchError, on every rank, where classes differ, or parameter groups in their parameters.
     Source: horovod.torch.broadcast_optimizer_state.
     """
     distributed: DelegatingOptimizer | None = None
@@ -66,6 +66,7 @@ def broadcast_optimizer_state(
         for number, group in enumerate(groups)
         for index, parameter in enumerate(group["params"])
     }
+    layout["class"] = optimizer.__class__.__name__
     check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
     is_root = rank() == root_rank
     packed: tuple[bytes, list[TensorForm]] | None = None

@@ -131,6 +131,17 @@ def test_different_groups_are_an_error_on_every_rank_and_the_job_goes_on(hvd: Mo
     assert other.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.mpi(min_size=2)
+def test_another_class_is_an_error_on_every_rank(hvd: ModuleType) -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    sgd, adam = torch.optim.SGD(parameters, lr=0.1), torch.optim.Adam(parameters, lr=0.2)
+    with pytest.raises(MismatchError, match="rank 1: 'class': expected SGD, got Adam"):
+        broadcast_optimizer_state(adam if hvd.rank() == 1 else sgd, root_rank=0)
+    assert adam.defaults["lr"] == adam.param_groups[0]["lr"] == 0.2
+    # Wrapped or not makes no difference.
+    broadcast_optimizer_state(DistributedOptimizer(sgd) if hvd.rank() == 1 else sgd, root_rank=0)
+
+
 def test_something_that_is_no_optimizer(hvd: ModuleType) -> None:
     with pytest.raises(UsageError, match=r"expects a torch.optim.Optimizer, got Sequential"):
         broadcast_optimizer_state(make_model(), 0)
