@@ -53,7 +53,8 @@ def zero_grad_while_reducing() -> UsageError:
     """zero_grad() would destroy gradients that are under way."""
     return UsageError(
         "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-        f"optimizer.synchronize(). This is prohibited as it can cause a race condition. {DROP}"
+        f"optimizer.synchronize(). This is prohibited as it can cause a race condition. {DROP} A backward pass for "
+        "another optimizer that comes through these parameters too, as in a GAN, runs inside of optimizer.no_sync()."
     )
 
 
