@@ -80,8 +80,9 @@ class AtOnce:
         """
         reduction, self._in_place = self._in_place, None
         if reduction is not None and self._is_same_place():
-            reduction.again()
-            return self._meeting.in_place(reduction, self._meeting.enter())
+            number = self._meeting.enter()
+            reduction.begin(number)
+            return self._meeting.in_place(reduction, number)
         return self._reduce_in_peers(tensor, elements(tensor)) if self._reaches else None
 
     def forget(self) -> None:
@@ -99,8 +100,7 @@ class AtOnce:
         number = meeting.enter()
         if reduction is None:
             reduction = self._in_peers = PeerReduction(self._region, self._memory, self._arithmetic, [own], 0)
-        else:
-            reduction.begin([own])
+        reduction.begin([own], number)
         try:
             yield from meeting.in_peers(reduction, number)
         except BaseException:

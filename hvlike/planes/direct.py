@@ -16,6 +16,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import cut
+from hvlike.planes.claims import Claims
 from hvlike.planes.region import Region
 from hvlike.transport.allocations import Allocation, Allocations
 
@@ -68,7 +69,7 @@ def place_word(places: dict[int, Place]) -> int:
 
 
 class DirectReduction:
-    """The chunks that this rank owns of one piece of work."""
+    """The chunks that this rank reduces of one piece of work."""
 
     def __init__(
         self, region: Region, arithmetic: Arithmetic, tensors: Sequence[Sequence[Piece]], first_owner: int
@@ -76,23 +77,22 @@ class DirectReduction:
         """tensors: for each tensor its copies on all ranks of the plane; first_owner: of the first chunk."""
         rank = region.rank
         runs = cut([len(copies[0]) for copies in tensors], region.chunk // arithmetic.itemsize)
-        self._mine = runs[(rank - first_owner) % region.ranks :: region.ranks]
+        self._claims = Claims(region, runs, first_owner)
         self._arithmetic = arithmetic
         # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
         self._tensors = [[each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else each for each in tensors]
-        self._reduced = 0
+
+    def begin(self, number: int) -> None:
+        """Begin the work of this number, on the same tensors each time; all ranks have arrived."""
+        self._claims.begin(number)
 
     @property
     def unfinished(self) -> bool:
-        """Whether chunks of this rank are left."""
-        return self._reduced < len(self._mine)
+        """Whether chunks may be left for this rank."""
+        return self._claims.unfinished
 
-    def advance(self) -> None:
-        """Reduce the next few chunks; the caller silences numpy."""
-        runs = self._mine[self._reduced : self._reduced + PASSES]
+    def advance(self) -> bool:
+        """Reduce the next few chunks, if any can be taken now; the caller silences numpy."""
+        runs = self._claims.take(PASSES)
         self._arithmetic.spread(self._tensors, runs)
-        self._reduced += len(runs)
-
-    def again(self) -> None:
-        """Begin with the same tensors once more."""
-        self._reduced = 0
+        return bool(runs)

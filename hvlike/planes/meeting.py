@@ -82,8 +82,8 @@ class Meeting:
     def in_place(self, reduction: DirectReduction, number: int) -> Routine[None]:
         """Do this rank's chunks of tensors in shared allocations, and part; all have met."""
         while reduction.unfinished:
-            self._region.quiet.run(reduction.advance)
-            yield Wait.AGAIN
+            # Where nothing is to be taken, a peer is between two statements.
+            yield Wait.AGAIN if self._region.quiet.run(reduction.advance) else Wait.BELL
         yield from self.part(number)
 
     def in_peers(self, reduction: PeerReduction, number: int) -> Routine[None]:
@@ -94,7 +94,7 @@ class Meeting:
                 # Who has given it up tells why in other ways.
                 yield Wait.BELL
             try:
-                region.quiet.run(reduction.advance)
+                moved = region.quiet.run(reduction.advance)
             except ProcessLookupError as error:
                 raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
             except OSError as error:
@@ -102,7 +102,7 @@ class Meeting:
                     f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
                     f"{error}. HVLIKE_PEER_MEMORY=0 does without."
                 ) from None
-            yield Wait.AGAIN
+            yield Wait.AGAIN if moved else Wait.BELL
         yield from self.part(number)
 
     @contextlib.contextmanager

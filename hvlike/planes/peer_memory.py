@@ -18,6 +18,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut, fitting
+from hvlike.planes.claims import Claims
 from hvlike.planes.region import ADDRESSES, Region
 from hvlike.transport.process_memory import ProcessMemory
 
@@ -65,7 +66,7 @@ class PeerMemory:
 
 
 class PeerReduction:
-    """The chunks that this rank owns of one piece of work; all ranks have arrived."""
+    """The chunks that this rank reduces of one piece of work."""
 
     def __init__(
         self,
@@ -78,36 +79,38 @@ class PeerReduction:
         """pieces: the elements of the tensors whose addresses the ranks have said; first_owner: of the first chunk."""
         ranks = region.ranks
         runs = _runs(tuple(map(len, pieces)), arithmetic.itemsize, ranks)
-        self._mine = runs[(region.rank - first_owner) % ranks :: ranks]
+        self._claims = Claims(region, runs, first_owner)
         self._rank = region.rank
         self._arithmetic = arithmetic
         self._region = region
         scratch = memory.scratch()
         self._copies = [arithmetic.over(scratch[peer][0]) for peer in region.peers]
         self._reached = [(memory.ranks[peer], scratch[peer][1]) for peer in region.peers]
-        self.begin(pieces)
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        """Begin, once more with pieces of the same lengths; the ranks have said their addresses anew."""
+    def begin(self, pieces: Sequence[Piece], number: int) -> None:
+        """Begin the work of this number, on pieces of the same lengths each time; all ranks have arrived."""
         count = len(pieces)
+        self._claims.begin(number)
         self._pieces = pieces
         self._own = self._region.mine.addresses[:count].tolist()
         self._peers = [
             (memory, counters.addresses[:count].tolist(), scratch)
             for (memory, scratch), counters in zip(self._reached, self._region.others, strict=True)
         ]
-        self._reduced = 0
 
     @property
     def unfinished(self) -> bool:
-        """Whether chunks of this rank are left."""
-        return self._reduced < len(self._mine)
+        """Whether chunks may be left for this rank."""
+        return self._claims.unfinished
 
-    def advance(self) -> None:
-        """Reduce the next few chunks; the caller silences numpy. Raises: OSError for a peer that is gone."""
+    def advance(self) -> bool:
+        """Reduce the next few chunks, if any can be taken now; the caller silences numpy.
+
+        Raises: OSError for a peer that is gone.
+        """
         itemsize, peers = self._arithmetic.itemsize, self._peers
-        last = min(self._reduced + PASSES, len(self._mine))
-        for piece, start, stop in self._mine[self._reduced : last]:
+        runs = self._claims.take(PASSES)
+        for piece, start, stop in runs:
             nbytes, offset = (stop - start) * itemsize, start * itemsize
             for memory, addresses, copy in peers:
                 memory.read(addresses[piece] + offset, copy, nbytes)
@@ -115,7 +118,7 @@ class PeerReduction:
             result = self._own[piece] + offset
             for memory, addresses, _ in peers:
                 memory.write(addresses[piece] + offset, result, nbytes)
-        self._reduced = last
+        return bool(runs)
 
     def _reduce(self, own: Piece, copies: list[Piece]) -> None:
         """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""

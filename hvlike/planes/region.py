@@ -18,6 +18,9 @@ Every counter has one writer and only grows:
     departed      number of the newest work that is not staged of which this rank has done its part
     places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
     abandoned     number of the newest work in this rank's own memory that it has given up
+    front         chunks of its own this rank claims, from the front (claims.py)
+    back          chunks of the next rank this rank claims, from the back
+    settled       chunks of the next rank this rank has claimed for certain
     addresses     where the tensors of the newest work lie in this rank's own memory
 """
 
@@ -35,13 +38,13 @@ from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.segment import Segment, words
 from hvlike.transport.semaphore import X86, Fence
 
-REDUCED, DEPARTED, PLACES = 0, 6, 7
+REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED = 0, 6, 7, 10, 11, 12
 """Which of a rank's words hold these, for those who look often: see Counters."""
 
 ADDRESSES = 256
 """How many tensors of one piece of work can be reached in a rank's own memory."""
 
-_WORDS = 10
+_WORDS = 13
 _LINE = 128
 
 
@@ -174,7 +177,7 @@ class Region:
         self._segment = segment
         self._slots_start = ranks * _counter_bytes(ranks)
         self._bells = bells
-        self._fence = fence
+        self.fence = fence
         self._typed: dict[tuple[torch.dtype, int, int, int], Piece] = {}
         self._tables: dict[torch.dtype, Slots] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
@@ -211,7 +214,7 @@ class Region:
 
     def nudge(self, ranks: Iterable[int]) -> None:
         """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""
-        self._fence()
+        self.fence()
         bells = self._bells
         for rank in ranks:
             bells[rank].nudge()

@@ -93,6 +93,7 @@ class SharedPlane:
                 yield from self._meeting.meet(number)
                 far = [pieces[index] for index in near]
                 reduction = PeerReduction(self._region, self._memory, arithmetic, far, number % self._region.ranks)
+                reduction.begin(far, number)
                 yield from self._meeting.in_peers(reduction, number)
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
@@ -132,6 +133,7 @@ class SharedPlane:
             return False
         copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
         reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)
+        reduction.begin(number)
         yield from self._meeting.in_place(reduction, number)
         return True
 

@@ -11,6 +11,7 @@ from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from torch import Tensor
 
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
+from hvlike.planes.claims import LEAST_SHARED
 from hvlike.planes.direct import DirectReduction
 from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
@@ -303,3 +304,17 @@ def test_gradients_that_live_in_shared_memory(hvd: ModuleType, direct: list[int]
     got = train(flat if hvd.rank() else torch.zeros(length))
     assert direct == []
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_ranks_that_help_each_other_give_the_same_bits(hvd: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    length = hvd.size() * (LEAST_SHARED + 1) * 65536 + 11
+    original = torch.randn(length, generator=generator)
+    ordinary, tensor = original.clone(), hvd.empty_shared(length)
+    for call in range(4):
+        ordinary.copy_(original)
+        tensor.copy_(original)
+        hvd.allreduce_(ordinary, op=hvd.Average, name="large and ordinary")
+        hvd.allreduce_(tensor, op=hvd.Average, name="large and shared")
+        assert torch.equal(tensor, ordinary), call
+    assert torch.equal(hvd.broadcast(tensor, 0, name="large bits"), tensor)
