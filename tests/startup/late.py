@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import abc, import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,6 +48,8 @@ class NoKernels(Late):
         core = sys.modules["torch._C"]
         if hasattr(core, "_set_generator_metaclass"):
             core._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)
+        # torch.testing would import DTensors at its first comparison, to see that it compares none.
+        vars(sys.modules["torch.testing._comparison"])["_HAS_DTENSOR"] = False
 
 
 class OnlyDigits(Late):
@@ -58,7 +60,8 @@ class OnlyDigits(Late):
 
         (folder,) = find_real(self.__name__).submodule_search_locations
         rows = numpy.loadtxt(f"{folder}/data/digits.csv.gz", delimiter=",")
-        return SimpleNamespace(images=rows[:, :-1].reshape(-1, 8, 8), target=rows[:, -1].astype(int))
+        data = rows[:, :-1]
+        return SimpleNamespace(data=data, images=data.reshape(-1, 8, 8), target=rows[:, -1].astype(int))
 
 
 STAND_INS: dict[str, type[Late]] = {COMPILER: NoCompiler, KERNELS[0]: NoKernels, "sklearn.datasets": OnlyDigits}
@@ -80,7 +83,7 @@ class Finder:
         return ModuleSpec(name, Loader(sys.modules[name])) if name in sys.modules else found
 
 
-class Loader:
+class Loader(abc.Loader):
     """Gives a module that is there already."""
 
     def __init__(self, module: ModuleType) -> None:
