@@ -19,7 +19,7 @@ from hvlike.planes.region import BACK, FRONT, SETTLED, Region
 Run = tuple[int, int, int]
 """(piece, start, stop)."""
 
-LEAST_SHARED = 16
+LEAST_SHARED = 8
 """Chunks of a rank from which on another one helps; with fewer there is less to gain than it costs."""
 
 _PART = 4
