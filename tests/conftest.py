@@ -22,7 +22,7 @@ SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") 
 # scripts/test names a folder here; each rank writes down when a test starts and how it ended, in its own file there.
 RECORDS = os.environ.get("HVLIKE_TEST_RECORDS")
 PEERS_SECONDS = 20.0
-# "2/3": of the tests that were selected, the second third.
+# "2/3": of the tests that were selected, the second third; "1,2/5": two fifths.
 PART = os.environ.get("HVLIKE_TEST_PART", "1/1")
 
 # "cuda": tests make their tensors on the GPU of their rank (scripts/gpu_check runs some so).
@@ -88,9 +88,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("pure") and "hvd" in getattr(item, "fixturenames", ()):
             record("failed", item.nodeid, "marked pure, and uses hvd")
             raise pytest.UsageError(f"{item.nodeid} is marked pure, and uses hvd")
-    part, parts = map(int, PART.split("/"))
-    config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != part - 1])
-    items[:] = items[part - 1 :: parts]
+    chosen, _, parts = PART.partition("/")
+    places = [int(each) - 1 for each in chosen.split(",")]
+    kept = [index % int(parts) in places for index in range(len(items))]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -37,7 +37,8 @@ installed() {
     done
 }
 
-# install_into VENV THING EXTRA...: make VENV and install a distribution with these extras, unless that was done.
+# install_into VENV THING EXTRA...: make VENV and install a distribution with these extras, unless that was done. What is
+# imported of it is compiled then: to compile all takes as long as all else.
 install_into() {
     local venv=$1 thing=$2 extra extras
     shift 2
@@ -49,7 +50,8 @@ install_into() {
     say "Installing hvlike[$extras] into $venv (once; PyTorch is a large download)"
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hvlike needs Python 3.10 or newer")' &&
         "${PYTHON:-python3}" -m venv "$venv" &&
-        "$venv/bin/python" -m pip install --quiet --constraint scripts/constraints.txt $editable "$thing[$extras]" || return 1
+        "$venv/bin/python" -m pip install --quiet --no-compile --constraint scripts/constraints.txt $editable \
+            "$thing[$extras]" || return 1
     for extra; do
         fingerprint "$venv" >"$venv/hvlike-$extra"
     done
