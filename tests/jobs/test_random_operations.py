@@ -11,10 +11,10 @@ from job import run_job
 
 pytestmark = pytest.mark.job
 
-COUNT = 4_000
+COUNT = 2_000
 RANKS = 4
 GROWTH_MIB = 10.0
-"""Of resident memory, in the last two thirds, in which about twenty process sets come and go."""
+"""Of resident memory, in the last two thirds, in which about twelve process sets come and go."""
 
 
 def test_random_operations() -> None:
@@ -26,8 +26,8 @@ def test_random_operations() -> None:
     assert len(reports) == RANKS, job.describe()
     for report in reports:
         assert report["operations"] >= COUNT
-        assert report["errors"] > 50
+        assert report["errors"] > 25
         assert report["sets"] > 10
-        assert report["joins"] > 10
+        assert report["joins"] > 5
         assert report["left over"] == {}, job.describe()
         assert report["growth"] < GROWTH_MIB, job.describe()
