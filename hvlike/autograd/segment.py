@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,16 @@ from torch.autograd.graph import GradientEdge, Node
 from hvlike.autograd.boundary import Boundary, Catch
 from hvlike.autograd.graph import Edges
 
-_grad: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.graph._engine_run_backward
+_Run = Callable[..., tuple[Tensor | None, ...]]
+
+# torch.autograd.grad, without its own look at the arguments: that takes as long as a small graph.
+_run_with_devices: _Run = torch.autograd.graph._engine_run_backward
+# What that adds is for the threads that the engine has for GPUs, and for logs.
+_run: _Run = torch.autograd.Variable._execution_engine.run_backward
+_uses_devices: Callable[[], bool] = torch.cuda.is_initialized
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """What has run, for those who look on."""
 
     kind: str
@@ -80,11 +85,14 @@ def run_engine(
     try:
         if not starts or not inputs:
             return [None] * len(inputs)
+        run = _run_with_devices if _uses_devices() else _run
+        arguments = tuple(starts), tuple(gradients), retain_graph, False, tuple(inputs), True, False
+        if not boundaries:
+            return list(run(*arguments))
         with ExitStack() as watched:
             for node, places in boundaries.items():
                 watched.enter_context(Boundary(node, edges[node], places, catch))
-            # torch.autograd.grad, without its own look at the arguments: that takes as long as a small graph.
-            return list(_grad(tuple(starts), tuple(gradients), retain_graph, False, tuple(inputs), True, False))
+            return list(run(*arguments))
     finally:
         starts.clear()
         gradients.clear()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -125,14 +124,19 @@ def current() -> int:
     return _of_thread.context
 
 
-@contextmanager
-def inside(context: int) -> Iterator[None]:
-    """Make `context` the one of this thread while the block lasts."""
-    before, _of_thread.context = _of_thread.context, context
-    try:
-        yield
-    finally:
-        _of_thread.context = before
+class inside:
+    """Make `context` the one of this thread while the block lasts; around every request that is served."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before, _of_thread.context = _of_thread.context, self._context
+
+    def __exit__(self, *_: object) -> None:
+        _of_thread.context = self._before
 
 
 def note_to(rank: int, about: str) -> Note | None:

@@ -6,8 +6,8 @@ opens a Collected around each part and, when all have run, reduces what was coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -59,17 +59,22 @@ def collection() -> Collected | None:
     return found
 
 
-@contextmanager
-def collecting(into: Collected) -> Iterator[None]:
-    """A part of a backward pass runs meanwhile, from this thread."""
-    before = collection()
-    # torch's own kind of thread-local: a backward pass takes it along to the threads that it has for each GPU.
-    torch._C._stash_obj_in_tls(_KEY, into)
-    try:
-        yield
-    finally:
-        if before is None and _remove is not None:
+class collecting:
+    """A part of a backward pass runs meanwhile, from this thread; around every part."""
+
+    __slots__ = ("_before", "_into")
+
+    def __init__(self, into: Collected) -> None:
+        self._into = into
+
+    def __enter__(self) -> None:
+        self._before = collection()
+        # torch's own kind of thread-local: a backward pass takes it along to the threads that it has for each GPU.
+        torch._C._stash_obj_in_tls(_KEY, self._into)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None and _remove is not None:
             # What is left there when a thread ends while the interpreter does aborts the process.
             _remove(_KEY)
         else:
-            torch._C._stash_obj_in_tls(_KEY, before)
+            torch._C._stash_obj_in_tls(_KEY, self._before)
