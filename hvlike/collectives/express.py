@@ -40,6 +40,9 @@ MOST_SPARING = 63
 """After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
 
 _COMPLEX = (torch.complex64, torch.complex128)
+_FRAMES = 2
+"""Of the express way, below allreduce_."""
+
 _STEPS = "allreduce on the express way"
 _NAMED = 1 << 63
 _Kind = tuple[torch.Size, torch.dtype, int, float, float]
@@ -82,9 +85,8 @@ class _Plan:
     pieces: dict[int, Piece]
     """The elements at an address where such a tensor was. They keep no memory: a tensor that is there now does."""
 
-    def piece(self, tensor: torch.Tensor) -> Piece:
+    def piece(self, address: int) -> Piece:
         """The elements of a plain tensor in one row, without a copy."""
-        address = tensor.data_ptr()
         piece = self.pieces.get(address)
         if piece is None:
             if len(self.pieces) >= MOST_PIECES:
@@ -155,12 +157,13 @@ class ExpressAllreduce:
             if found is None:
                 return None
             plan = self._last = found
-        if self._recorder.on or not _is_plain(tensor) or self._negotiator.entered & self._sparing:
+        if self._recorder.on or self._negotiator.entered & self._sparing:
             return None
-        if self._away or not self._lock.acquire(blocking=False):
+        address = _address_of(tensor)
+        if not address or self._away or not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._attempt(plan, tensor, name)
+            return self._attempt(plan, tensor, address, name)
         finally:
             self._lock.release()
 
@@ -171,7 +174,7 @@ class ExpressAllreduce:
             return
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
-        if op is ReduceOp.ADASUM or signature.strides != (None,) or not _is_plain(tensor):
+        if op is ReduceOp.ADASUM or signature.strides != (None,) or not _address_of(tensor):
             return
         if working_dtype(tensor.dtype, op) is not tensor.dtype or not tensor.numel():
             return
@@ -192,7 +195,7 @@ class ExpressAllreduce:
             self._away = away
             self._express.board.set_away(away)
 
-    def _attempt(self, plan: _Plan, tensor: torch.Tensor, name: str | None) -> Outcome | None:
+    def _attempt(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str | None) -> Outcome | None:
         board, negotiator = self._express.board, self._negotiator
         with negotiator.lock:
             index = negotiator.entered
@@ -205,14 +208,22 @@ class ExpressAllreduce:
                 key = ("allreduce", name)
             else:
                 code = code_of(name)
-            negotiator.notice(key, place_of_caller())
+            negotiator.notice(key, place_of_caller(_FRAMES))
             if plan.copies is not None:
-                own = plan.piece(tensor)
-                plan.arithmetic.copy(plan.copies[index % RING][self._rank], own)
+                plan.arithmetic.copy(plan.copies[index % RING][self._rank], plan.piece(address))
             elif plan.at_once is not None:
-                plan.at_once.foretell(tensor)
+                plan.at_once.foretell(address)
             board.begin(index, plan.number, code)
             negotiator.entered += 1
+        try:
+            return self._carry_out(plan, tensor, address, name, index)
+        except BaseException:
+            if plan.at_once is not None:
+                plan.at_once.keep(tensor)
+            raise
+
+    def _carry_out(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str, index: int) -> Outcome:
+        """What this rank has offered on the board as thing number `index`, if the others agree."""
         try:
             if not self._express.agree(index):
                 self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
@@ -223,21 +234,22 @@ class ExpressAllreduce:
             self.served += 1
             self.bytes += plan.bytes
             if plan.copies is not None:
+                own = plan.piece(address)
                 self._quiet.run(plan.arithmetic.reduce_copies, plan.copies[index % RING], own)
         finally:
-            board.finish(index)
+            self._express.board.finish(index)
         if plan.copies is None:
-            self._reduce(plan, tensor, name)
+            self._reduce(plan, tensor, address, name)
         return DONE
 
-    def _reduce(self, plan: _Plan, tensor: torch.Tensor, name: str) -> None:
+    def _reduce(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str) -> None:
         """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
         negotiator, express = self._negotiator, self._express
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        routine = None if plan.at_once is None else plan.at_once.begin(tensor, plan.piece)
+        routine = None if plan.at_once is None else plan.at_once.begin(tensor, address, plan.piece)
         if routine is None:
-            routine = express.reduction(plan.piece(tensor), tensor, plan.arithmetic, plan.number)
+            routine = express.reduction(plan.piece(address), tensor, plan.arithmetic, plan.number)
         ended = express.drive(routine)
         if ended is None:
             return
@@ -252,19 +264,19 @@ class ExpressAllreduce:
             raise error
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in one row in host memory, and may be written there."""
+def _address_of(tensor: torch.Tensor) -> int:
+    """Where the elements lie, if in one row in host memory that may be written there; else 0."""
     try:
-        return (
+        plain = (
             type(tensor) is torch.Tensor
             and tensor.is_cpu
             and tensor.is_contiguous()
             and not (tensor.requires_grad or tensor.is_neg() or (tensor.dtype in _COMPLEX and tensor.is_conj()))
-            and tensor.data_ptr() != 0
         )
+        return tensor.data_ptr() if plain else 0
     except RuntimeError:
         # It is sparse, or stands for others in a transformation of torch.func.
-        return False
+        return 0
 
 
 @lru_cache(maxsize=4096)

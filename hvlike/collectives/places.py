@@ -26,9 +26,9 @@ class Place(NamedTuple):
         return f"{self.code.co_filename}:{next(lines, None) or self.code.co_firstlineno}"
 
 
-def place_of_caller() -> Place:
-    """The innermost frame that is neither hvlike's nor torch's, as it stands now."""
-    frame = sys._getframe(1)
+def place_of_caller(known: int = 1) -> Place:
+    """The innermost frame that is neither hvlike's nor torch's, as it stands now; known: so many are hvlike's."""
+    frame = sys._getframe(known + 1)
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         frame = frame.f_back
     return Place(frame.f_code, frame.f_lasti)

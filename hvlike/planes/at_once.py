@@ -14,7 +14,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
-from hvlike.planes.meeting import Meeting
+from hvlike.planes.meeting import Meeting, kept
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.region import PLACES, Region
 from hvlike.transport.routine import Routine
@@ -49,9 +49,8 @@ class AtOnce:
         self._in_peers: PeerReduction | None = None
         self._in_place: DirectReduction | None = None
 
-    def foretell(self, tensor: torch.Tensor) -> None:
+    def foretell(self, address: int) -> None:
         """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
-        address = tensor.data_ptr()
         self._region.mine.addresses[0] = address
         found = self._allocations.find(address, self._nbytes) if self._allocations else None
         if found is None:
@@ -62,19 +61,19 @@ class AtOnce:
             if key not in works:
                 if len(works) >= MOST_WORKS:
                     works.clear()
-                works[key] = (*self._prepare(Place(*found), tensor), self)
+                works[key] = (*self._prepare(Place(*found)), self)
             self._in_place, word, _ = works[key]
         self._meeting.foretell(self._stamp, word)
 
-    def _prepare(self, place: Place, tensor: torch.Tensor) -> tuple[DirectReduction | None, int]:
+    def _prepare(self, place: Place) -> tuple[DirectReduction | None, int]:
         """What reduces a place of a shared allocation, and the word that says which; None, 0 if not all have it."""
         if not self._direct.has(place.allocation):
             return None, 0
-        copies = self._direct.copies(place, tensor, self._arithmetic)
+        copies = self._direct.copies(place, self._nbytes, self._arithmetic)
         return DirectReduction(self._region, self._arithmetic, [copies], 0), place_word({0: place})
 
-    def begin(self, tensor: torch.Tensor, elements: Callable[[torch.Tensor], Piece]) -> Routine[None] | None:
-        """The reduction of what was foretold, after all have agreed; elements: makes the piece of the tensor.
+    def begin(self, tensor: torch.Tensor, address: int, elements: Callable[[int], Piece]) -> Routine[None] | None:
+        """The reduction of what was foretold, after all have agreed; elements: makes the piece at its address.
 
         None where the ranks cannot reach all copies.
         """
@@ -83,11 +82,16 @@ class AtOnce:
             number = self._meeting.enter()
             reduction.begin(number)
             return self._meeting.in_place(reduction, number)
-        return self._reduce_in_peers(tensor, elements(tensor)) if self._reaches else None
+        return self._reduce_in_peers(tensor, elements(address)) if self._reaches else None
 
     def forget(self) -> None:
         """The ranks have not agreed: nothing is kept of the tensor's memory."""
         self._in_place = None
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """This rank has left a call that the others may go on with: they may reach into its tensor for ever."""
+        if self._reaches:
+            kept.append([tensor])
 
     def _is_same_place(self) -> bool:
         """Whether all ranks have foretold the same place."""

@@ -54,9 +54,9 @@ class Direct:
         """Whether every rank of the plane has a copy of an allocation."""
         return allocation.includes(self._ranks)
 
-    def copies(self, place: Place, tensor: torch.Tensor, arithmetic: Arithmetic) -> list[Piece]:
-        """The tensor at the same place on each rank of the plane."""
-        stop = place.offset + tensor.numel() * tensor.element_size()
+    def copies(self, place: Place, nbytes: int, arithmetic: Arithmetic) -> list[Piece]:
+        """The tensor of so many bytes at the same place on each rank of the plane."""
+        stop = place.offset + nbytes
         return [arithmetic.over(place.allocation.copy(rank)[place.offset : stop]) for rank in self._ranks]
 
 

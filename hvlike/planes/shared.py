@@ -131,7 +131,7 @@ class SharedPlane:
         yield from self._meeting.meet(number)
         if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
             return False
-        copies = [self._direct.copies(place, tensors[index], arithmetic) for index, place in places.items()]
+        copies = [self._direct.copies(place, tensors[index].nbytes, arithmetic) for index, place in places.items()]
         reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)
         reduction.begin(number)
         yield from self._meeting.in_place(reduction, number)

@@ -10,14 +10,14 @@ pytestmark = pytest.mark.pure
 
 
 def test_it_is_the_line_of_the_call() -> None:
-    place, line = place_of_caller(), sys._getframe().f_lineno
+    place, line = place_of_caller(0), sys._getframe().f_lineno
     assert str(place) == f"{__file__}:{line}"
 
 
 def test_it_is_that_of_each_call_in_a_loop_over_lines() -> None:
     first = sys._getframe().f_lineno
     places: list[Place] = [
-        place_of_caller(),
-        place_of_caller(),
+        place_of_caller(0),
+        place_of_caller(0),
     ]
     assert [str(each) for each in places] == [f"{__file__}:{first + 2}", f"{__file__}:{first + 3}"]

@@ -117,3 +117,6 @@ def test_a_tensor_whose_reduction_was_given_up_lives_on(hvd: ModuleType, reachin
     with plane._meeting.exposed((), 0):
         pass
     assert len(meeting.kept) == kept
+    plane.at_once(SUM, CHUNK, 0).keep(torch.ones(CHUNK))
+    assert len(meeting.kept) == kept + 1
+    meeting.kept.pop()
