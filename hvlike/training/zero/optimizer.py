@@ -27,6 +27,7 @@ from hvlike.training.scaler import is_read_by_grad_scaler
 from hvlike.training.zero import misuse
 from hvlike.training.zero.arguments import check_parameters, check_type
 from hvlike.training.zero.changes import Changes
+from hvlike.training.zero.equal_gradients import compare
 from hvlike.training.zero.gradient_reduction import GradientReduction
 from hvlike.training.zero.join_hook import ZeroHook
 from hvlike.training.zero.lent_gradients import gradients_of
@@ -110,6 +111,8 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         self._changes = Changes()
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
+        self._compared = self.reduces_gradients or self.world_size == 1
+        """Whether the gradients are the same on all ranks has been seen, or does not matter."""
         self._sign: Tensor | None = None
         """The gradient that tells it whether any rank has found an infinity."""
         self._prepare()
@@ -131,6 +134,11 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
             return None
         Join.notify_join_context(self)
         if closure is None:
+            # A rank that is absent from a Join context could not be asked.
+            if not self._compared and not self._join_config.enable:
+                self._compared = True
+                gradients = [each.grad for each in self._shares.parameters]
+                compare(self._lane.name, gradients, self.process_set, warns=self.rank == 0)
             self._reduce()
         elif self.reduces_gradients:
             closure = after(closure, self._after_closure)
