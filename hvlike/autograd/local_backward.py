@@ -177,23 +177,23 @@ class LocalBackward:
         )
         if chosen is not None:
             self._order = chosen.later
-            self._run(chosen, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
+            ends = [node for node in chosen.nodes if node in leaves or node in recvs]
+            self._run(chosen, ends, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
 
     def _finish(self) -> None:
         """Run the rest: no gradient is missing."""
         graph = self._graph
         count = len(graph.scan.edges) - len(self._cleared) + len(self._order or [])
-        ends = dict.fromkeys((*graph.leaves, *graph.recvs))
-        self._run(Plan([*self._values, *(node for node in ends if node not in self._values)], []), "final", count)
+        self._run(Plan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
         self.finished = True
         self._let_go()
 
-    def _run(self, chosen: Plan[Node], kind: str, count: int) -> None:
-        """Run one segment. count: its nodes, for those who look on."""
+    def _run(self, chosen: Plan[Node], ends: Sequence[Node], kind: str, count: int) -> None:
+        """Run one segment. ends: the leaves and recvs in it. count: its nodes, for those who look on."""
         start = time.perf_counter_ns()
-        graph, nodes = self._graph, chosen.nodes
-        leaves = [node for node in nodes if node in graph.leaves]
-        doors = [node for node in nodes if node in graph.recvs]
+        graph = self._graph
+        leaves = [node for node in ends if node in graph.leaves]
+        doors = [node for node in ends if node in graph.recvs]
         recvs = [graph.recvs.pop(node) for node in doors]
         inputs = [edge for node, recv in zip(doors, recvs, strict=True) for edge in captured_edges(node, recv)]
         skip = len(inputs)
@@ -201,7 +201,7 @@ class LocalBackward:
         for recv in recvs:
             recv.run = self
         try:
-            outputs = take_values(self._values, nodes)
+            outputs = take_values(self._values, chosen.nodes)
             captured = run_engine(outputs, inputs, chosen.boundaries, graph.scan.edges, self._catch, self._retain_graph)
         finally:
             for recv in recvs:

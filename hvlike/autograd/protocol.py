@@ -212,7 +212,8 @@ class Part:
                     self._to(rank).marks.append(message)
 
     def _close_marking(self) -> None:
-        if any(letter.marks for letter in self._letters.values()) or not self._marking.ends():
+        marking = self._marking
+        if not marking.goes_on or any(letter.marks for letter in self._letters.values()) or not marking.ends():
             return
         if self._marking.parent is None:
             self._join(None)
