@@ -143,6 +143,8 @@ def test_after_a_restart_of_hvlike(hvd: ModuleType) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # what torch.compile warns about its own imports
 def test_in_a_compiled_model(hvd: ModuleType) -> None:
+    if hvd.size() > 2:
+        pytest.skip("compiled on up to two ranks")
     model = hvd.convert_sync_batchnorm(make_model())
     inputs = share(hvd, whole_batch())[0]
     expected = copy.deepcopy(model)(inputs)
