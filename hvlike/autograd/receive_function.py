@@ -1,7 +1,7 @@
 """The autograd function that stands where the tensors of a message come from.
 
 A backward of the context captures the gradients that come to it, and the engine does not run it: a Python function in
-there takes as long as three products of small matrices.
+there takes 25 us, as much as all else that a small segment costs.
 """
 
 from __future__ import annotations
