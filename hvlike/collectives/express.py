@@ -183,7 +183,7 @@ class ExpressAllreduce:
         small = self._express.is_small(nbytes)
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
         number = code_of(repr(signature))
-        at_once = None if small else self._express.at_once(arithmetic, tensor.numel(), number)
+        at_once = self._express.at_once(arithmetic, tensor.numel(), number)
         plan = _Plan(
             tensor.shape, tensor.dtype, op, prescale, postscale, number, arithmetic, copies, nbytes, at_once, {}
         )
@@ -209,38 +209,43 @@ class ExpressAllreduce:
             else:
                 code = code_of(name)
             negotiator.notice(key, place_of_caller(_FRAMES))
-            if plan.copies is not None:
-                plan.arithmetic.copy(plan.copies[index % RING][self._rank], plan.piece(address))
-            elif plan.at_once is not None:
-                plan.at_once.foretell(address)
-            board.begin(index, plan.number, code)
+            kind, copies, at_once = plan.number, plan.copies, plan.at_once
+            if copies is not None and at_once is not None and at_once.is_shared(address):
+                # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
+                kind, copies = kind ^ 1, None
+            if copies is not None:
+                plan.arithmetic.copy(copies[index % RING][self._rank], plan.piece(address))
+            elif at_once is not None:
+                at_once.foretell(address)
+            board.begin(index, kind, code)
             negotiator.entered += 1
         try:
-            return self._carry_out(plan, tensor, address, name, index)
+            if not self._agree(plan, address, index, copies):
+                return Outcome(False, name)
+            if copies is None:
+                self._reduce(plan, tensor, address, name)
         except BaseException:
-            if plan.at_once is not None:
-                plan.at_once.keep(tensor)
+            if copies is None and at_once is not None:
+                at_once.keep(tensor)
             raise
+        return DONE
 
-    def _carry_out(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str, index: int) -> Outcome:
-        """What this rank has offered on the board as thing number `index`, if the others agree."""
+    def _agree(self, plan: _Plan, address: int, index: int, copies: list[list[Piece]] | None) -> bool:
+        """Whether all ranks do thing number `index` at once; what lies in copies is reduced then."""
         try:
             if not self._express.agree(index):
                 self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
                 if plan.at_once is not None:
                     plan.at_once.forget()
-                return Outcome(False, name)
+                return False
             self._sparing = 0
             self.served += 1
             self.bytes += plan.bytes
-            if plan.copies is not None:
-                own = plan.piece(address)
-                self._quiet.run(plan.arithmetic.reduce_copies, plan.copies[index % RING], own)
+            if copies is not None:
+                self._quiet.run(plan.arithmetic.reduce_copies, copies[index % RING], plan.piece(address))
         finally:
             self._express.board.finish(index)
-        if plan.copies is None:
-            self._reduce(plan, tensor, address, name)
-        return DONE
+        return True
 
     def _reduce(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str) -> None:
         """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""

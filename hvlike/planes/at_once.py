@@ -49,6 +49,10 @@ class AtOnce:
         self._in_peers: PeerReduction | None = None
         self._in_place: DirectReduction | None = None
 
+    def is_shared(self, address: int) -> bool:
+        """Whether a tensor there lies in a shared allocation."""
+        return bool(self._allocations) and self._allocations.find(address, self._nbytes) is not None
+
     def foretell(self, address: int) -> None:
         """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
         self._region.mine.addresses[0] = address

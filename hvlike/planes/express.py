@@ -28,10 +28,11 @@ from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.segment import Segment, words
 from hvlike.transport.task import Task
 
-COPIED_BYTES = 1 << 20
+COPIED_BYTES = 1536 << 10
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
 
-_LARGEST_COPY = 256 << 10
+_LARGEST_COPY = 768 << 10
+_LEAST_IN_PLACE = 256 << 10
 _SMALLEST_COPY = 16 << 10
 
 PATIENCE_SECONDS = 0.05
@@ -104,9 +105,14 @@ class Express:
         return answer
 
     def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> AtOnce | None:
-        """What reduces a large tensor; number: the same on all ranks for the like. None where only the plane does."""
+        """What reduces a large tensor, and one of middling size in shared memory; None where only the plane does.
+
+        number: the same on all ranks for the like.
+        """
         plane = self.lane.plane
-        return plane.at_once(arithmetic, elements, number) if isinstance(plane, SharedPlane) else None
+        if not isinstance(plane, SharedPlane) or elements * arithmetic.itemsize <= _LEAST_IN_PLACE:
+            return None
+        return plane.at_once(arithmetic, elements, number)
 
     def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Routine[None]:
         """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""
@@ -182,7 +188,7 @@ class Express:
 
 
 def _copy_bytes(ranks: int) -> int:
-    """The largest tensor that every rank reduces by itself: 256 KiB for up to four ranks, 128 KiB for eight."""
+    """The largest tensor that every rank reduces by itself: 768 KiB for two ranks, 384 for four, 192 for eight."""
     return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
 
 

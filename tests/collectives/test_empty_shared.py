@@ -318,3 +318,13 @@ def test_ranks_that_help_each_other_give_the_same_bits(hvd: ModuleType) -> None:
         hvd.allreduce_(tensor, op=hvd.Average, name="large and shared")
         assert torch.equal(tensor, ordinary), call
     assert torch.equal(hvd.broadcast(tensor, 0, name="large bits"), tensor)
+
+
+@pytest.mark.parametrize("shares", ["all", "some", "none"])
+def test_tensors_of_middling_size_wherever_they_lie(hvd: ModuleType, shares: str) -> None:
+    shared = hvd.empty_shared(100_000)
+    tensor = shared if shares == "all" or (shares == "some" and hvd.rank() % 2) else torch.empty(100_000)
+    for call in range(5):
+        tensor.fill_(hvd.rank() + call)
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"middling {shares}")
+        assert tensor.eq(sum(range(hvd.size())) + hvd.size() * call).all(), call
