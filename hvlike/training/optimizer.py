@@ -75,7 +75,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
     Making the optimizer is local and does not block.
     Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
-    ranks have different parameters or settings.
+    ranks have different parameters or settings; where only the values of parameters differ, it warns.
     Source: horovod.torch.DistributedOptimizer.
     """
 

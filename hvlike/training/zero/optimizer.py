@@ -56,8 +56,9 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
     of one flat tensor, which travels as it is. overlap_with_ddp: the update is done by a communication hook of
     DistributedDataParallel (hvlike.optim.hook_with_zero_step), step() does nothing.
     reduce_gradients: False: gradients are the same on all ranks when step() is called, as DistributedDataParallel
-    leaves them. True: they are this rank's own; step() averages them over the ranks, each on the rank that owns its
-    parameter, and drops the others (p.grad is None afterwards). Parameters without a gradient count as zeros then.
+    leaves them; where they are not, the first step logs a warning. True: they are this rank's own; step() averages them
+    over the ranks, each on the rank that owns its parameter, and drops the others (p.grad is None afterwards).
+    Parameters without a gradient count as zeros then.
 
     Collective over the set, also for a rank without data; blocks.
     Raises: TypeError, UsageError (a ValueError) for wrong parameters; MismatchError, on every rank, where the ranks
