@@ -16,11 +16,10 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvlike.transport.direct_copy import DirectCopies, Note
 from hvlike.transport.doorbell import Doorbell
@@ -29,6 +28,9 @@ from hvlike.transport.fresh_memory import fresh
 from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Routine, Wait, complete
 from hvlike.transport.traffic import Traffic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Handler = Callable[[int, Any, list[torch.Tensor]], None]
 """Called in the loop with the sender's rank, the object and the tensors; must return quickly."""

@@ -12,18 +12,21 @@ system forbids it (process_memory.py), which is tried out once when hvlike start
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvlike.transport import process_memory
 from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.semaphore import Fence
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LEAST_BYTES = 1 << 20
 """Smaller payloads gain nothing."""
@@ -64,7 +67,7 @@ class DirectCopies:
         self._busy = False
         self.enabled = False
         """Whether all ranks of the node can reach each other's memory."""
-        self._probe = np.array([secrets.randbits(63)], np.uint64)
+        self._probe = np.frombuffer(os.urandom(8), np.uint64) >> np.uint64(1)
         self._mine[_PROBE] = self._probe.ctypes.data
         self._mine[_PROBE_VALUE] = int(self._probe[0])
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvlike.errors import LaunchError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _COOKIE_BYTES = 16
 
@@ -72,7 +73,7 @@ class SegmentOffer:
         except OSError:
             self.withdraw()
             raise
-        cookie = secrets.token_bytes(_COOKIE_BYTES)
+        cookie = os.urandom(_COOKIE_BYTES)
         self.segment.array[:_COOKIE_BYTES] = np.frombuffer(cookie, dtype=np.uint8)
         self.offer = Offer(self._path, nbytes, cookie)
 
