@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
 from hvlike.collectives.allreduce import allreduce
-from hvlike.collectives.context import current
 from hvlike.collectives.handles import Handle
 from hvlike.collectives.plan import fill_buckets
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.reductions import Average
 from hvlike.errors import UsageError
 from hvlike.training.ddp.grad_bucket import GradBucket, split
+from hvlike.training.ddp.hook_results import value_of
 from hvlike.transport.dtypes import dtype_name
 
 Hook = Callable[[Any, GradBucket], "Future[Any] | Handle | Tensor"]
@@ -99,14 +98,7 @@ class HookedReducer:
 
     def _result(self, pending: Any, bucket: GradBucket) -> Tensor:
         """Wait for what the hook has returned, and look at it."""
-        value = pending
-        if isinstance(pending, Handle):
-            value = pending.result()
-        elif isinstance(pending, torch._C.Future):
-            # The class of those that `then` makes, too.
-            value = wait_for(pending)
-        if isinstance(value, (list, tuple)) and len(value) == 1:
-            (value,) = value
+        value = value_of(pending)
         if not isinstance(value, Tensor) or value.numel() != bucket.buffer().numel():
             got = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
@@ -114,16 +106,3 @@ class HookedReducer:
                 f"a Future or a hvlike Handle of one, for bucket {bucket.index()}; got {got}."
             )
         return value
-
-
-def wait_for(future: torch._C.Future[Any]) -> Any:
-    """Return the value of a future; this rank takes part in communication meanwhile. Raises: its error."""
-    loop = current().fabric.loop
-    if not future.done():
-        future.add_done_callback(lambda _: loop.post(_nothing))
-        loop.wait(future.done)
-    return future.value()
-
-
-def _nothing() -> None:
-    """Wakes the loop."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvlike.collectives.handles import Handle
 from hvlike.errors import UsageError
 from hvlike.training.ddp.grad_bucket import GradBucket, split
-from hvlike.training.ddp.hooked_reducer import Hook, wait_for
+from hvlike.training.ddp.hook_results import value_of
+from hvlike.training.ddp.hooked_reducer import Hook
 from hvlike.training.zero.lent_gradients import gradients_of
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
@@ -122,14 +122,8 @@ class _Overlap:
 
 
 def _wait(pending: Any) -> Tensor:
-    """Return what a hook's result is or will be."""
-    value = pending
-    if isinstance(pending, Handle):
-        value = pending.result()
-    elif isinstance(pending, torch._C.Future):
-        value = wait_for(pending)
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        (value,) = value
+    """Return the tensor that a hook's result is or will be."""
+    value = value_of(pending)
     if not isinstance(value, Tensor):
         raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")
     return value
