@@ -26,6 +26,7 @@ _OURS = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_L
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 _END_SECONDS = 20.0
+_LAST_WORDS_SECONDS = 5.0
 _ANSWER_SECONDS = 300.0
 _LAST_CHARACTERS = 2000
 
@@ -168,6 +169,9 @@ class _Job:
         return max(float(answer.get("seconds", 0.0)) for answer in answers if answer is not None)
 
     def _failure(self, what: str) -> LaunchError:
+        # A rank hangs up before its launcher has passed on what it printed last.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_SECONDS)
         self._output.seek(0)
         return LaunchError(f"Horovod's job {what}; its last output:\n{self._output.read()[-_LAST_CHARACTERS:]}")
 
