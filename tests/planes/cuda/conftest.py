@@ -1,8 +1,13 @@
 """hvlike with tensors that count as those of a device, and a plane that takes them: staged, or a NCCL that is none."""
 
 import dataclasses
+import pickle
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,15 +22,43 @@ from hvlike.transport.loop import Loop
 from hvlike.transport.routine import Wait
 
 
-class OverMpi:
-    """Ranks that meet in a communicator of their own."""
+class OverSockets:
+    """Ranks of one host that meet at the first of them.
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    Not in MPI: there the streams would block beside the loop, each in its thread, which has hung in one run of many.
+    """
+
+    def __init__(self, comm: Any, folder: Path, number: int) -> None:
+        """Collective. number: of this meeting."""
+        self._rank, self._size = comm.rank, comm.size
+        address = str(folder / str(number))
+        listener = Listener(address, family="AF_UNIX", backlog=comm.size) if comm.rank == 0 else None
+        comm.barrier()
+        self._ends: dict[int, Connection] = {}
+        if listener is None:
+            self._ends[0] = Client(address, family="AF_UNIX")
+            self._ends[0].send_bytes(pickle.dumps(comm.rank))
+            return
+        with listener:
+            for _ in range(1, comm.size):
+                end = listener.accept()
+                self._ends[pickle.loads(end.recv_bytes())] = end
 
     def allgather(self, value: Any) -> list[Any]:
-        found: list[Any] = self._comm.allgather(value)
-        return found
+        """What all ranks have, in their order. Blocks, without a core."""
+        if self._rank:
+            self._ends[0].send_bytes(pickle.dumps(value))
+            found: list[Any] = pickle.loads(self._ends[0].recv_bytes())
+            return found
+        everybody = [value, *(pickle.loads(self._ends[rank].recv_bytes()) for rank in range(1, self._size))]
+        for end in self._ends.values():
+            end.send_bytes(pickle.dumps(everybody))
+        return everybody
+
+    def close(self) -> None:
+        """Hang up."""
+        for end in self._ends.values():
+            end.close()
 
 
 class Late(SimpleNamespace):
@@ -42,18 +75,18 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     """Every tensor of the host counts as one of a LateDevice."""
     from mpi4py import MPI
 
-    if request.param == "nccl" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        pytest.skip("the streams of the NCCL that is none meet in MPI, each in its thread")
     context = current()
     membership = context.membership(None, "test")
     executor, site = membership.executor, membership.executor._site
     device = LateDevice()
-    # All ranks make them in this order, as MPI wants it.
-    comms = [MPI.COMM_WORLD.Dup() for _ in range(16)]
-    for comm in comms:
-        comm.allgather(0)
-    left = iter(comms)
-    nccl = FakeNccl(device, lambda number, rank, size: OverMpi(next(left)))
+    comm = MPI.COMM_WORLD
+    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hvlike-late-") if comm.rank == 0 else None))
+    meetings = [OverSockets(comm, folder, number) for number in range(16)]
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+    left = iter(meetings)
+    nccl = FakeNccl(device, lambda number, rank, size: next(left))
     advance = Loop._advance
 
     def host_work(loop: Loop, rung: bool) -> Wait:
@@ -76,7 +109,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         patch.setattr(site, "_devices", None)
         hvd.barrier()
         yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
-        # What nobody has asked for, the last step of ranks that have joined, must not be in MPI when it is ended.
+        # What nobody has asked for, the last step of ranks that have joined, must not be in a meeting that is closed.
         device.finish()
         hvd.barrier()
         site.close()
@@ -85,5 +118,5 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         if lane.device is not None:
             lane.device.close()
             lane.device = None
-    for comm in comms:
-        comm.Free()
+    for meeting in meetings:
+        meeting.close()
