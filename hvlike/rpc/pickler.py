@@ -270,18 +270,18 @@ class Walk:
             if storage is not None:
                 storages.append(storage)
             chunks += (elements, record, _END.pack(len(record), _SINGLE))
-            items.clear()
         elif items:
             rows, cargo = lay_out(items)
             storages = cargo.storages
             mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
             table = pickle.dumps((mixed, [len(piece) for piece in cargo.short], self.targets or None), _PROTOCOL)
             chunks += (*cargo.short, table, _END.pack(len(table), _TABLE))
-            items.clear()
             self.ahead.clear()
             self.originals.clear()
             self.targets.clear()
         body: Body = chunks[0] if len(chunks) == 1 else joined(chunks)
+        # Only now: long elements in the chunks are views of a tensor that these may be the last to hold.
+        items.clear()
         chunks.clear()
         self._pickler.clear_memo()
         del self.outgoing
