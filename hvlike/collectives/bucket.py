@@ -135,7 +135,9 @@ class Bucket:
             if wire is None:
                 return None
             places = [place for place, each in enumerate(wires) if each is wire]
-            packer = BucketPacker([self._strides[place] for place in places], settings.arithmetic(wire))
+            casts = any(dtypes[place] is not wire for place in places)
+            strides = [self._strides[place] for place in places]
+            packer = BucketPacker(strides, settings.arithmetic(wire), casts=casts)
             parts.append((pick(places), packer))
         return parts
 

@@ -1,14 +1,16 @@
 """Reducing the tensors of a bucket, as they are: small ones together, large ones in their own memory.
 
-Small tensors are seen through views of a buffer that have the shape of each and the agreed order of its elements. So
-one call brings many of them in, whatever their layout, and one brings them back; nothing is made anew from step to
-step. A buffer of another dtype casts on the way: that is how gradients travel as 16-bit floats.
+Where the plane takes tensors of any size as they lie in memory, nothing is copied. Elsewhere small ones are seen
+through views of a buffer that have the shape of each and the agreed order of its elements. So one call brings many of
+them in, whatever their layout, and one brings them back; nothing is made anew from step to step. A buffer of another
+dtype casts on the way: that is how gradients travel as 16-bit floats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,25 +21,39 @@ from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.bundle import Bundle, fill
 from hvlike.planes.cuda.jobs import home_of
 from hvlike.planes.packing import SMALL_BYTES, SMALL_ON_DEVICE, small_ones
-from hvlike.planes.plane import Bundling, Plane
+from hvlike.planes.plane import Plane, Repeating
 from hvlike.planes.traced import phase
 from hvlike.transport.routine import Routine
 
 Strides = tuple[int, ...] | None
 _shape: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
+_dtype: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_nbytes: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+_on_host: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
+_by_rows, _stride, _address = torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.data_ptr
+_is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
 
 
 class BucketPacker:
     """Reduces one list of tensors over and over, all in one dtype. Used in the loop.
 
-    Memory: a chunk where the plane takes bundles, else a buffer as large as the small tensors together; and a copy of
-    each large one whose memory cannot be reduced in place (another dtype or order of elements than agreed).
+    Memory: none where the plane takes small tensors as they are, a chunk where it takes bundles, else a buffer as large
+    as they are together; and a copy of each tensor whose memory cannot be reduced in place (another dtype or order of
+    elements than agreed).
     """
 
-    def __init__(self, strides: Sequence[Strides], arithmetic: Arithmetic) -> None:
-        """strides: the agreed order in memory of each tensor, None for row by row."""
+    def __init__(self, strides: Sequence[Strides], arithmetic: Arithmetic, *, casts: bool = False) -> None:
+        """strides: the agreed order in memory of each tensor, None for row by row.
+
+        casts: some tensors are of another dtype than that of the reduction, on all ranks.
+        """
         self._agreed = list(strides)
         self._arithmetic = arithmetic
+        self._casts = casts
+        self._repeating: Repeating | None = None
+        self._pick_rows = self._pick_ordered = pick([])
+        self._orders: list[Strides] = []
+        self._sizes: list[int] = []
         self._shapes: list[torch.Size] | None = None
         self._strides: list[Strides] = []
         self._large: list[int] = []
@@ -47,11 +63,14 @@ class BucketPacker:
 
     def allreduce(self, plane: Plane, tensors: Sequence[torch.Tensor]) -> Routine[None]:
         """Reduce dense tensors in place; the same shapes, and the same plane every time, on every rank."""
+        if self._repeating is not None and self._are_plain(tensors):
+            yield from self._in_memory(plane, self._repeating, tensors)
+            return
         shapes = list(map(_shape, tensors))
         bundling = plane.bundling
         home = home_of(plane)
         if shapes != self._shapes:
-            self._lay_out(shapes, bundling, home)
+            self._lay_out(shapes, plane, home)
         dtype = self._arithmetic.dtype
         operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
         flats = [operand.flat for operand in operands]
@@ -70,6 +89,24 @@ class BucketPacker:
         for operand in operands:
             operand.write_back()
 
+    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all lie in host memory as they were agreed. Asked in every step: no Python for each tensor."""
+        arithmetic = self._arithmetic
+        return (
+            list(map(_nbytes, tensors)) == self._sizes
+            and all(map(is_, map(_dtype, tensors), repeat(arithmetic.dtype)))
+            and all(map(_on_host, tensors))
+            and all(map(_by_rows, self._pick_rows(tensors)))
+            and list(map(_stride, self._pick_ordered(tensors))) == self._orders
+            and not any(map(_is_negative, tensors))
+            and not (arithmetic.dtype.is_complex and any(map(_is_conjugate, tensors)))
+        )
+
+    def _in_memory(self, plane: Plane, repeating: Repeating, tensors: Sequence[torch.Tensor]) -> Routine[None]:
+        filled = tensors if len(self._large) == len(tensors) else [tensors[index] for index in self._large]
+        with phase(plane, "PEER_MEMORY_ALLREDUCE", filled):
+            yield from repeating.allreduce(filled, list(map(_address, filled)))
+
     def _through_buffer(self, plane: Plane, flats: Sequence[torch.Tensor]) -> Routine[None]:
         ((bundle, _),) = self._bundles
         # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
@@ -79,17 +116,27 @@ class BucketPacker:
         with phase(plane, "MEMCPY_OUT_FUSION_BUFFER", bundle.tensors), torch.inference_mode():
             bundle.scatter()
 
-    def _lay_out(self, shapes: list[torch.Size], bundling: Bundling | None, home: torch.device | None) -> None:
+    def _lay_out(self, shapes: list[torch.Size], plane: Plane, home: torch.device | None) -> None:
         self._shapes = shapes
+        bundling = plane.bundling
         self._strides = [
             strides if strides is not None and _fits(shape, strides) else None
             for shape, strides in zip(shapes, self._agreed, strict=True)
         ]
+        ordered = [index for index, strides in enumerate(self._strides) if strides is not None]
+        self._pick_rows = pick([index for index, strides in enumerate(self._strides) if strides is None])
+        self._pick_ordered = pick(ordered)
+        self._orders = [self._strides[index] for index in ordered]
         lengths = [shape.numel() for shape in shapes]
+        self._sizes = [length * self._arithmetic.itemsize for length in lengths]
+        filled = [length for length in lengths if length]
+        self._repeating = None if self._casts or not filled else plane.repeated(filled, self._arithmetic)
         itemsize = self._arithmetic.itemsize
         most = sum(lengths)
         small = small_ones(lengths, itemsize, SMALL_BYTES if home is None else SMALL_ON_DEVICE)
-        if bundling is not None:
+        if self._repeating is not None:
+            small = []
+        elif bundling is not None:
             most = bundling.bundle_elements(sum(lengths[index] for index in small), itemsize)
             small = [index for index in small if lengths[index] <= most]
         packed = set(small)

@@ -252,7 +252,7 @@ class ExpressAllreduce:
         negotiator, express = self._negotiator, self._express
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        routine = None if plan.at_once is None else plan.at_once.begin(tensor, address, plan.piece)
+        routine = None if plan.at_once is None else plan.at_once.begin(tensor)
         if routine is None:
             routine = express.reduction(plan.piece(address), tensor, plan.arithmetic, plan.number)
         ended = express.drive(routine)

@@ -29,11 +29,12 @@ KIND = "empty_shared"
 
 
 def empty_shared(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, process_set: ProcessSet | None = None
+    *size: int | Sequence[int] | torch.dtype, dtype: torch.dtype | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
     """Make a CPU tensor in memory that this rank shares with the others of its node.
 
-    size: as for torch.empty: numbers, or one sequence of them; the same on every rank. dtype: None for torch's default.
+    size: as for torch.empty: numbers, or one sequence of them; the same on every rank. dtype: None for torch's default;
+    it may also stand last without its name, as in empty_shared((3, 4), torch.float64).
     A reduction in place (`allreduce_`, a DistributedOptimizer whose gradients are views of it) reads and writes the
     tensors of all ranks of the node where they are, at the speed of memory, where every rank passes the same part of
     the same shared tensor; anywhere else it works as with any tensor. The results are the same to the last bit.
@@ -45,6 +46,7 @@ def empty_shared(
     Gradient: none is recorded; it is a tensor to begin with, as torch.empty's.
     """
     membership, name = begin(KIND, None, process_set)
+    size, dtype = _dtype_of(size, dtype)
     shape = _shape(size)
     wanted = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(wanted, torch.dtype):
@@ -125,7 +127,18 @@ def _all(plane: Plane, group: Group, fine: bool) -> Routine[bool]:
     return bool(flag)
 
 
-def _shape(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+def _dtype_of(
+    size: tuple[int | Sequence[int] | torch.dtype, ...], dtype: torch.dtype | None
+) -> tuple[tuple[int | Sequence[int] | torch.dtype, ...], torch.dtype | None]:
+    """The size without a dtype that stands behind it, and the dtype."""
+    if not size or not isinstance(size[-1], torch.dtype):
+        return size, dtype
+    if dtype is not None:
+        raise UsageError(f"empty_shared: expected one dtype, got {size[-1]} and dtype={dtype}.")
+    return size[:-1], size[-1]
+
+
+def _shape(size: Sequence[int | Sequence[int] | torch.dtype]) -> tuple[int, ...]:
     """The shape that the arguments say."""
     given: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     try:

@@ -8,11 +8,9 @@ What depends on the kind of the call alone is made once, what depends on a place
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from hvlike.planes.arithmetic import Arithmetic, Piece
+from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.meeting import Meeting, kept
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
@@ -44,6 +42,7 @@ class AtOnce:
         self._memory = memory
         self._arithmetic = arithmetic
         self._stamp = stamp
+        self._length = length
         self._nbytes = length * arithmetic.itemsize
         self._reaches = memory.reaches(self._nbytes)
         self._in_peers: PeerReduction | None = None
@@ -76,17 +75,14 @@ class AtOnce:
         copies = self._direct.copies(place, self._nbytes, self._arithmetic)
         return DirectReduction(self._region, self._arithmetic, [copies], 0), place_word({0: place})
 
-    def begin(self, tensor: torch.Tensor, address: int, elements: Callable[[int], Piece]) -> Routine[None] | None:
-        """The reduction of what was foretold, after all have agreed; elements: makes the piece at its address.
-
-        None where the ranks cannot reach all copies.
-        """
+    def begin(self, tensor: torch.Tensor) -> Routine[None] | None:
+        """The reduction of what was foretold, after all have agreed; None where the ranks cannot reach all copies."""
         reduction, self._in_place = self._in_place, None
         if reduction is not None and self._is_same_place():
             number = self._meeting.enter()
             reduction.begin(number)
             return self._meeting.in_place(reduction, number)
-        return self._reduce_in_peers(tensor, elements(address)) if self._reaches else None
+        return self._reduce_in_peers(tensor) if self._reaches else None
 
     def forget(self) -> None:
         """The ranks have not agreed: nothing is kept of the tensor's memory."""
@@ -103,12 +99,12 @@ class AtOnce:
         place = self._region.mine.words[word]
         return all(counters.words[word] == place for counters in self._region.others)
 
-    def _reduce_in_peers(self, tensor: torch.Tensor, own: Piece) -> Routine[None]:
+    def _reduce_in_peers(self, tensor: torch.Tensor) -> Routine[None]:
         meeting, reduction = self._meeting, self._in_peers
         number = meeting.enter()
         if reduction is None:
-            reduction = self._in_peers = PeerReduction(self._region, self._memory, self._arithmetic, [own], 0)
-        reduction.begin([own], number)
+            reduction = self._in_peers = PeerReduction(self._region, self._memory, self._arithmetic, [self._length])
+        reduction.begin(number)
         try:
             yield from meeting.in_peers(reduction, number)
         except BaseException:

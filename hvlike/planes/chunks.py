@@ -55,6 +55,26 @@ def cut(lengths: Sequence[int], elements: int) -> list[tuple[int, int, int]]:
     ]
 
 
+def cut_together(
+    lengths: Sequence[int], elements: int, short: int, together: int, most: int
+) -> list[list[tuple[int, int, int]]]:
+    """Cut pieces into chunks of runs (piece, start, stop): long ones as `cut` does, short ones whole and together.
+
+    short: pieces of fewer elements share chunks of up to `together` elements and `most` pieces; they come first, for
+    the last chunks of a work are those that a rank takes from another one. Empty pieces are left out.
+    """
+    chunks: list[list[tuple[int, int, int]]] = []
+    filled = together
+    for piece, length in enumerate(lengths):
+        if 0 < length < short:
+            if filled + length > together or len(chunks[-1]) == most:
+                chunks.append([])
+                filled = 0
+            chunks[-1].append((piece, 0, length))
+            filled += length
+    return chunks + [[run] for run in cut(lengths, elements) if lengths[run[0]] >= short]
+
+
 def in_rounds(runs: Iterable[tuple[int, int, int]], owners: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Order runs (piece, start, stop) such that the owners of the pieces are busy all at once.
 

@@ -13,11 +13,12 @@ the number of the work, so what they hold of an earlier one counts as nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from hvlike.planes.region import BACK, FRONT, SETTLED, Region
 
-Run = tuple[int, int, int]
-"""(piece, start, stop)."""
+Work = TypeVar("Work")
+"""What describes a chunk."""
 
 LEAST_SHARED = 8
 """Chunks of a rank from which on another one helps; with fewer there is less to gain than it costs."""
@@ -28,10 +29,10 @@ _PART = 4
 _SHIFT = 24
 
 
-class Claims:
-    """The claims of one rank on one list of runs, dealt to the ranks in turn."""
+class Claims(Generic[Work]):
+    """The claims of one rank on one list of chunks, dealt to the ranks in turn."""
 
-    def __init__(self, region: Region, runs: Sequence[Run], first_owner: int) -> None:
+    def __init__(self, region: Region, runs: Sequence[Work], first_owner: int) -> None:
         """first_owner: of the first run."""
         rank, ranks = region.rank, region.ranks
         self._fence = region.fence
@@ -56,13 +57,13 @@ class Claims:
         """Whether there may be something to take."""
         return self._front < self._end or self._helps
 
-    def take(self, most: int) -> Sequence[Run]:
+    def take(self, most: int) -> Sequence[Work]:
         """The next runs, at most so many; none where the helper has not settled yet, or nothing is left."""
         if self._front < self._end:
             return self._take_own(most)
         return self._help(most) if self._helps else ()
 
-    def _take_own(self, most: int) -> Sequence[Run]:
+    def _take_own(self, most: int) -> Sequence[Work]:
         first, mine = self._front, self._mine
         if len(mine) < LEAST_SHARED:
             last = min(first + most, self._end)
@@ -79,7 +80,7 @@ class Claims:
         self._front = last
         return mine[first:last]
 
-    def _help(self, most: int) -> Sequence[Run]:
+    def _help(self, most: int) -> Sequence[Work]:
         words, others = self._words, self._others
         stop = len(others) - self._back
         while (left := stop - self._owned()) > 0:

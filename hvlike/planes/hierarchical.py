@@ -63,6 +63,9 @@ class HierarchicalPlane:
         self._whole = whole
         self._active = False
 
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+        """See Plane: not the way of this one."""
+
     def begin_count(self, *, active: bool) -> None:
         """See Plane."""
         self._active = active

@@ -6,30 +6,37 @@
 Chunk A has the copies A0 and A1 in the tensors of ranks 0 and 1. Nothing is staged and no chunk is waited for: no rank
 touches a tensor before all have arrived with the same work, and none leaves before all have departed. What is read
 comes from memory, where backward has left it, and not, as what a peer has just staged, from another core's cache.
+
+Short tensors make chunks together: one call of the system gathers them from a peer into scratch memory, one from this
+rank itself, and two bring the result back. That is faster than to copy each by itself, in Python or in torch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut, fitting
+from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
 from hvlike.planes.claims import Claims
 from hvlike.planes.region import ADDRESSES, Region
-from hvlike.transport.process_memory import ProcessMemory
+from hvlike.transport.dtypes import Array, bytes_at
+from hvlike.transport.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 
-LEAST_BYTES = 64 << 10
-"""Of a tensor: smaller ones are staged, in bundles where the caller has made some."""
+SHORT_BYTES = 64 << 10
+"""Of a tensor: shorter ones make chunks together."""
 
 LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
-"""Bytes of all such tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
+"""Bytes of all tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
 
 PASSES = 8
 """How many chunks are reduced before other routines have a turn."""
+
+_MOST_PIECES = 1024
 
 
 class PeerMemory:
@@ -44,16 +51,15 @@ class PeerMemory:
         self.ranks = [ProcessMemory(process) for process in processes]
         self._scratch: list[tuple[Any, int]] = []
 
-    def within_reach(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Which of these are reduced here: the same on every rank for tensors of the same lengths."""
-        if not self.ranks:
+    def within_reach(self, sizes: Sequence[int]) -> list[int]:
+        """Which tensors of so many bytes are reduced here: the same on every rank."""
+        if not self.reaches(sum(sizes)):
             return []
-        near = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= LEAST_BYTES][:ADDRESSES]
-        return near if sum(tensors[index].nbytes for index in near) >= self._least else []
+        return [index for index, nbytes in enumerate(sizes) if nbytes][:ADDRESSES]
 
     def reaches(self, nbytes: int) -> bool:
-        """The same for one tensor of so many bytes."""
-        return bool(self.ranks) and nbytes >= max(LEAST_BYTES, self._least)
+        """Whether any is, of tensors that have so many bytes together."""
+        return bool(self.ranks) and nbytes >= self._least
 
     def scratch(self) -> list[tuple[Any, int]]:
         """Memory for one chunk of each rank, as bytes, and its address."""
@@ -65,38 +71,62 @@ class PeerMemory:
         return self._scratch
 
 
+class Chunk(NamedTuple):
+    """One tensor's elements `start` to `stop`, or several short tensors in a row."""
+
+    row: int
+    """Of its first range in a table of all."""
+    ranges: int
+    """How many it has."""
+    nbytes: int
+    piece: int
+    start: int
+    stop: int
+    """Of a chunk of several ranges: all its elements."""
+
+
+class _Member(NamedTuple):
+    """A rank of the plane as a reduction sees it."""
+
+    memory: ProcessMemory
+    addresses: Array
+    """Of its tensors, as the rank says them; shared memory."""
+    ranges: Ranges
+    """Where all chunks lie in them."""
+    scratch: int
+    """The address of what is read from it."""
+    copy: Piece
+    """The same as elements."""
+
+
 class PeerReduction:
-    """The chunks that this rank reduces of one piece of work."""
+    """The chunks that this rank reduces of tensors of these lengths, at the addresses that the ranks have said."""
 
-    def __init__(
-        self,
-        region: Region,
-        memory: PeerMemory,
-        arithmetic: Arithmetic,
-        pieces: Sequence[Piece],
-        first_owner: int,
-    ) -> None:
-        """pieces: the elements of the tensors whose addresses the ranks have said; first_owner: of the first chunk."""
-        ranks = region.ranks
-        runs = _runs(tuple(map(len, pieces)), arithmetic.itemsize, ranks)
-        self._claims = Claims(region, runs, first_owner)
-        self._rank = region.rank
+    def __init__(self, region: Region, memory: PeerMemory, arithmetic: Arithmetic, lengths: Sequence[int]) -> None:
+        """lengths: in elements."""
+        itemsize, count = arithmetic.itemsize, len(lengths)
+        chunks, index, starts, sizes = _layout(tuple(lengths), itemsize, region.ranks)
+        self._lengths = lengths
+        self._itemsize = itemsize
         self._arithmetic = arithmetic
-        self._region = region
-        scratch = memory.scratch()
-        self._copies = [arithmetic.over(scratch[peer][0]) for peer in region.peers]
-        self._reached = [(memory.ranks[peer], scratch[peer][1]) for peer in region.peers]
-
-    def begin(self, pieces: Sequence[Piece], number: int) -> None:
-        """Begin the work of this number, on pieces of the same lengths each time; all ranks have arrived."""
-        count = len(pieces)
-        self._claims.begin(number)
-        self._pieces = pieces
-        self._own = self._region.mine.addresses[:count].tolist()
-        self._peers = [
-            (memory, counters.addresses[:count].tolist(), scratch)
-            for (memory, scratch), counters in zip(self._reached, self._region.others, strict=True)
+        self._claims = Claims(region, chunks, 0)
+        self._rank = region.rank
+        self._index, self._starts = index, starts
+        self._pieces: dict[tuple[int, int], Piece] = {}
+        members = [
+            _Member(reached, np.asarray(counters.addresses)[:count], Ranges(sizes), address, arithmetic.over(room))
+            for reached, counters, (room, address) in zip(memory.ranks, region.counters, memory.scratch(), strict=True)
         ]
+        self._all = members
+        self._mine = members[region.rank]
+        self._peers = [members[peer] for peer in region.peers]
+
+    def begin(self, number: int) -> None:
+        """Begin the work of this number; all ranks have arrived, and said where their tensors lie."""
+        self._claims.begin(number)
+        index, starts = self._index, self._starts
+        for member in self._all:
+            np.add(member.addresses[index], starts, out=member.ranges.addresses)
 
     @property
     def unfinished(self) -> bool:
@@ -108,17 +138,34 @@ class PeerReduction:
 
         Raises: OSError for a peer that is gone.
         """
-        itemsize, peers = self._arithmetic.itemsize, self._peers
-        runs = self._claims.take(PASSES)
-        for piece, start, stop in runs:
-            nbytes, offset = (stop - start) * itemsize, start * itemsize
-            for memory, addresses, copy in peers:
-                memory.read(addresses[piece] + offset, copy, nbytes)
-            self._reduce(self._pieces[piece][start:stop], [copy[: stop - start] for copy in self._copies])
-            result = self._own[piece] + offset
-            for memory, addresses, _ in peers:
-                memory.write(addresses[piece] + offset, result, nbytes)
-        return bool(runs)
+        peers, mine = self._peers, self._mine
+        chunks = self._claims.take(PASSES)
+        for row, count, nbytes, piece, start, stop in chunks:
+            place = ROW_BYTES * row
+            for memory, _, ranges, scratch, _ in peers:
+                memory.gather(ranges.start + place, count, scratch, nbytes)
+            if count == 1:
+                own, source = self._piece(piece)[start:stop], int(mine.ranges.addresses[row])
+            else:
+                own, source = mine.copy[start:stop], mine.scratch
+                mine.memory.gather(mine.ranges.start + place, count, source, nbytes)
+            self._reduce(own, [member.copy[: stop - start] for member in peers])
+            for memory, _, ranges, _, _ in peers:
+                memory.scatter(ranges.start + place, count, source, nbytes)
+            if count > 1:
+                mine.memory.scatter(mine.ranges.start + place, count, source, nbytes)
+        return bool(chunks)
+
+    def _piece(self, index: int) -> Piece:
+        """The elements of one of this rank's tensors. They keep no memory: the caller holds the tensors."""
+        address = int(self._mine.addresses[index])
+        piece = self._pieces.get((index, address))
+        if piece is None:
+            if len(self._pieces) >= _MOST_PIECES:
+                self._pieces.clear()
+            nbytes = self._lengths[index] * self._itemsize
+            piece = self._pieces[index, address] = self._arithmetic.over(bytes_at(address, nbytes))
+        return piece
 
     def _reduce(self, own: Piece, copies: list[Piece]) -> None:
         """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""
@@ -134,6 +181,25 @@ class PeerReduction:
 
 
 @functools.lru_cache(maxsize=64)
-def _runs(lengths: tuple[int, ...], itemsize: int, ranks: int) -> list[tuple[int, int, int]]:
-    """The chunks of pieces of these lengths, the same from step to step."""
-    return cut(lengths, fitting(sum(lengths), CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, ranks))
+def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[Chunk], Array, Array, list[int]]:
+    """Cut tensors of these lengths, the same from step to step.
+
+    Returns the chunks and, for all their ranges in a row, the tensor, the byte at which the range begins in it, and
+    how many bytes it has.
+    """
+    largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
+    short = SHORT_BYTES // itemsize
+    together = fitting(sum(length for length in lengths if length < short), largest, smallest, ranks)
+    elements = fitting(sum(length for length in lengths if length >= short), largest, smallest, ranks)
+    cuts = cut_together(lengths, elements, short, max(together, short), MOST_RANGES)
+    chunks, row = [], 0
+    for runs in cuts:
+        piece, start, stop = runs[0]
+        if len(runs) > 1:
+            start, stop = 0, sum(each[2] for each in runs)
+        chunks.append(Chunk(row, len(runs), (stop - start) * itemsize, piece, start, stop))
+        row += len(runs)
+    ranges = [run for runs in cuts for run in runs]
+    index = np.array([piece for piece, _, _ in ranges], np.intp)
+    starts = np.array([start * itemsize for _, start, _ in ranges], np.uint64)
+    return chunks, index, starts, [(stop - start) * itemsize for _, start, stop in ranges]

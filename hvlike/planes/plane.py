@@ -24,6 +24,16 @@ class Bundling(Protocol):
         """Reduce in place what the bundles hold, and flat tensors beside them; on every rank the same, bitwise."""
 
 
+class Repeating(Protocol):
+    """A reduction of tensors of the same lengths, over and over."""
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Routine[None]:
+        """Reduce in place, whatever the shapes, none empty; each of the dtype and dense, its elements in one order.
+
+        addresses: where the tensors begin in host memory.
+        """
+
+
 class Plane(Protocol):
     """Reduces and moves flat contiguous tensors among the ranks of a group, one call at a time, in the same order."""
 
@@ -33,6 +43,12 @@ class Plane(Protocol):
     @property
     def bundling(self) -> Bundling | None:
         """What reduces bundles; None where a buffer for all small tensors serves better."""
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
+        """What reduces tensors of these lengths where they are, short ones too; None where that is not the way.
+
+        The same on every rank.
+        """
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -63,6 +79,9 @@ class SoloPlane:
 
     bundling: Bundling | None = None
     _active = False
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+        """See Plane: there is nothing to prepare."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
         """Apply the factors in place."""

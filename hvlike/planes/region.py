@@ -41,7 +41,7 @@ from hvlike.transport.semaphore import X86, Fence
 REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED = 0, 6, 7, 10, 11, 12
 """Which of a rank's words hold these, for those who look often: see Counters."""
 
-ADDRESSES = 256
+ADDRESSES = 2048
 """How many tensors of one piece of work can be reached in a rank's own memory."""
 
 _WORDS = 13

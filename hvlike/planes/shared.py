@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from hvlike.planes.passing import Passing
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.reduction import PASSES, Reduction, Results
 from hvlike.planes.region import Region
+from hvlike.planes.repeated import Repeated
 from hvlike.transport.routine import Routine, Wait
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
@@ -77,7 +79,7 @@ class SharedPlane:
         if not bundles and not any(map(len, pieces)):
             return
         places = self._direct.places(tensors)
-        near = self._memory.within_reach(tensors)
+        near = self._memory.within_reach([tensor.nbytes for tensor in tensors])
         for word, index in enumerate(near):
             self._region.mine.addresses[word] = tensors[index].data_ptr()
         number = self._meeting.announce(stamp, place_word(places))
@@ -91,14 +93,25 @@ class SharedPlane:
             yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
             if near:
                 yield from self._meeting.meet(number)
-                far = [pieces[index] for index in near]
-                reduction = PeerReduction(self._region, self._memory, arithmetic, far, number % self._region.ranks)
-                reduction.begin(far, number)
+                lengths = [len(pieces[index]) for index in near]
+                reduction = PeerReduction(self._region, self._memory, arithmetic, lengths)
+                reduction.begin(number)
                 yield from self._meeting.in_peers(reduction, number)
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
         """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""
         return AtOnce(self._meeting, self._region, self._direct, self._memory, arithmetic, length, stamp)
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeated | None:
+        """See Plane."""
+        if len(self._memory.within_reach([length * arithmetic.itemsize for length in lengths])) < len(lengths):
+            return None
+        reduction = PeerReduction(self._region, self._memory, arithmetic, lengths)
+        stamp = _stamp_of(lengths, arithmetic)
+        return Repeated(self._meeting, self._region, self._direct, reduction, stamp, partial(self._flat, arithmetic))
+
+    def _flat(self, arithmetic: Arithmetic, tensors: Sequence[torch.Tensor]) -> Routine[None]:
+        return self.allreduce([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors], arithmetic)
 
     @property
     def bundling(self) -> SharedPlane:

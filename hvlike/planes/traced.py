@@ -10,7 +10,7 @@ import torch
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.bundle import Bundle
-from hvlike.planes.plane import Plane
+from hvlike.planes.plane import Plane, Repeating
 from hvlike.transport.routine import Routine
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -43,6 +43,10 @@ class TracedPlane:
         """See Plane."""
         with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
             yield from self.plane.allreduce(tensors, arithmetic)
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
+        """See Plane; who has it shows by itself when it is used."""
+        return self.plane.repeated(lengths, arithmetic)
 
     @property
     def bundling(self) -> TracedPlane | None:

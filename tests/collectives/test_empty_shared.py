@@ -188,6 +188,14 @@ def test_sizes_are_given_as_for_torch_empty(
     assert hvd.allreduce_(tensor, op=hvd.Sum).eq(hvd.size()).all()
 
 
+@pytest.mark.parametrize("arguments", [((2, 3),), (2, 3)], ids=str)
+def test_the_dtype_may_stand_last(hvd: ModuleType, arguments: tuple[object, ...]) -> None:
+    tensor = hvd.empty_shared(*arguments, torch.float64)
+    assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float64)
+    with pytest.raises(UsageError, match=r"expected one dtype, got torch\.float64 and dtype=torch\.float32"):
+        hvd.empty_shared(*arguments, torch.float64, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("arguments", [(-1,), (2.5,), ("3",), ((2, 3), 4), (None,)], ids=str)
 def test_sizes_that_are_none(hvd: ModuleType, arguments: tuple[object, ...]) -> None:
     with pytest.raises(UsageError, match="empty_shared: expected numbers"):

@@ -6,6 +6,9 @@ from types import ModuleType
 
 import pytest
 
+from hvlike.collectives.context import current
+from hvlike.planes.shared import SharedPlane
+
 
 @pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
 def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
@@ -21,3 +24,15 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
     if before is not None:
         os.environ["HVLIKE_RANKS_PER_NODE"] = before
     hvd.init()
+
+
+@pytest.fixture
+def reaching(hvd: ModuleType) -> Iterator[bool]:
+    """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
+    plane = current().membership(None, "test").lanes.first.plane
+    if not isinstance(plane, SharedPlane) or not plane._memory.ranks:
+        yield False
+        return
+    before, plane._memory._least = plane._memory._least, 1
+    yield True
+    plane._memory._least = before

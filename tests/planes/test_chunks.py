@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Chunk, Turns, chunk_bytes, cut
+from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Chunk, Turns, chunk_bytes, cut, cut_together
 
 pytestmark = pytest.mark.pure
 
@@ -20,6 +20,24 @@ pytestmark = pytest.mark.pure
 )
 def test_pieces_are_cut_in_order(lengths: list[int], elements: int, runs: list[tuple[int, int, int]]) -> None:
     assert cut(lengths, elements) == runs
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together", "most", "chunks"),
+    [
+        pytest.param([], 10, 9, [], id="nothing"),
+        pytest.param([0, 3, 0], 10, 9, [[(1, 0, 3)]], id="empty ones are left out"),
+        pytest.param([4, 9, 4], 10, 9, [[(0, 0, 4), (2, 0, 4)], [(1, 0, 6)], [(1, 6, 9)]], id="long ones apart"),
+        pytest.param([4, 4, 4], 8, 9, [[(0, 0, 4), (1, 0, 4)], [(2, 0, 4)]], id="until a chunk is full"),
+        pytest.param([1, 1, 1], 10, 2, [[(0, 0, 1), (1, 0, 1)], [(2, 0, 1)]], id="until it has many"),
+        pytest.param([4, 4], 3, 9, [[(0, 0, 4)], [(1, 0, 4)]], id="one fits in any case"),
+        pytest.param([5], 10, 9, [[(0, 0, 5)]], id="from there on it is long"),
+    ],
+)
+def test_short_pieces_make_chunks_together(
+    lengths: list[int], together: int, most: int, chunks: list[list[tuple[int, int, int]]]
+) -> None:
+    assert cut_together(lengths, 6, 5, together, most) == chunks
 
 
 def test_chunks_are_dealt_in_turn_and_dealing_goes_on_where_it_stopped() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from planes.test_board import Stage, Words
 
-from hvlike.planes.claims import LEAST_SHARED, Claims, Run
+from hvlike.planes.claims import LEAST_SHARED, Claims
 
 pytestmark = pytest.mark.pure
 
+Run = tuple[int, int, int]
 WORDS = 16
 ENDED = 0
 """A word of each rank that the claims do not use: the number of the newest work it has ended."""

@@ -1,7 +1,6 @@
 """Reductions in the ranks' own memory: every chunk by one rank, in the order of the ranks, with the bits of staging."""
 
 import os
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,11 @@ from hvlike.planes import meeting
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.chunks import CHUNK_BYTES
 from hvlike.planes.ops import ReduceOp
-from hvlike.planes.peer_memory import CROWDED_LEAST_WORK, LEAST_BYTES, LEAST_WORK, PASSES, PeerMemory, PeerReduction
+from hvlike.planes.peer_memory import CROWDED_LEAST_WORK, LEAST_WORK, PASSES, PeerMemory, PeerReduction
 from hvlike.planes.plane import Plane
 from hvlike.planes.region import ADDRESSES
 from hvlike.planes.shared import SharedPlane
+from hvlike.transport.process_memory import MOST_RANGES
 from hvlike.transport.routine import Routine
 
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
@@ -26,10 +26,20 @@ CHUNK = CHUNK_BYTES // 4
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("lengths", [[1], [CHUNK], [CHUNK + 1], [5, 3 * CHUNK, 70], [CHUNK * PASSES * 7 + 3]], ids=str)
-@pytest.mark.parametrize("first_owner", [0, 1])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([1], id="one element"),
+        pytest.param([CHUNK], id="one chunk"),
+        pytest.param([CHUNK + 1], id="a chunk and an element"),
+        pytest.param([5, 3 * CHUNK, 70], id="short and long ones"),
+        pytest.param([CHUNK * PASSES * 7 + 3], id="many chunks"),
+        pytest.param([1 + index % 7 for index in range(MOST_RANGES + 5)], id="more short ones than a chunk takes"),
+        pytest.param([3 * CHUNK // 16] * 40, id="several chunks of short ones"),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list[int]) -> None:
+def test_every_chunk_is_reduced_once(ranks: int, lengths: list[int]) -> None:
     generator = np.random.default_rng(1)
     copies = [[generator.standard_normal(n).astype(np.float32) for n in lengths] for _ in range(ranks)]
     expected = [first + second for first, second in zip(copies[0], copies[1], strict=True)]
@@ -37,15 +47,15 @@ def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list
         for total, each in zip(expected, more, strict=True):
             total += each
     counters = [
-        SimpleNamespace(addresses=np.array([each.ctypes.data for each in of_rank]), words=[0] * 16)
+        SimpleNamespace(addresses=np.array([each.ctypes.data for each in of_rank], np.uint64), words=[0] * 16)
         for of_rank in copies
     ]
     for rank in range(ranks):
         peers = [peer for peer in range(ranks) if peer != rank]
         region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
         region.others, region.fence = [counters[peer] for peer in peers], lambda: None
-        reduction = PeerReduction(region, PeerMemory([os.getpid()] * ranks), SUM, copies[rank], first_owner)
-        reduction.begin(copies[rank], 5)
+        reduction = PeerReduction(region, PeerMemory([os.getpid()] * ranks), SUM, lengths)
+        reduction.begin(5)
         while reduction.unfinished:
             reduction.advance()
     for of_rank in copies:
@@ -58,28 +68,15 @@ def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list
     [
         ([LEAST_WORK], False, [0]),
         ([LEAST_WORK - 1], False, []),
-        ([LEAST_BYTES - 1, LEAST_WORK, LEAST_BYTES], False, [1, 2]),
+        ([1, 0, LEAST_WORK - 1], False, [0, 2]),
         ([LEAST_WORK], True, []),
-        ([CROWDED_LEAST_WORK, 5], True, [0]),
-        ([LEAST_BYTES] * (ADDRESSES + 1), False, list(range(ADDRESSES))),
+        ([CROWDED_LEAST_WORK, 5], True, [0, 1]),
+        ([1 << 10] * (ADDRESSES + 1), False, list(range(ADDRESSES))),
     ],
 )
-def test_only_large_tensors_of_large_work_are_reached_for(sizes: list[int], crowded: bool, expected: list[int]) -> None:
-    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    assert PeerMemory([1, 2], crowded=crowded).within_reach(tensors) == expected
-    assert PeerMemory([]).within_reach(tensors) == []
-
-
-@pytest.fixture
-def reaching(hvd: ModuleType) -> Iterator[bool]:
-    """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
-    plane = current().membership(None, "test").lanes.first.plane
-    if not isinstance(plane, SharedPlane) or not plane._memory.ranks:
-        yield False
-        return
-    before, plane._memory._least = plane._memory._least, 1
-    yield True
-    plane._memory._least = before
+def test_only_tensors_of_large_work_are_reached_for(sizes: list[int], crowded: bool, expected: list[int]) -> None:
+    assert PeerMemory([1, 2], crowded=crowded).within_reach(sizes) == expected
+    assert PeerMemory([]).within_reach(sizes) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)

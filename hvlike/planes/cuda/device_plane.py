@@ -21,7 +21,7 @@ import torch
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.cuda.runtime import DeviceRuntime, Event, Stream
-from hvlike.planes.plane import Bundling, Plane
+from hvlike.planes.plane import Bundling, Plane, Repeating
 from hvlike.transport.routine import Routine, Wait
 
 T = TypeVar("T")
@@ -42,6 +42,10 @@ class DevicePlane(ABC):
         """Where the tensors have to be."""
         self.stream: Stream = runtime.new_stream(device) if stream is None else stream
         self.broken: BaseException | None = None
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
+        """See Plane: not the way of this one."""
+        return None
 
     # -- the way in and out ---------------------------------------------------------------------
 

@@ -1,0 +1,204 @@
+"""Tensors of a bucket are reduced where they lie, short ones too; a rank that cannot leave them there does the same."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from planes.jobs import run
+
+from hvlike.collectives.bucket_packer import BucketPacker
+from hvlike.collectives.context import current
+from hvlike.errors import MismatchError
+from hvlike.planes import meeting
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.lane import Lane, open_lane
+from hvlike.planes.ops import ReduceOp
+from hvlike.planes.peer_memory import PeerMemory
+from hvlike.planes.plane import Plane
+from hvlike.planes.region import ADDRESSES
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.routine import Routine
+from hvlike.transport.task import Task
+
+SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) for index in range(300)]]
+"""Short ones, a long one, a scalar and an empty one."""
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(autouse=True)
+def _where_ranks_reach_each_other(reaching: bool) -> None:
+    if not reaching:
+        pytest.skip("the system does not let the ranks reach each other's memory")
+
+
+def contributions(rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> list[torch.Tensor]:
+    """Small whole numbers: their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 * rank + shift)
+    return [torch.randint(-4, 5, shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def expected(size: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> list[torch.Tensor]:
+    every = [contributions(rank, dtype, shift) for rank in range(size)]
+    return [torch.stack(each).sum(0) for each in zip(*every, strict=True)]
+
+
+def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> None:
+    def job(plane: Plane) -> Routine[None]:
+        yield from packer.allreduce(plane, tensors)
+
+    run(job)
+
+
+def equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+
+
+def shared_plane() -> SharedPlane:
+    plane = current().membership(None, "test").lanes.first.plane
+    assert isinstance(plane, SharedPlane)
+    return plane
+
+
+def memory_of() -> PeerMemory:
+    return shared_plane()._memory
+
+
+def new_lane(number: int) -> Lane:
+    """A lane that may be lost."""
+    fabric, group = current().fabric, current().membership(None, "test").group
+    opened = fabric.loop.start(open_lane(fabric, group, number), wake=False)
+    assert fabric.loop.wait(lambda: opened.done, 30.0)
+    assert opened.result is not None
+    return opened.result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_every_tensor_is_reduced_step_after_step(hvd: ModuleType, dtype: torch.dtype) -> None:
+    packer = BucketPacker([None] * len(SHAPES), Arithmetic(dtype, ReduceOp.SUM))
+    for step in range(3):
+        tensors = contributions(hvd.rank(), dtype, step)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        reduce(packer, tensors)
+        assert equal(tensors, expected(hvd.size(), dtype, step))
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
+        assert not packer._bundles
+
+
+def test_the_bits_are_those_of_bundles(hvd: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs = [100 * torch.rand(shape, generator=generator) for shape in SHAPES]
+    results = []
+    for least in (1, 1 << 60):
+        memory_of()._least = least
+        tensors = [each.clone() for each in inputs]
+        average = Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size())
+        reduce(BucketPacker([None] * len(SHAPES), average), tensors)
+        results.append(tensors)
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("strides", [None, (1, 3)], ids=["row by row", "transposed"])
+def test_the_agreed_order_in_memory_counts(hvd: ModuleType, strides: tuple[int, int] | None) -> None:
+    agreed = [strides if shape == (3, 5) else None for shape in SHAPES]
+    packer = BucketPacker(agreed, Arithmetic(torch.float32, ReduceOp.SUM))
+    for order in (hvd.rank() % 2, 0, 1):
+        tensors = contributions(hvd.rank())
+        tensors[1] = tensors[1].t().contiguous().t() if order else tensors[1]
+        reduce(packer, tensors)
+        assert equal(tensors, expected(hvd.size()))
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, of which memory holds the negatives."""
+    return torch._neg_view(-tensor)
+
+
+def inferred(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def wider(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double()
+
+
+@pytest.mark.parametrize("change", [negated, inferred, strided, wider])
+def test_a_rank_whose_tensors_are_unusual_takes_part(
+    hvd: ModuleType, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.SUM))
+    for step in range(3):
+        tensors = contributions(hvd.rank(), shift=step)
+        if step and hvd.rank() == step % hvd.size():
+            tensors = [change(tensor) for tensor in tensors]
+        reduce(packer, tensors)
+        assert equal([tensor.float() for tensor in tensors], expected(hvd.size(), shift=step))
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_some_tensors_lie_in_shared_allocations(hvd: ModuleType, everybody: bool) -> None:
+    shared = hvd.empty_shared((300, 400), torch.float32)
+    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.SUM))
+    place = SHAPES.index((300, 400))
+    for step in range(3):
+        tensors = contributions(hvd.rank(), shift=step)
+        if everybody or hvd.rank() == 1:
+            tensors[place] = shared.copy_(tensors[place])
+        reduce(packer, tensors)
+        assert equal(tensors, expected(hvd.size(), shift=step))
+
+
+def test_tensors_of_other_dtypes_are_cast_in_bundles(hvd: ModuleType) -> None:
+    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float16, ReduceOp.SUM), casts=True)
+    for step in range(2):
+        tensors = contributions(hvd.rank(), shift=step)
+        reduce(packer, tensors)
+        assert equal(tensors, expected(hvd.size(), shift=step))
+        assert packer._bundles
+
+
+def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
+    packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
+    for lengths in ([5, 20_000], [20_000, 5], [7, 7], [3, 0]):
+        tensors = [torch.full((length,), 1.0 + hvd.rank()) for length in lengths]
+        reduce(packer, tensors)
+        total = sum(1.0 + rank for rank in range(hvd.size()))
+        assert all(bool((tensor == total).all()) for tensor in tensors)
+
+
+def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType) -> None:
+    plane = new_lane(79_000).plane
+    assert isinstance(plane, SharedPlane)
+    plane._memory._least = 1
+    repeated = plane.repeated([5], Arithmetic(torch.float32, ReduceOp.SUM))
+    assert repeated is not None
+    tensor, kept = torch.ones(5), len(meeting.kept)
+    routine = repeated.allreduce([tensor], [tensor.data_ptr()])
+    next(routine)
+    routine.close()
+    assert len(meeting.kept) == kept + 1
+    assert meeting.kept.pop()[0] is tensor
+
+
+def test_more_tensors_than_can_be_said_are_not_taken(hvd: ModuleType) -> None:
+    add = Arithmetic(torch.float32, ReduceOp.SUM)
+    assert shared_plane().repeated([1] * ADDRESSES, add) is not None
+    assert shared_plane().repeated([1] * (ADDRESSES + 1), add) is None
+
+
+def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
+    fabric, lane = current().fabric, new_lane(78_000)
+    assert isinstance(lane.plane, SharedPlane)
+    lane.plane._memory._least = 1
+    packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
+    tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]
+    ended: list[Task[None]] = []
+    lane.submit(lambda plane: packer.allreduce(plane, tensors), ended.append, wake=False)
+    assert fabric.loop.wait(lambda: bool(ended), 30.0)
+    assert isinstance(ended[0].error, MismatchError)
