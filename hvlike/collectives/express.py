@@ -29,6 +29,7 @@ from hvlike.planes.express import Express
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.quiet import Quiet
 from hvlike.transport.dtypes import bytes_at
+from hvlike.transport.task import Task
 
 MOST_PLANS = 1024
 """Kinds of calls that are remembered; with one more all are learned anew."""
@@ -255,8 +256,8 @@ class ExpressAllreduce:
         routine = None if plan.at_once is None else plan.at_once.begin(tensor)
         if routine is None:
             routine = express.reduction(plan.piece(address), tensor, plan.arithmetic, plan.number)
-        ended = express.drive(routine)
-        if ended is None:
+        ended: list[Task[None]] = []
+        if express.lane.drive(routine, ended.append):
             return
         key = (STEP, _STEPS)
         negotiator.enter_step(key, self._large, place_of_caller(), name, express.lane.fail)

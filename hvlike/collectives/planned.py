@@ -306,19 +306,24 @@ class PlannedReducer:
         }
 
     def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
-        with self._lock:
-            first, self._started = self._started, len(schedule.buckets)
-            for number in range(first, self._started):
-                self._start(schedule, number, schedule.buckets[number].pick(tensors), wake=False)
-        negotiator = self._membership.negotiator
-        key = (STEP, self.name)
-        negotiator.enter_step(key, self._step + 1, place_of_caller(), schedule.described, self.fail)
-        self._membership.rounds.check_step(self.name, self._step + 1, self.fail)
-        try:
-            with exposed(schedule.lane, self.name, self._step):
-                negotiator.wait(key, lambda: self._unfinished == 0, None)
-        finally:
-            negotiator.leave_step(key)
+        negotiator, rounds = self._membership.negotiator, self._membership.rounds
+        key, step, place = (STEP, self.name), self._step + 1, place_of_caller()
+        negotiator.notice(key, place)
+        negotiator.steps[self.name] = step
+        rounds.check_step(self.name, step, self.fail)
+        with exposed(schedule.lane, self.name, self._step):
+            try:
+                self._start_rest(schedule, tensors)
+            except BaseException:
+                self.close()
+                raise
+            if self._unfinished:
+                negotiator.enter_step(key, step, place, schedule.described, self.fail)
+                rounds.check_step(self.name, step, self.fail)
+                try:
+                    negotiator.wait(key, lambda: self._unfinished == 0, None)
+                finally:
+                    negotiator.leave_step(key)
         error, self._error = self._error, None
         if self._arrivals is not None and error is None:
             error = self._arrivals.leave(schedule.device)
@@ -327,6 +332,14 @@ class PlannedReducer:
             self.close()
             raise error
         schedule.commit()
+
+    def _start_rest(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
+        """Start the buckets that have not been. This thread would wait for them, and drives what it can itself."""
+        with self._lock:
+            first, self._started = self._started, len(schedule.buckets)
+            for number in range(first, self._started):
+                picked = schedule.buckets[number].pick(tensors)
+                self._start(schedule, number, picked, wake=False, drive=not self._unfinished)
 
     def _arrived_on_device(self, arrivals: Arrivals, index: int, tensor: torch.Tensor) -> None:
         """A tensor of a GPU is final once its stream has come to this point; with the lock held."""
@@ -346,9 +359,11 @@ class PlannedReducer:
             marked = [self._marked[index] for index in schedule.buckets[number].entries]
             self._start(schedule, number, marked, wake=True)
 
-    def _start(self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool) -> None:
+    def _start(
+        self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False
+    ) -> None:
         streams = () if self._arrivals is None else self._arrivals.streams(number)
-        if schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake, streams=streams):
+        if schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake, streams=streams, drive=drive):
             # With the lock held, which whoever ends it needs.
             self._unfinished += 1
 

@@ -65,11 +65,14 @@ class Schedule:
         active: bool,
         wake: bool,
         streams: Iterable[Stream] = (),
+        drive: bool = False,
     ) -> bool:
         """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop.
 
-        streams: of a device, where the tensors are made. Returns False, and does not call `after`, where all of it is
-        in the stream of the device and the host has nothing left to do.
+        streams: of a device, where the tensors are made. drive: the caller, whose buckets have all ended, would wait
+        for this one, and does what it can of the work itself, here and now. Returns False, and does not call `after`,
+        where the host has nothing left to do: all is done, or in the stream of the device.
+        Raises: what a reduction raises that was driven here.
         """
         self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors)
@@ -81,8 +84,25 @@ class Schedule:
         job = job if number else self._counting(job, active)
         if self.lane.recorder.on:
             job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
+        elif drive and self._may_drive(number):
+            return not self._drive(job, after)
         self.lane.submit(job, after, wake=wake)
         return True
+
+    def _may_drive(self, number: int) -> bool:
+        """Whether a thread other than the loop's may take the steps of a bucket."""
+        lane = self.lane
+        alone = lane.drives and lane.idle and lane.broken is None
+        return alone and number not in self._on_device and self.buckets[number].is_plain
+
+    def _drive(self, job: Job, after: Ended) -> bool:
+        lane = self.lane
+        try:
+            return lane.drive(job(lane.plane), after)
+        except BaseException as error:
+            # As where the loop runs it: the ranks no longer agree on where they are.
+            lane.broken = lane.broken or error
+            raise
 
     @property
     def device(self) -> DevicePlane | None:

@@ -17,16 +17,14 @@ from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.at_once import AtOnce
 from hvlike.planes.board import HEAD, RING, WORDS, Board
 from hvlike.planes.lane import Lane
-from hvlike.planes.plane import Plane
 from hvlike.planes.region import order_by
 from hvlike.planes.shared import SharedPlane
 from hvlike.transport.cores import is_crowded
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.routine import Routine
 from hvlike.transport.segment import Segment, words
-from hvlike.transport.task import Task
 
 COPIED_BYTES = 1536 << 10
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
@@ -41,7 +39,6 @@ PATIENCE_SECONDS = 0.05
 _BLOCK_BYTES = -(-8 * WORDS // 128) * 128
 _LOOKS = 300
 _CROWDED_LOOKS = 100
-_STILL_LOOKS = 200
 _NAP_SECONDS = 2e-3
 _HEAD_SECONDS = 10.0
 
@@ -120,30 +117,6 @@ class Express:
         if isinstance(plane, SharedPlane):
             return plane.allreduce_pieces([tensor], [own], arithmetic, number)
         return plane.allreduce([tensor.view(-1)], arithmetic)
-
-    def drive(self, routine: Routine[None]) -> list[Task[None]] | None:
-        """Run a routine on the plane of the lane, after a yes: all ranks do. None when it has ended.
-
-        Else a peer lets the others wait, and the loop goes on with it: the list is filled once it has ended.
-        Raises: what the routine raises.
-        """
-        still = 0
-        for wait in routine:
-            still = 0 if wait is Wait.AGAIN else still + 1
-            if still > _STILL_LOOKS:
-                return self._hand_over(routine)
-            if still and self._crowded:
-                os.sched_yield()
-        return None
-
-    def _hand_over(self, routine: Routine[None]) -> list[Task[None]]:
-        ended: list[Task[None]] = []
-
-        def rest(plane: Plane) -> Routine[None]:
-            yield from routine
-
-        self.lane.submit(rest, ended.append, wake=False)
-        return ended
 
     def _wait(self, index: int) -> bool | None:
         """The answer, None when patience has run out."""

@@ -6,6 +6,7 @@ order of its own (the negotiated requests of a process set, the plan of an optim
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -22,11 +23,14 @@ from hvlike.planes.shared import SharedPlane
 from hvlike.transport.cores import is_crowded
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
-from hvlike.transport.routine import Routine
+from hvlike.transport.routine import Routine, Wait
 from hvlike.transport.task import Task
 
 # A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
 _BUDGETS = (2 << 20, 512 << 10, 64 << 10)
+
+_STILL_LOOKS = 200
+"""How often a thread that drives looks for a peer before it leaves that to the loop, which sleeps: some 100 us."""
 
 Job = Callable[[Plane], Routine[None]]
 
@@ -43,9 +47,36 @@ class Lane:
         """The plane for tensors of a GPU, once one has come."""
         self.recorder = fabric.recorder
         self.counters = fabric.counters
+        self.drives = isinstance(plane, SharedPlane)
+        """Any thread may take the steps of a routine on the plane: MPI is not called there."""
+        self._crowded = is_crowded(fabric.cores)
+        self._looks = _STILL_LOOKS
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
+
+    def drive(self, routine: Routine[None], after: Callable[[Task[None]], None]) -> bool:
+        """Take the steps of a routine on the plane in this thread, as long as it moves; True when it has ended.
+
+        Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
+        the lane `drives`, while it is idle, by the one thread that submits to it. Raises: what the routine raises.
+        """
+        still = 0
+        for wait in routine:
+            still = 0 if wait is Wait.AGAIN else still + 1
+            if still > self._looks:
+                self._hand_over(routine, after)
+                return False
+            if still and self._crowded:
+                # The rank that is waited for may need this core.
+                os.sched_yield()
+        return True
+
+    def _hand_over(self, routine: Routine[None], after: Callable[[Task[None]], None]) -> None:
+        def rest(plane: Plane) -> Routine[None]:
+            yield from routine
+
+        self.submit(rest, after, wake=False)
 
     def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
         """Run `job(plane)` after all that was submitted before, then `after(task)` in the loop. From any thread."""

@@ -1,0 +1,142 @@
+"""A thread that waits for a job takes its steps itself, and leaves them to the loop once it would have to wait long."""
+
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hvlike.collectives.context import current
+from hvlike.collectives.planned import Entry, PlannedReducer
+from hvlike.collectives.reductions import Sum
+from hvlike.planes.hierarchical import HierarchicalPlane
+from hvlike.planes.lane import Lane
+from hvlike.planes.plane import SoloPlane
+from hvlike.planes.shared import SharedPlane
+from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.task import Task
+
+ELEMENTS = 1000
+
+
+@pytest.fixture
+def lane(hvd: ModuleType) -> Lane:
+    first = current().membership(None, "test").lanes.first
+    return Lane(current().fabric, first.group, -1, SoloPlane())
+
+
+def counted(steps: int, wait: Wait, taken: list[int]) -> Routine[None]:
+    for _ in range(steps):
+        taken.append(threading.get_ident())
+        yield wait
+
+
+def test_what_moves_is_done_by_the_caller(lane: Lane) -> None:
+    taken: list[int] = []
+    ended: list[Task[None]] = []
+    assert lane.drive(counted(1000, Wait.AGAIN, taken), ended.append)
+    assert taken == [threading.get_ident()] * 1000
+    assert lane.idle
+    assert not ended
+
+
+def test_what_has_to_wait_goes_on_in_the_loop(lane: Lane) -> None:
+    arrived, taken = threading.Event(), []
+
+    def waiting() -> Routine[None]:
+        while not arrived.is_set():
+            taken.append(time.monotonic())
+            yield Wait.POLL
+
+    ended: list[Task[None]] = []
+    assert not lane.drive(waiting(), ended.append)
+    before = len(taken)
+    threading.Timer(0.05, arrived.set).start()
+    assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
+    assert ended[0].error is None
+    assert len(taken) > before
+    assert lane.idle
+
+
+def test_an_error_is_the_callers_or_the_tasks(lane: Lane) -> None:
+    def failing(still: int) -> Routine[None]:
+        yield from counted(still, Wait.POLL, [])
+        raise KeyError("expected")
+
+    ended: list[Task[None]] = []
+    with pytest.raises(KeyError, match="expected"):
+        lane.drive(failing(3), ended.append)
+    assert not ended
+    assert not lane.drive(failing(1000), ended.append)
+    assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
+    assert isinstance(ended[0].error, KeyError)
+
+
+def test_no_thread_but_the_loops_calls_mpi(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    lane = current().membership(None, "test").lanes.first
+    assert lane.drives == isinstance(lane.plane, SharedPlane)
+    assert not (lane.drives and isinstance(lane.plane, HierarchicalPlane))
+
+
+@pytest.fixture
+def reducer(hvd: ModuleType) -> Iterator[PlannedReducer]:
+    entries = [Entry(str(index), (ELEMENTS,), torch.float32, torch.device("cpu")) for index in range(3)]
+    made = PlannedReducer(entries, name="test.driving", op=Sum)
+    yield made
+    made.close()
+
+
+def step(reducer: PlannedReducer, size: int) -> None:
+    tensors = [torch.full((ELEMENTS,), float(index)) for index in range(3)]
+    reducer.finish(tensors)
+    assert all(bool((tensor == index * size).all()) for index, tensor in enumerate(tensors))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, reducer: PlannedReducer) -> None:
+    step(reducer, hvd.size())
+    assert reducer.schedule is not None
+    lane: Any = reducer.schedule.lane
+    if not lane.drives or current().overlaps:
+        pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
+    submitted: list[Any] = []
+    real, lane.submit = lane.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
+    lane._looks = 1 << 30
+    for _ in range(5):
+        step(reducer, hvd.size())
+    del lane.submit
+    assert not submitted
+    assert reducer.served == 6
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_comes_late_is_waited_for_in_the_loop(hvd: ModuleType, reducer: PlannedReducer) -> None:
+    for late in range(hvd.size()):
+        step(reducer, hvd.size())
+        if hvd.rank() == late:
+            time.sleep(0.2)
+    assert reducer.served == hvd.size()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
+    hvd: ModuleType, reducer: PlannedReducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(reducer, hvd.size())
+    assert reducer.schedule is not None
+    lane = reducer.schedule.lane
+
+    def failing(routine: Routine[None], after: object) -> bool:
+        raise KeyboardInterrupt
+
+    if lane.drives and not current().overlaps:
+        monkeypatch.setattr(lane, "drive", failing)
+        with pytest.raises(KeyboardInterrupt):
+            step(reducer, hvd.size())
+        assert isinstance(lane.broken, KeyboardInterrupt)
+        assert reducer.schedule is None
+    step(reducer, hvd.size())
+    assert reducer.healthy
