@@ -35,7 +35,7 @@ from hvlike.collectives.request import order_in_memory
 from hvlike.collectives.schedule import Schedule
 from hvlike.collectives.shadow import Keep, PlanShadow, Shadow
 from hvlike.collectives.sparse import SparseSum
-from hvlike.collectives.trace import exposed
+from hvlike.collectives.trace import Exposed
 from hvlike.collectives.waits import STEP
 from hvlike.planes.cuda.runtime import kind_of
 from hvlike.planes.lane import Lane
@@ -311,7 +311,7 @@ class PlannedReducer:
         negotiator.notice(key, place)
         negotiator.steps[self.name] = step
         rounds.check_step(self.name, step, self.fail)
-        with exposed(schedule.lane, self.name, self._step):
+        with Exposed(schedule.lane, self.name, self._step):
             try:
                 self._start_rest(schedule, tensors)
             except BaseException:

@@ -26,7 +26,7 @@ from hvlike.collectives.membership import Membership
 from hvlike.collectives.places import place_of_caller
 from hvlike.collectives.process_set import ProcessSet
 from hvlike.collectives.shadow import CountingJob, LaneShadow, Shadow
-from hvlike.collectives.trace import exposed, recorded
+from hvlike.collectives.trace import Exposed, recorded
 from hvlike.collectives.waits import STEP
 from hvlike.errors import UsageError
 from hvlike.planes.cuda.jobs import on_device
@@ -168,7 +168,7 @@ class PlannedLane:
             negotiator.enter_step(key, number, place_of_caller(), "", self.fail)
             membership.rounds.check_step(self.name, number, self.fail)
             try:
-                with exposed(lane, self.name, number):
+                with Exposed(lane, self.name, number):
                     negotiator.wait(key, lambda: step.ended, None)
             finally:
                 negotiator.leave_step(key)

@@ -11,8 +11,7 @@ An arrow leads from the call of the rank that asked last to the operation on the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from hvlike.planes.plane import Plane
 from hvlike.planes.traced import TracedPlane, total_bytes
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 MOST_ROWS = 500
 """Names with a row of their own; further ones share rows as unnamed operations do."""
@@ -186,26 +183,30 @@ class Trace:
         return said
 
 
-@contextmanager
-def exposed(lane: Lane, name: str, step: int) -> Iterator[None]:
-    """The caller waits for the rest of a planned reduction meanwhile: communication that nothing hides."""
-    began = time.monotonic()
-    try:
-        with _wait(lane, name, step) if lane.recorder.on else _NOTHING:
-            yield
-    finally:
-        lane.counters.waited(name, time.monotonic() - began)
+class Exposed:
+    """Around what a caller waits for in a planned reduction: communication that nothing hides, in the figures too."""
 
+    __slots__ = ("_began", "_lane", "_name", "_row", "_step")
 
-@contextmanager
-def _wait(lane: Lane, name: str, step: int) -> Iterator[None]:
-    recorder = lane.recorder
-    row = recorder.row(f"step of {name}")
-    recorder.begin(row, "WAIT", {"step": step, "process_set": lane.group.number})
-    try:
-        yield
-    finally:
-        recorder.end(row)
+    def __init__(self, lane: Lane, name: str, step: int) -> None:
+        self._lane = lane
+        self._name = name
+        self._step = step
+        self._row: int | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+        recorder = self._lane.recorder
+        if recorder.on:
+            self._row = recorder.row(f"step of {self._name}")
+            arguments = {"step": self._step, "process_set": self._lane.group.number}
+            recorder.begin(self._row, "WAIT", arguments)
+
+    def __exit__(self, *_: object) -> None:
+        if self._row is not None:
+            self._lane.recorder.end(self._row)
+        self._lane.counters.waited(self._name, time.monotonic() - self._began)
 
 
 def recorded(

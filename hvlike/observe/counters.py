@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -53,49 +53,44 @@ class Waits:
 
 
 class Counters:
-    """The figures of one rank; any thread."""
+    """The figures of one rank; any thread. Kept as lists: in every step they are counted, and seldom looked at."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
         """When counting began."""
         self._lock = threading.Lock()
-        self._moved: dict[str, Moved] = {}
-        self._waits: dict[str, Waits] = {}
+        self._moved: dict[str, list[int]] = {}
+        self._waits: dict[str, list[float]] = {}
 
     def ran(self, kind: str, operations: int, nbytes: int) -> None:
         """A batch of operations of one kind starts."""
         with self._lock:
-            before = self._moved.get(kind, _NOTHING_MOVED)
-            self._moved[kind] = Moved(
-                before.operations + operations,
-                before.batches + 1,
-                before.bytes + nbytes,
-                max(before.largest_batch, operations),
-                max(before.largest_batch_bytes, nbytes),
-            )
+            figures = self._moved.get(kind)
+            if figures is None:
+                figures = self._moved[kind] = [0] * 5
+            figures[0] += operations
+            figures[1] += 1
+            figures[2] += nbytes
+            figures[3] = max(figures[3], operations)
+            figures[4] = max(figures[4], nbytes)
 
     def waited(self, name: str, seconds: float) -> None:
         """The caller of a planned reduction has waited for its end."""
         with self._lock:
-            before = self._waits.get(name, _NO_WAITS)
-            self._waits[name] = replace(
-                before,
-                waits=before.waits + 1,
-                seconds=before.seconds + seconds,
-                last_seconds=seconds,
-                longest_seconds=max(before.longest_seconds, seconds),
-            )
+            figures = self._waits.get(name)
+            if figures is None:
+                figures = self._waits[name] = [0, 0.0, 0.0, 0.0]
+            figures[0] += 1
+            figures[1] += seconds
+            figures[2] = seconds
+            figures[3] = max(figures[3], seconds)
 
     def moved(self) -> dict[str, Moved]:
         """What has run, by kind."""
         with self._lock:
-            return dict(self._moved)
+            return {kind: Moved(*figures) for kind, figures in self._moved.items()}
 
     def waits(self) -> dict[str, Waits]:
         """Exposed waits, by the name of what has waited."""
         with self._lock:
-            return dict(self._waits)
-
-
-_NOTHING_MOVED = Moved()
-_NO_WAITS = Waits()
+            return {name: Waits(int(waits), *seconds) for name, (waits, *seconds) in self._waits.items()}

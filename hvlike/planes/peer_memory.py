@@ -36,7 +36,9 @@ LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
 PASSES = 8
 """How many chunks are reduced before other routines have a turn."""
 
-_MOST_PIECES = 1024
+_FIRST_ADDRESS = 4096
+_MEMORY = bytes_at(_FIRST_ADDRESS, 1 << 56)
+"""All that could be this process's memory: a slice of it costs a tenth of what it costs to view a tensor anew."""
 
 
 class PeerMemory:
@@ -72,17 +74,15 @@ class PeerMemory:
 
 
 class Chunk(NamedTuple):
-    """One tensor's elements `start` to `stop`, or several short tensors in a row."""
+    """A run of one tensor's elements, or several short tensors."""
 
     row: int
     """Of its first range in a table of all."""
     ranges: int
     """How many it has."""
+    elements: int
+    """Of all of them."""
     nbytes: int
-    piece: int
-    start: int
-    stop: int
-    """Of a chunk of several ranges: all its elements."""
 
 
 class _Member(NamedTuple):
@@ -106,13 +106,12 @@ class PeerReduction:
         """lengths: in elements."""
         itemsize, count = arithmetic.itemsize, len(lengths)
         chunks, index, starts, sizes = _layout(tuple(lengths), itemsize, region.ranks)
-        self._lengths = lengths
         self._itemsize = itemsize
+        self._memory = arithmetic.over(_MEMORY)
         self._arithmetic = arithmetic
         self._claims = Claims(region, chunks, 0)
         self._rank = region.rank
         self._index, self._starts = index, starts
-        self._pieces: dict[tuple[int, int], Piece] = {}
         members = [
             _Member(reached, np.asarray(counters.addresses)[:count], Ranges(sizes), address, arithmetic.over(room))
             for reached, counters, (room, address) in zip(memory.ranks, region.counters, memory.scratch(), strict=True)
@@ -140,32 +139,29 @@ class PeerReduction:
         """
         peers, mine = self._peers, self._mine
         chunks = self._claims.take(PASSES)
-        for row, count, nbytes, piece, start, stop in chunks:
+        for row, count, elements, nbytes in chunks:
             place = ROW_BYTES * row
             for memory, _, ranges, scratch, _ in peers:
                 memory.gather(ranges.start + place, count, scratch, nbytes)
             if count == 1:
-                own, source = self._piece(piece)[start:stop], int(mine.ranges.addresses[row])
+                source = int(mine.ranges.addresses[row])
+                own = self._elements(source, elements)
             else:
-                own, source = mine.copy[start:stop], mine.scratch
+                source, own = mine.scratch, mine.copy[:elements]
                 mine.memory.gather(mine.ranges.start + place, count, source, nbytes)
-            self._reduce(own, [member.copy[: stop - start] for member in peers])
+            self._reduce(own, [member.copy[:elements] for member in peers])
             for memory, _, ranges, _, _ in peers:
                 memory.scatter(ranges.start + place, count, source, nbytes)
             if count > 1:
                 mine.memory.scatter(mine.ranges.start + place, count, source, nbytes)
         return bool(chunks)
 
-    def _piece(self, index: int) -> Piece:
-        """The elements of one of this rank's tensors. They keep no memory: the caller holds the tensors."""
-        address = int(self._mine.addresses[index])
-        piece = self._pieces.get((index, address))
-        if piece is None:
-            if len(self._pieces) >= _MOST_PIECES:
-                self._pieces.clear()
-            nbytes = self._lengths[index] * self._itemsize
-            piece = self._pieces[index, address] = self._arithmetic.over(bytes_at(address, nbytes))
-        return piece
+    def _elements(self, address: int, count: int) -> Piece:
+        """So many elements of this rank's own memory. They keep none of it: the caller holds the tensors."""
+        first, odd = divmod(address - _FIRST_ADDRESS, self._itemsize)
+        if odd:
+            return self._arithmetic.over(bytes_at(address, count * self._itemsize))
+        return self._memory[first : first + count]
 
     def _reduce(self, own: Piece, copies: list[Piece]) -> None:
         """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""
@@ -194,10 +190,8 @@ def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[C
     cuts = cut_together(lengths, elements, short, max(together, short), MOST_RANGES)
     chunks, row = [], 0
     for runs in cuts:
-        piece, start, stop = runs[0]
-        if len(runs) > 1:
-            start, stop = 0, sum(each[2] for each in runs)
-        chunks.append(Chunk(row, len(runs), (stop - start) * itemsize, piece, start, stop))
+        size = sum(stop - start for _, start, stop in runs)
+        chunks.append(Chunk(row, len(runs), size, size * itemsize))
         row += len(runs)
     ranges = [run for runs in cuts for run in runs]
     index = np.array([piece for piece, _, _ in ranges], np.intp)

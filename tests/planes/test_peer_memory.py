@@ -38,10 +38,14 @@ CHUNK = CHUNK_BYTES // 4
         pytest.param([3 * CHUNK // 16] * 40, id="several chunks of short ones"),
     ],
 )
+@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "at odd addresses"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_every_chunk_is_reduced_once(ranks: int, lengths: list[int]) -> None:
+def test_every_chunk_is_reduced_once(ranks: int, odd: int, lengths: list[int]) -> None:
     generator = np.random.default_rng(1)
-    copies = [[generator.standard_normal(n).astype(np.float32) for n in lengths] for _ in range(ranks)]
+    copies = [[np.empty(4 * n + odd, np.uint8)[odd:].view(np.float32) for n in lengths] for _ in range(ranks)]
+    for each in copies:
+        for copy in each:
+            copy[:] = generator.standard_normal(len(copy))
     expected = [first + second for first, second in zip(copies[0], copies[1], strict=True)]
     for more in copies[2:]:
         for total, each in zip(expected, more, strict=True):
