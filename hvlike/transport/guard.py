@@ -33,7 +33,7 @@ from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Protocol
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
-from hvlike.transport import forks, launchers, mpi, stack_signal
+from hvlike.transport import forks, launchers, leftovers, mpi, stack_signal
 from hvlike.transport.exit_status import ExitObserver
 from hvlike.transport.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.parents import ParentWatch
@@ -150,7 +150,9 @@ class Guard:
         """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
         if self._parents is not None and self._parents.is_orphan():
             self._say(f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone")
-            # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves.
+            # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
+            # anybody remove the library's files any more.
+            leftovers.unlink_start_up_segments(whole_job_ends=True)
             os._exit(1)
 
     def _is_mine(self) -> bool:

@@ -2,8 +2,8 @@
 
 MPICH keeps its start-up segment (about 1 MiB a rank) under a name in /dev/shm until MPI_Finalize, and nobody removes
 it when the job ends in another way: a machine on which jobs fail fills its shared memory. Once every rank has mapped
-the segment the name has no use any more. Open MPI's launcher removes its files itself; only a process without a
-launcher leaves its segment behind, even when it ends well.
+the segment the name has no use any more. Open MPI's launcher removes its files itself; a process without a launcher
+leaves its segment behind, even when it ends well, and so do all ranks whose launcher was killed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
 _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
-def unlink_start_up_segments(*, alone: bool) -> None:
+def unlink_start_up_segments(*, alone: bool = False, whole_job_ends: bool = False) -> None:
     """Take the names of the start-up segments that this process maps; the memory lives on.
 
-    alone: this process is the whole job; Open MPI's ranks map each other's segments later, by name.
+    alone: this process is the whole job. Else Open MPI's ranks map each other's segments later, by name, unless
+    whole_job_ends.
     One rank of a node calls it, after MPI has started on all of them. It does nothing where nothing is left.
     """
-    for path in _mapped((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
+    for path in _mapped((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone or whole_job_ends else (_MPICH_SEGMENTS,)):
         # Another rank of the node may have been faster, where a machine is split into several nodes for trials.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -73,13 +73,12 @@ def run(body: str, others: str = WAIT_IN_COLLECTIVE, ranks: int = 2) -> Ended:
         return finish(running, started)
 
 
-def check_clean(ended: Ended, *, shared: bool = True) -> None:
+def check_clean(ended: Ended) -> None:
     """Ended in time, and nothing is left."""
     assert not ended.job.timed_out, ended.job.describe()
     assert ended.job.survivors == (), ended.job.describe()
     assert ended.seconds < LIMIT_SECONDS, ended.job.describe()
-    if shared:
-        assert ended.left_in_shared_memory == []
+    assert ended.left_in_shared_memory == []
 
 
 # What rank 1 does, the status of mpirun, what must be in its stderr.
@@ -253,8 +252,8 @@ def test_a_signal_to_the_launcher_ends_the_job(number: signal.Signals, others: s
 @pytest.mark.parametrize("others", [WAIT_IN_COLLECTIVE, COMPUTE_IN_PYTHON])
 def test_a_killed_launcher_leaves_no_rank(others: str) -> None:
     work = "work(f'of {hvd.rank()}')" if others == WAIT_IN_COLLECTIVE else others
-    # Open MPI leaves its own files in shared memory then: nobody is there to remove them.
-    check_clean(signal_launcher(signal.SIGKILL, work), shared=False)
+    # Open MPI's files too: nobody else is there to remove them.
+    check_clean(signal_launcher(signal.SIGKILL, work))
 
 
 def test_singletons_are_refused() -> None:

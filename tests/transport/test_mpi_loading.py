@@ -39,7 +39,9 @@ ACCEPTED = [
 
 def run(program: str, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=job_environment(extra), capture_output=True, text=True, timeout=60)
+    # Open MPI leaves the segment of a process without a launcher behind, and hvlike ends too early to remove it.
+    environment = job_environment({"OMPI_MCA_btl": "self", **extra})
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(("first", "extra", "text"), REFUSED)
