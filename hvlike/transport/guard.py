@@ -152,8 +152,10 @@ class Guard:
             self._say(f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone")
             # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
             # anybody remove the library's files any more.
-            leftovers.unlink_start_up_segments(whole_job_ends=True)
-            os._exit(1)
+            try:
+                leftovers.unlink_start_up_segments(alone=True)
+            finally:
+                os._exit(1)
 
     def _is_mine(self) -> bool:
         return self._watching and os.getpid() == self._owner

@@ -16,14 +16,14 @@ _MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
 _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
-def unlink_start_up_segments(*, alone: bool = False, whole_job_ends: bool = False) -> None:
+def unlink_start_up_segments(*, alone: bool) -> None:
     """Take the names of the start-up segments that this process maps; the memory lives on.
 
-    alone: this process is the whole job. Else Open MPI's ranks map each other's segments later, by name, unless
-    whole_job_ends.
+    alone: no other process will use them, as this is the whole job, or all of it ends; Open MPI's ranks map each
+    other's segments later, by name.
     One rank of a node calls it, after MPI has started on all of them. It does nothing where nothing is left.
     """
-    for path in _mapped((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone or whole_job_ends else (_MPICH_SEGMENTS,)):
+    for path in _mapped((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
         # Another rank of the node may have been faster, where a machine is split into several nodes for trials.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
