@@ -13,7 +13,7 @@ import torch
 
 from hvlike.collectives.allreduce_gradient import GroupedAllreduce
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
-from hvlike.collectives.context import express_way
+from hvlike.collectives.express import ways
 from hvlike.collectives.handles import Handle, synchronize
 from hvlike.collectives.membership import Membership
 from hvlike.collectives.process_set import ProcessSet
@@ -71,8 +71,10 @@ def allreduce_(
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
-    express = express_way(process_set) if average is None and isinstance(tensor, torch.Tensor) else None
-    outcome = None if express is None else express.attempt(tensor, name, op, prescale_factor, postscale_factor)
+    way = ways.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
+    outcome = None
+    if way is not None and average is None and isinstance(tensor, torch.Tensor):
+        outcome = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
     if outcome is not None:
         if outcome.done:
             return tensor

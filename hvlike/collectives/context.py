@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvlike.collectives.express import ExpressAllreduce
+from hvlike.collectives.express import ways
 from hvlike.collectives.farewell import EXIT, SHUTDOWN, Farewell
 from hvlike.collectives.lane_watch import LaneWatch
 from hvlike.collectives.membership import Membership, stall_limits
@@ -207,16 +207,6 @@ def current() -> Context:
     return context
 
 
-def express_way(process_set: ProcessSet | None) -> ExpressAllreduce | None:
-    """The express way of a process set where it has one; wrong sets and states are left to the ordinary way."""
-    context = _process.context
-    if context is None or forks.is_forked():
-        return None
-    number = 0 if process_set is None else getattr(process_set, "process_set_id", None)
-    membership = context.registry.memberships.get(number) if number is not None else None
-    return None if membership is None else membership.express
-
-
 def start(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
     """Make the context unless it is there.
 
@@ -230,6 +220,7 @@ def start(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
 def stop() -> None:
     """End the context if it is there."""
     context, _process.context = _process.context, None
+    ways.clear()
     if context is not None:
         forks.check()
         context.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvlike.collectives.execution import Executor
-from hvlike.collectives.express import ExpressAllreduce
+from hvlike.collectives.express import ExpressAllreduce, ways
 from hvlike.collectives.inspection import StallLimits
 from hvlike.collectives.negotiator import Negotiator
 from hvlike.collectives.rounds import Rounds
@@ -67,9 +67,11 @@ class Membership:
         if express is not None:
             group = self.group
             self.express = ExpressAllreduce(self.negotiator, express, self._fabric.recorder, group.size, group.rank)
+            ways[group.number] = self.express
 
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
+        ways.pop(self.group.number, None)
         self.negotiator.close(error)
         for lane in self.lanes.all():
             lane.fail(error)

@@ -9,7 +9,6 @@ Each Negotiator lives in the loop, but for `submit` and `wait`, which any thread
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,13 +19,14 @@ from hvlike.collectives.agreement import Verdict
 from hvlike.collectives.coordinator import Announcement, Coordinator
 from hvlike.collectives.inspection import Answer, Inspection, StallLimits, Submission, describe_tensors
 from hvlike.collectives.joining import JOIN_KEY, LEAVE_KEY, Failure, neutral_tensors
+from hvlike.collectives.ledger import Ledger
 from hvlike.collectives.names import AutomaticNames
 from hvlike.collectives.places import Place
 from hvlike.collectives.request import Key, Request, Signature
 from hvlike.collectives.silence import PING, PONG, Silence, answer_of
 from hvlike.collectives.trace import Trace
 from hvlike.collectives.waits import STEP, Waiting
-from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.errors import HorovodInternalError
 from hvlike.observe.stacks import main_stack
 from hvlike.transport import forks
 from hvlike.transport.fabric import Fabric
@@ -35,11 +35,6 @@ from hvlike.transport.routine import Routine, Wait
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
-
-MANY_THREADS = 64
-"""Beyond this many the table of threads is cleared of those that have ended."""
-
-_EPOCH_BITS = 32
 
 READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
@@ -82,25 +77,15 @@ class Negotiator:
         self._send = send
         self._trace = trace
         self._end = end
-        self.lock = threading.Lock()
-        """Held while something is numbered."""
-        self.entered = 0
-        """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
-        self.on_entry: Callable[[int], None] | None = None
-        """Told that number, with the lock held, where other ranks look at it."""
-        self._requests: dict[Key, Request] = {}
+        self.ledger = Ledger(fabric.world.rank)
         self._outbox: deque[Request] = deque()
         self._numbers: dict[Signature, int] = {}
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
-        self._closed: HorovodInternalError | None = None
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = partial(fabric.look_at, many_look=True)
         self._silence = Silence(fabric.loop, me, group.ranks[0], neighbours, send, look, limits)
-        self._threads: set[threading.Thread] = set()
-        self._newest_thread: threading.Thread | None = None
         self._stoppable: dict[Key, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this negotiator."""
-        self._last: tuple[Key, Place | str, float] | None = None
         self._steps_at: dict[Key, tuple[Place, float, str]] = {}
         self._gathered: list[Announcement] = []
         self._coordinator: Coordinator | None = None
@@ -117,40 +102,12 @@ class Negotiator:
         Raises: DuplicateNameError, ShutdownError.
         """
         key = request.key
-        with self.lock:
-            if self._closed is not None:
-                raise self._closed
-            if key in self._requests:
-                raise DuplicateNameError(
-                    f"Requested to {key[0]} a tensor with the same name as another tensor that is currently being "
-                    f"processed: {key[1]!r} on rank {self._fabric.world.rank}. Synchronize the first one before, or "
-                    "use a different tensor name."
-                )
-            self._requests[key] = request
-            if not counted:
-                self.count()
-        self._last = (key, request.place, request.time)
+        self.ledger.enter(request, counted=counted)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        self._know_thread()
         request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
-
-    def notice(self, key: Key, place: Place) -> None:
-        """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
-        self._know_thread()
-        self._last = (key, place, time.monotonic())
-
-    def count(self) -> None:
-        """Number one more thing in the order of this rank; with the lock held."""
-        self.entered += 1
-        if self.on_entry is not None:
-            self.on_entry(self.entered)
-
-    def may_begin(self, key: Key) -> bool:
-        """Whether an operation could be submitted now; with the lock held."""
-        return self._closed is None and key not in self._requests
 
     def wait(self, key: Key, done: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
@@ -168,7 +125,7 @@ class Negotiator:
         if timeout is not None and timeout <= patience:
             return False
         # With several threads another one may still ask for what the peers lack.
-        certain = len(self._living_threads()) <= 1
+        certain = self.ledger.has_one_thread()
         waiting = Waiting(key, self.names.counts(), dict(self.steps), certain)
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:
@@ -183,7 +140,7 @@ class Negotiator:
             return loop.wait(done, timeout)
         began = time.monotonic()
         while not loop.wait(done, seconds):
-            agreed = key[0] != STEP and key not in self._requests
+            agreed = key[0] != STEP and key not in self.ledger.requests
             error = self._silence.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
             if error is not None:
                 loop.post(partial(self._end, error), wake=False)
@@ -199,32 +156,13 @@ class Negotiator:
             if kind == STEP and failure.misses(name, self.steps.get(name, 0)):
                 stop(failure.error)
 
-    def _know_thread(self) -> None:
-        """The calling thread uses hvlike in this set."""
-        thread = threading.current_thread()
-        if thread is self._newest_thread:
-            return
-        self._threads.add(thread)
-        self._newest_thread = thread
-        if len(self._threads) > MANY_THREADS:
-            self._living_threads()
-
-    def _living_threads(self) -> set[threading.Thread]:
-        """The threads that use hvlike in this set; those that have ended are forgotten."""
-        for thread in tuple(self._threads):
-            if not thread.is_alive():
-                self._threads.discard(thread)
-        return self._threads
-
     def enter_step(
         self, key: Key, step: int, place: Place, detail: str, stop: Callable[[HorovodInternalError], None]
     ) -> None:
         """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
-        self._know_thread()
-        now = time.monotonic()
+        self.ledger.notice(key, place)
         self.steps[key[1]] = step
-        self._steps_at[key] = (place, now, detail)
-        self._last = (key, place, now)
+        self._steps_at[key] = (place, time.monotonic(), detail)
         self._stoppable[key] = stop
 
     def leave_step(self, key: Key) -> None:
@@ -266,7 +204,7 @@ class Negotiator:
 
     def watch(self) -> None:
         """On the coordinator, look for stalls; called about four times a second."""
-        if self._coordinator is not None and self._closed is None:
+        if self._coordinator is not None and self.ledger.closed is None:
             error = self._coordinator.watch()
             if error is not None:
                 self._tell_all(END, error)
@@ -278,11 +216,7 @@ class Negotiator:
 
     def close(self, error: HorovodInternalError) -> None:
         """Refuse what comes and fail what is there."""
-        with self.lock:
-            self._closed = error
-            requests = list(self._requests.values())
-            self._requests.clear()
-        for request in requests:
+        for request in self.ledger.close(error):
             request.handle.complete(None, error)
         for stop in list(self._stoppable.values()):
             stop(error)
@@ -291,7 +225,7 @@ class Negotiator:
     @property
     def idle(self) -> bool:
         """True when nothing is in flight here, nor known to be anywhere."""
-        return not (self._requests or self._outbox or (self._coordinator and self._coordinator.agreement.pending))
+        return not (self.ledger.requests or self._outbox or (self._coordinator and self._coordinator.agreement.pending))
 
     def _flush(self) -> None:
         entries = []
@@ -334,13 +268,11 @@ class Negotiator:
         self.names.align(counts)
         if counts or any(verdict.error is not None or verdict.key in (JOIN_KEY, LEAVE_KEY) for verdict, _ in verdicts):
             # The ranks may have asked for different numbers of things: all go on from here.
-            with self.lock:
-                self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+            self.ledger.begin_epoch()
         agreed = []
         for verdict, number in verdicts:
             self._trace.decided(verdict)
-            with self.lock:
-                request = self._requests.pop(verdict.key, None)
+            request = self.ledger.leave(verdict.key)
             if number is not None:
                 self._numbers[verdict.signature] = number
             if verdict.error is not None:
@@ -367,7 +299,7 @@ class Negotiator:
                 now - request.time,
                 describe_tensors(request.signature.shapes, request.signature.dtypes),
             )
-            for key, request in list(self._requests.items())
+            for key, request in list(self.ledger.requests.items())
         }
         for key, (place, since, detail) in list(self._steps_at.items()):
             found[key] = Submission(key, str(place), now - since, detail)
@@ -375,7 +307,10 @@ class Negotiator:
 
     def _answer(self, number: int) -> Answer:
         now = time.monotonic()
-        last = None if self._last is None else Submission(self._last[0], str(self._last[1]), now - self._last[2])
+        last = None
+        if self.ledger.last is not None:
+            key, place, since = self.ledger.last
+            last = Submission(key, str(place), now - since)
         return Answer(number, self.unfinished(), last, dict(self.steps), main_stack())
 
 

@@ -308,7 +308,7 @@ class PlannedReducer:
     def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
         negotiator, rounds = self._membership.negotiator, self._membership.rounds
         key, step, place = (STEP, self.name), self._step + 1, place_of_caller()
-        negotiator.notice(key, place)
+        negotiator.ledger.notice(key, place)
         negotiator.steps[self.name] = step
         rounds.check_step(self.name, step, self.fail)
         with Exposed(schedule.lane, self.name, self._step):

@@ -13,7 +13,7 @@ import torch
 
 from hvlike.errors import UsageError
 from hvlike.planes.half_kernels import DirectHalfKernel, HalfKernel, direct_contributions
-from hvlike.planes.kernels import ArrayKernel, BoolKernel, Factors, FloatKernel, IntegerKernel, Kernel
+from hvlike.planes.kernels import ArrayKernel, BoolKernel, Call, Factors, FloatKernel, IntegerKernel, Kernel
 from hvlike.planes.ops import ReduceOp, check_supported, op_name
 from hvlike.planes.scratch import BLOCK_BYTES
 from hvlike.transport.dtypes import Array, Kind, dtype_name, element_of, storage_view
@@ -145,6 +145,14 @@ class Arithmetic:
         for tensor, start, stop in runs:
             first, *others = [each[start:stop] for each in tensors[tensor]]
             self.combine(first, others, others)
+
+    def calls(self, copies: Sequence[Piece], own: Piece) -> list[Call]:
+        """What to call, one after the other, for `reduce_copies`: made once where the same memory is reduced often.
+
+        The caller silences numpy's warnings.
+        """
+        known: list[Call] | None = None if self.joining is None else self.joining.calls(copies, own)
+        return [(self.reduce_copies, (copies, own), {})] if known is None else known
 
     def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
         """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.

@@ -1,154 +1,231 @@
 """A board in shared memory: the ranks of a node see that they all ask for the same now, without a message.
 
 Every rank numbers what it asks for; the n-th thing on one rank meets the n-th thing on the others. A rank that may do
-its n-th thing at once writes it on the board (`begin`), the others count theirs past it (`passed`). The first rank,
-the head, looks at all entries. If all are the same it says yes; if one differs, or its rank has passed, no. So every
-rank hears the same answer, and after a no all ask in the ordinary way. A rank that is tired of waiting withdraws.
+its n-th thing at once writes it on the board (`offer`), the others count theirs past it (`passed`). Who sees the same
+entry of all ranks does it: entries stay, so all see them. Who sees an entry that differs, or a rank that has passed,
+hears a no; that stays as well. After a no all ask in the ordinary way.
 
-A rank may always pass; whether it begins is its own affair. Names and numbers are compared, never indices alone: a
+A rank that is tired of waiting says so, and is gone if the first rank, the head, has not yet written its entry: nobody
+does anything before that. Else it stays until the head has decided. The head takes its entry back, and then looks
+whether all the others are there: if so somebody may have seen all, and it puts its entry back; if not nobody has.
+
+A rank may always pass; whether it offers is its own affair. Names and numbers are compared, never indices alone: a
 rank that has counted otherwise than the others gets a no, never a wrong partner.
 
-Head and withdrawing rank each write, fence, and then read what the other has written (Dekker 1965), so one of them
-sees the other: nobody can withdraw from what the head says yes to.
+Each side writes, fences, and then reads what the other has written (Dekker 1965), so that one of them sees the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 RING = 2
 """Entries of a rank. The third thing cannot begin before all are through with the first."""
 
-_COUNT, _WITHDRAWN, _AWAY, _FINISHED, _DECIDING, _VERDICTS = range(6)
-_ENTRIES = _VERDICTS + RING
 _ENTRY_WORDS = 3
+_LINE = 8
+# Others read the first line for every thing and the last seldom; the second is for what only its rank touches often.
+_MOODS = RING * _ENTRY_WORDS
+_COUNT, FINISHED = _LINE, _LINE + 1
+_ASLEEP, _AWAY, _VERDICTS = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 
-WORDS = _ENTRIES + RING * _ENTRY_WORDS
+WORDS = 3 * _LINE
 """8-byte words of one rank."""
 
 HEAD = 0
+
+_TIRED, _STAYS, _GONE = 1, 2, 3
+"""What is added to four times the number of a thing in the mood of a rank that is tired of waiting for it."""
 
 
 class Board:
     """One rank's view; ranks count within the group. Nothing here blocks."""
 
     def __init__(
-        self, blocks: Sequence[memoryview], rank: int, fence: Callable[[], None], order: Callable[[], None]
+        self,
+        blocks: Sequence[memoryview],
+        rank: int,
+        barrier: AbstractContextManager[object],
+        order: Callable[[], None] | None,
+        wake: Callable[[], None],
+        looks: int,
     ) -> None:
-        """blocks: WORDS words of every rank, zero at first.
+        """blocks: WORDS words of every rank, zero at first, each at the start of a cache line.
 
-        fence: a full memory barrier; order: a barrier between stores, and between loads.
+        barrier: to enter and leave it is a full memory barrier; order: a barrier between stores, and between loads;
+        None where the machine keeps their order. wake: wakes the peers that sleep.
         """
-        self._blocks = blocks
         self._rank = rank
-        self._mine = blocks[rank]
+        self.mine = blocks[rank]
+        """The words of this rank; the one at FINISHED is what `finish` writes."""
         self._head = blocks[HEAD]
         self._peers = [block for peer, block in enumerate(blocks) if peer != rank]
-        self._fence = fence
+        self._barrier = barrier
         self._order = order
+        self._wake = wake
+        self._looks = looks
         self._agreed = [0] * RING
+        self.following = -1
+        """The place of thing number `following` is free for certain: all have begun the one before."""
 
     def passed(self, count: int) -> None:
         """This rank has asked for `count` things, the last of them in the ordinary way."""
-        self._mine[_COUNT] = count
+        self.mine[_COUNT] = count
 
     def set_away(self, away: bool) -> None:
         """Whether this rank asks for nothing while the others go on (it has joined)."""
-        self._mine[_AWAY] = away
+        self.mine[_AWAY] = away
 
-    def begin(self, index: int, kind: int, name: int) -> None:
+    def set_asleep(self, asleep: bool) -> None:
+        """Whether this rank must be woken when an entry is written; a barrier must follow, and a look after that."""
+        self.mine[_ASLEEP] = asleep
+
+    # All in one frame: a caller whose caches are cold pays more for a call than for the work.
+    def offer(self, index: int, kind: int, name: int) -> bool | None:
         """Offer to do thing number `index` at once; what it needs of this rank's memory is written already.
 
         kind, name: 64-bit numbers that are equal on all ranks for the same thing.
+        Returns True when all do it, None when that is not known at first sight: wake the others, and `look`.
         """
-        mine = self._mine
-        entry = _ENTRIES + index % RING * _ENTRY_WORDS
-        mine[entry + 1] = kind
-        mine[entry + 2] = name
-        mine[entry] = index + 1
-        self._order()
-        mine[_COUNT] = index + 1
+        mine, order, looks = self.mine, self._order, self._looks
+        place, number = index % RING, index + 1
+        entry = place * _ENTRY_WORDS
+        try:
+            # Who compares what was here before shall see that it goes.
+            mine[entry] = 0
+            if order is not None:
+                order()
+            mine[entry + 1] = kind
+            mine[entry + 2] = name
+            if order is not None:
+                order()
+            mine[entry] = number
+            mine[_COUNT] = number
+            with self._barrier:
+                pass
+            for peer in self._peers:
+                while peer[entry] != number:
+                    looks -= 1
+                    if looks < 0:
+                        return None
+            if order is not None:
+                order()
+            mood, sleeps = _MOODS + place, 0
+            for peer in self._peers:
+                if peer[entry + 1] != kind or peer[entry + 2] != name or peer[mood] >> 2 == number:
+                    return None
+                sleeps = sleeps or peer[_ASLEEP]
+            if order is not None:
+                order()
+            for peer in self._peers:
+                if peer[entry] != number:
+                    return None
+            self._agreed[place] = number
+            self.following = number
+            if sleeps:
+                self._wake()
+        except BaseException:
+            self.give_up(index)
+            raise
+        return True
+
+    def give_up(self, index: int) -> None:
+        """This rank leaves in the middle of thing number `index`, which it has offered."""
+        self.withdraw(index)
+        self.finish(index)
+        self._wake()
 
     def is_free(self, index: int) -> bool:
         """True when all are through with what was in the place of thing number `index`."""
         needed = self._agreed[index % RING]
-        for block in self._peers:
-            if block[_FINISHED] < needed:
-                break
-        else:
-            return True
-        return False
+        return all(peer[FINISHED] >= needed for peer in self._peers)
 
     def look(self, index: int) -> bool | None:
-        """The answer about thing number `index`, which this rank has begun; None: not yet. The head makes it."""
+        """The answer about thing number `index`, which this rank has offered; None: not yet."""
+        number = index + 1
+        refused, complete, tired = False, True, False
+        for peer in self._peers:
+            there = self._is_there(peer, index)
+            mood = peer[_MOODS + index % RING]
+            if mood >> 2 == number and mood & 3 != _STAYS:
+                # It is between two statements, or gone.
+                refused = refused or mood & 3 == _GONE
+                complete = False
+            if there is None:
+                complete = False
+                tired = tired or bool(peer[_AWAY])
+            elif not there:
+                refused = True
+            tired = tired or mood >> 2 == number
+        self._keep_order()
+        if not refused and complete and self._head[index % RING * _ENTRY_WORDS] == number:
+            return self._yes(index)
         if self._rank == HEAD:
-            answer = self._decide(index)
-        else:
-            answer = self._hear(index)
-            if answer is None and self._head[_AWAY]:
-                # It may come back and find this entry: what is given up must be withdrawn.
-                return self.withdraw(index)
-        return self._noted(index, answer)
+            return self._decide(index) if refused or tired else None
+        if refused:
+            return False
+        # A head that is away may come back and find this entry.
+        return self.withdraw(index) if self._head[_AWAY] and not self._has_entered(index) else None
 
     def withdraw(self, index: int) -> bool | None:
-        """Wait no longer; the answer, False if it was in time, None if the head is just deciding: look again."""
+        """Wait no longer; the answer, None if the head has to decide: look again."""
         if self._rank == HEAD:
-            return self._answer(index, False)
-        self._mine[_WITHDRAWN] = index + 1
-        self._fence()
-        deciding = self._head[_DECIDING] == index + 1
-        answer = self._noted(index, self._hear(index))
-        return answer if answer is not None or deciding else False
+            return self._decide(index)
+        mood, number = _MOODS + index % RING, index + 1
+        self.mine[mood] = 4 * number + _TIRED
+        with self._barrier:
+            pass
+        stays = self._has_entered(index)
+        self.mine[mood] = 4 * number + (_STAYS if stays else _GONE)
+        return self.look(index) if stays else False
 
     def finish(self, index: int) -> None:
         """This rank is through with the memory of all ranks for thing number `index`."""
-        self._mine[_FINISHED] = index + 1
+        self.mine[FINISHED] = index + 1
 
-    def _noted(self, index: int, answer: bool | None) -> bool | None:
-        if answer:
-            self._agreed[index % RING] = index + 1
-        return answer
+    def _yes(self, index: int) -> bool:
+        self._agreed[index % RING] = index + 1
+        self.following = index + 1
+        return True
+
+    def _has_entered(self, index: int) -> bool:
+        """Whether the head has come to thing number `index`."""
+        head = self._head
+        return head[_COUNT] > index or head[index % RING * _ENTRY_WORDS] == index + 1
+
+    def _is_there(self, peer: memoryview, index: int) -> bool | None:
+        """Whether a rank has offered the same thing as this one; None: it may still, or the head is deciding."""
+        entry, mine = index % RING * _ENTRY_WORDS, self.mine
+        # First the count, then the entry: a rank writes them the other way round.
+        counted = peer[_COUNT] > index
+        self._keep_order()
+        if peer[entry] == index + 1:
+            self._keep_order()
+            same = peer[entry + 1] == mine[entry + 1] and peer[entry + 2] == mine[entry + 2]
+            self._keep_order()
+            return same if peer[entry] == index + 1 else None
+        self._keep_order()
+        deciding = peer is self._head and peer[_VERDICTS + index % RING] == 2 * (index + 1)
+        return False if counted and not deciding else None
 
     def _decide(self, index: int) -> bool | None:
-        entry = _ENTRIES + index % RING * _ENTRY_WORDS
-        mine = self._mine
-        kind, name = mine[entry + 1], mine[entry + 2]
-        complete = True
-        for block in self._peers:
-            if block[_COUNT] > index:
-                self._order()
-                if block[entry] != index + 1 or block[entry + 1] != kind or block[entry + 2] != name:
-                    return self._answer(index, False)
-                if block[_WITHDRAWN] > index:
-                    return self._answer(index, False)
-            elif block[_AWAY]:
-                return self._answer(index, False)
-            else:
-                complete = False
-        if not complete:
+        """The head takes its entry back unless all are there; None: a rank is between two statements, look again."""
+        place, number, mine = index % RING, index + 1, self.mine
+        moods = [peer[_MOODS + place] - 4 * number for peer in self._peers]
+        if _TIRED in moods:
             return None
-        mine[_DECIDING] = index + 1
-        self._fence()
-        return self._answer(index, all(block[_WITHDRAWN] <= index for block in self._peers))
+        mine[_VERDICTS + place] = 2 * number
+        self._keep_order()
+        mine[place * _ENTRY_WORDS] = 0
+        with self._barrier:
+            pass
+        if _GONE not in moods and all(self._is_there(peer, index) for peer in self._peers):
+            mine[place * _ENTRY_WORDS] = number
+            return self._yes(index)
+        mine[_VERDICTS + place] = 2 * number + 1
+        return False
 
-    def _answer(self, index: int, answer: bool) -> bool:
-        self._order()
-        self._mine[_VERDICTS + index % RING] = 2 * (index + 1) + answer
-        return answer
-
-    def _hear(self, index: int) -> bool | None:
-        """What the head has said, or no when it can say nothing any more."""
-        head = self._head
-        said = head[_VERDICTS + index % RING]
-        if said >> 1 == index + 1:
-            return bool(said & 1)
-        # First the count, then the entry: a rank writes them the other way round.
-        counted = head[_COUNT] > index
-        self._order()
-        passed = counted and head[_ENTRIES + index % RING * _ENTRY_WORDS] != index + 1
-        if said >> 1 > index + 1 or passed:
-            # It may have spoken since it was looked at, and then gone on.
+    def _keep_order(self) -> None:
+        if self._order is not None:
             self._order()
-            said = head[_VERDICTS + index % RING]
-            return said >> 1 == index + 1 and bool(said & 1)
-        return None

@@ -1,7 +1,7 @@
 """The express way: a reduction in the thread that asks for it, at once, when all ranks of a node ask for it now.
 
-A board (board.py) shows whether they do. A small tensor lies beside its entry on the board: when the answer is yes,
-every rank reduces all ranks' copies by itself, in the same order. A large one takes the chunked reduction of a lane
+A board (board.py) shows whether they do. A small tensor lies beside its entry on the board: once a rank sees that all
+are there, it reduces all ranks' copies by itself, in the same order. A large one takes the chunked reduction of a lane
 of its own, driven by this thread as long as something moves, and by the loop from then on.
 """
 
@@ -15,9 +15,8 @@ import torch
 from hvlike.errors import HorovodInternalError
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.at_once import AtOnce
-from hvlike.planes.board import HEAD, RING, WORDS, Board
+from hvlike.planes.board import RING, WORDS, Board
 from hvlike.planes.lane import Lane
-from hvlike.planes.region import order_by
 from hvlike.planes.shared import SharedPlane
 from hvlike.transport.cores import is_crowded
 from hvlike.transport.doorbell import BELL_BYTES, Doorbell
@@ -25,6 +24,7 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.group import Group
 from hvlike.transport.routine import Routine
 from hvlike.transport.segment import Segment, words
+from hvlike.transport.semaphore import X86
 
 COPIED_BYTES = 1536 << 10
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
@@ -37,10 +37,10 @@ PATIENCE_SECONDS = 0.05
 """How long a rank waits on the board; then it asks in the ordinary way, where deadlocks and stalls are found."""
 
 _BLOCK_BYTES = -(-8 * WORDS // 128) * 128
-_LOOKS = 300
-_CROWDED_LOOKS = 100
+_FIRST_LOOKS = 1000
+_LOOKS = 100
 _NAP_SECONDS = 2e-3
-_HEAD_SECONDS = 10.0
+_HEAD_SECONDS = 30.0
 
 
 class Express:
@@ -52,12 +52,14 @@ class Express:
         self._rank = rank
         self._size = size
         self._crowded = is_crowded(fabric.cores)
-        self._bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
-        self._bell = self._bells[rank]
+        bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
+        self._bell = bells[rank]
+        self._others = [bell for each, bell in enumerate(bells) if each != rank]
         self._bell.initialise(os.getpid())
         start = size * BELL_BYTES
         blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
-        self.board = Board(blocks, rank, fabric.fence, order_by(fabric.fence))
+        order, looks = None if X86 else fabric.fence, 0 if self._crowded else _FIRST_LOOKS
+        self.board = Board(blocks, rank, fabric.fence.barrier, order, self.wake, looks)
         start += size * _BLOCK_BYTES
         self._room = room = _copy_bytes(size)
         self._slots = [
@@ -77,19 +79,20 @@ class Express:
     def passed(self, count: int) -> None:
         """This rank has asked for `count` things, the last in the ordinary way; who waits for it shall know."""
         self.board.passed(count)
-        if self._rank == HEAD:
-            self._nudge_peers()
-        else:
-            self._bells[HEAD].nudge()
+        self.wake()
 
-    def agree(self, index: int) -> bool:
-        """Wait for the answer about thing number `index`, which this rank has begun; PATIENCE_SECONDS at most.
+    def wake(self) -> None:
+        """Wake the peers that sleep."""
+        for bell in self._others:
+            bell.nudge()
+
+    def wait(self, index: int) -> bool:
+        """Wait for the answer about thing number `index`, which this rank has offered; PATIENCE_SECONDS at most.
 
         Raises: HorovodInternalError when the first rank has stopped in the middle of its answer.
         """
-        if self._rank != HEAD:
-            self._bells[HEAD].nudge()
         answer: bool | None = None
+        self.wake()
         try:
             answer = self._wait(index)
             if answer is None:
@@ -97,8 +100,7 @@ class Express:
         finally:
             if answer is None:
                 self.board.withdraw(index)
-            if self._rank == HEAD:
-                self._nudge_peers()
+            self.wake()
         return answer
 
     def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> AtOnce | None:
@@ -121,7 +123,7 @@ class Express:
     def _wait(self, index: int) -> bool | None:
         """The answer, None when patience has run out."""
         look = self.board.look
-        for _ in range(_CROWDED_LOOKS if self._crowded else _LOOKS):
+        for _ in range(_LOOKS):
             answer = look(index)
             if answer is not None:
                 return answer
@@ -130,6 +132,7 @@ class Express:
                 os.sched_yield()
         until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
+            self.board.set_asleep(True)
             self._bell.prepare_sleep()
             try:
                 answer = look(index)
@@ -138,13 +141,15 @@ class Express:
                 self._bell.sleep(_NAP_SECONDS)
             finally:
                 self._bell.awake()
+                self.board.set_asleep(False)
         return None
 
     def _withdraw(self, index: int) -> bool:
         answer = self.board.withdraw(index)
+        self.wake()
         until = time.monotonic() + _HEAD_SECONDS
         while answer is None:
-            # The head is between two statements.
+            # The head is about to decide, or waits for one that is between two statements.
             time.sleep(0)
             answer = self.board.look(index)
             if answer is None and time.monotonic() > until:
@@ -153,11 +158,6 @@ class Express:
                     "reduction; it was killed or stopped there."
                 )
         return answer
-
-    def _nudge_peers(self) -> None:
-        for rank, bell in enumerate(self._bells):
-            if rank != self._rank:
-                bell.nudge()
 
 
 def _copy_bytes(ranks: int) -> int:

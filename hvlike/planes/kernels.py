@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from hvlike.planes.scratch import SCRATCH
 from hvlike.transport.dtypes import Array, Element
 
 P = TypeVar("P")
+
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and what it is called with."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,17 @@ class ArrayKernel(Kernel[Array]):
         if target is not source:
             np.copyto(target, source)
 
+    def calls(self, copies: Sequence[Array], own: Array) -> list[Call] | None:
+        """The calls that make `join` and `deliver` of these to `own`; None where they are not known beforehand."""
+        if self._finishes:
+            return None
+        return self._joining_calls(copies, own)
+
+    def _joining_calls(self, copies: Sequence[Array], own: Array) -> list[Call]:
+        first, second, *others = copies
+        out = {"out": own}
+        return [(self._reduce, (first, second), out), *((self._reduce, (own, other), out) for other in others)]
+
     # All in one frame: between chunks, which empty the caches, every call and object is fetched anew.
     def spread(self, tensors: Sequence[Sequence[Array]], runs: Sequence[tuple[int, int, int]]) -> None:
         """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, finished, to all."""
@@ -213,6 +227,13 @@ class FloatKernel(ArrayKernel):
             np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
         else:
             np.multiply(source, self._factor, out=target)
+
+    def calls(self, copies: Sequence[Array], own: Array) -> list[Call]:
+        calls = self._joining_calls(copies, own)
+        if self._factor is not None:
+            real = own.view(self._real)
+            calls.append((np.multiply, (real, self._factor), {"out": real}))
+        return calls
 
     def finish(self, accumulator: Array) -> None:
         if self.factors.post != 1:

@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+from contextlib import AbstractContextManager
 
 SEMAPHORE_BYTES = 64
 """Room for one sem_t (32 bytes on 64-bit Linux) with a cache line of its own."""
@@ -86,17 +87,27 @@ class Fence:
     and releasing a lock are locked instructions too, and cost less than two calls through ctypes.
     """
 
-    __slots__ = ("_lock", "_memory", "_semaphore")
+    __slots__ = ("barrier",)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock() if X86 else None
+        self.barrier: AbstractContextManager[object] = threading.Lock() if X86 else _Pair()
+        """To enter and leave it is the fence, in the frame of who does that."""
+
+    def __call__(self) -> None:
+        with self.barrier:
+            pass
+
+
+class _Pair:
+    """A private semaphore that is posted and taken."""
+
+    def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(SEMAPHORE_BYTES)
         self._semaphore = Semaphore(ctypes.addressof(self._memory))
         self._semaphore.initialise()
 
-    def __call__(self) -> None:
-        if self._lock is not None:
-            with self._lock:
-                return
-        _post(self._semaphore._address)
-        _trywait(self._semaphore._address)
+    def __enter__(self) -> None:
+        self._semaphore.post()
+
+    def __exit__(self, *_: object) -> None:
+        self._semaphore.try_wait()

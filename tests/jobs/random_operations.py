@@ -176,7 +176,7 @@ def in_flight() -> dict[str, int]:
     memberships = list(context.registry.memberships.values())
     coordinators = [each.negotiator._coordinator for each in memberships if each.negotiator._coordinator is not None]
     return {
-        "requests": sum(len(each.negotiator._requests) + len(each.negotiator._outbox) for each in memberships),
+        "requests": sum(len(each.negotiator.ledger.requests) + len(each.negotiator._outbox) for each in memberships),
         "pending": sum(len(each.agreement.pending) + len(each.agreement.since) for each in coordinators),
         "waiting": sum(len(each.waits.waited_for()) for each in coordinators),
         "busy lanes": sum(not lane.idle for each in memberships for lane in each.lanes.all()),

@@ -112,7 +112,7 @@ tensor = torch.ones(64 << 20)
 if hvd.rank() == 1:
     handle = hvd.allreduce_async_(tensor, name="large", op=hvd.Sum)
     negotiator = current().membership(None, "test").negotiator
-    while not negotiator.may_begin(("allreduce", "large")):
+    while not negotiator.ledger.may_begin(("allreduce", "large")):
         hvd.poll(handle)
     os.kill(os.getpid(), signal.SIGSTOP)
 else:

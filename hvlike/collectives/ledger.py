@@ -1,0 +1,117 @@
+"""The ledger of a rank in one process set: how many things it has asked for, which are in flight, which was the last.
+
+What goes through the coordinator and what goes at once are numbered in one order here, by any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from hvlike.collectives.places import Place
+from hvlike.collectives.request import Key, Request
+from hvlike.errors import DuplicateNameError, HorovodInternalError
+
+MANY_THREADS = 64
+"""Beyond this many the table of threads is cleared of those that have ended."""
+
+_EPOCH_BITS = 32
+
+
+class Ledger:
+    """What one rank asks for in one process set. Any thread."""
+
+    __slots__ = ("_rank", "_threads", "closed", "entered", "here", "last", "lock", "on_entry", "requests")
+
+    def __init__(self, rank: int) -> None:
+        """rank: of the world, for messages."""
+        self._rank = rank
+        self.lock = threading.Lock()
+        """Held while something is numbered."""
+        self.entered = 0
+        """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
+        self.on_entry: Callable[[int], None] | None = None
+        """Told that number, with the lock held, where other ranks look at it."""
+        self.requests: dict[Key, Request] = {}
+        """What goes through the coordinator and has not been announced."""
+        self.closed: HorovodInternalError | None = None
+        """Why nothing is accepted any more."""
+        self.last: tuple[Key, Place | str, float] | None = None
+        """What was asked for last, where in the program, and when."""
+        self.here = threading.local()
+        """`known` is set where the calling thread is one of those that have asked for something."""
+        self._threads: set[threading.Thread] = set()
+
+    def enter(self, request: Request, *, counted: bool) -> None:
+        """A request begins; counted: it was numbered before, for an attempt on the express way.
+
+        Raises: DuplicateNameError while one of its name is in flight; what the ledger was closed with.
+        """
+        key = request.key
+        with self.lock:
+            if self.closed is not None:
+                raise self.closed
+            if key in self.requests:
+                raise DuplicateNameError(
+                    f"Requested to {key[0]} a tensor with the same name as another tensor that is currently being "
+                    f"processed: {key[1]!r} on rank {self._rank}. Synchronize the first one before, or use a "
+                    "different tensor name."
+                )
+            self.requests[key] = request
+            if not counted:
+                self.count()
+        self.last = (key, request.place, request.time)
+        self.know_thread()
+
+    def leave(self, key: Key) -> Request | None:
+        """A request has been announced; None where this rank has not asked for it."""
+        with self.lock:
+            return self.requests.pop(key, None)
+
+    def may_begin(self, key: Key) -> bool:
+        """Whether an operation could be entered now; with the lock held."""
+        return self.closed is None and key not in self.requests
+
+    def notice(self, key: Key, place: Place) -> None:
+        """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
+        self.know_thread()
+        self.last = (key, place, time.monotonic())
+
+    def count(self) -> None:
+        """Number one more thing in the order of this rank; with the lock held."""
+        self.entered += 1
+        if self.on_entry is not None:
+            self.on_entry(self.entered)
+
+    def begin_epoch(self) -> None:
+        """The ranks may have asked for different numbers of things: all go on from here alike."""
+        with self.lock:
+            self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+
+    def close(self, error: HorovodInternalError) -> list[Request]:
+        """Accept nothing more; returns what was in flight."""
+        with self.lock:
+            self.closed = error
+            requests = list(self.requests.values())
+            self.requests.clear()
+        return requests
+
+    def know_thread(self) -> None:
+        """The calling thread uses hvlike in this set."""
+        if getattr(self.here, "known", False):
+            return
+        self.here.known = True
+        self._threads.add(threading.current_thread())
+        if len(self._threads) > MANY_THREADS:
+            self._forget_threads()
+
+    def has_one_thread(self) -> bool:
+        """Whether at most one thread that lives has asked for something: no other one can ask for more."""
+        self._forget_threads()
+        return len(self._threads) <= 1
+
+    def _forget_threads(self) -> None:
+        for thread in tuple(self._threads):
+            if not thread.is_alive():
+                self._threads.discard(thread)
