@@ -73,7 +73,7 @@ def allreduce_(
     """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
     way = ways.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     outcome = None
-    if way is not None and average is None and isinstance(tensor, torch.Tensor):
+    if way is not None and average is None:
         outcome = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
     if outcome is not None:
         if outcome.done:

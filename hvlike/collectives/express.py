@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +21,7 @@ from hvlike.collectives.negotiator import Negotiator
 from hvlike.collectives.operand import working_dtype
 from hvlike.collectives.places import Place, place_of_caller
 from hvlike.collectives.reductions import Average, arithmetic_of
-from hvlike.collectives.request import Signature
+from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.waits import STEP
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic, Piece
@@ -37,23 +34,20 @@ from hvlike.planes.quiet import Quiet
 from hvlike.transport.dtypes import bytes_at
 from hvlike.transport.task import Task
 
-MOST_PLANS = 1024
-"""Kinds of calls that are remembered; with one more all are learned anew."""
-
-MOST_PIECES = 64
-"""Addresses that are remembered for one kind of calls."""
+MOST_KNOWN = 1024
+"""Kinds of calls, their memory and their names that are remembered; with one more all are learned anew."""
 
 MOST_SPARING = 63
 """After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
 
 _COMPLEX = (torch.complex64, torch.complex128)
-_FRAMES = 2
-"""Of the library, where an attempt is made: allreduce_ and attempt."""
+_FRAMES = 3
+"""Of the library, where the place of a call is found: allreduce_, attempt and _call."""
 
-_NOBODY = (lambda: None).__code__
-
+_KIND = "allreduce"
 _STEPS = "allreduce on the express way"
 _NAMED = 1 << 63
+_AWAY_SECONDS = 1e-3
 _Kind = tuple[torch.Size, torch.dtype, int, float, float]
 """Shape, dtype, op, prescale and postscale."""
 
@@ -71,37 +65,47 @@ DONE = Outcome(True, "")
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The elements of a plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
-
-    elements: Piece
-    calls: tuple[list[Call], ...] = ()
-    """What reduces the ranks' copies of a small tensor to it, for each place on the board."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     """What is known of calls of one kind."""
 
     number: int
-    is_complex: bool
+    """The same on all ranks for the same kind."""
     arithmetic: Arithmetic
     copies: list[list[Piece]] | None
     """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
-    bytes: int
     at_once: AtOnce | None
     """What reduces large ones."""
-    pieces: dict[int, _Piece]
-    """By the address of the first element."""
 
-    def piece(self, address: int) -> _Piece:
-        """The elements there, without a copy."""
-        if len(self.pieces) >= MOST_PIECES:
-            self.pieces.clear()
-        elements = self.arithmetic.over(bytes_at(address, self.bytes))
-        calls = tuple(self.arithmetic.calls(copies, elements) for copies in self.copies or ())
-        piece = self.pieces[address] = _Piece(elements, calls)
-        return piece
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    op: int | None
+    prescale: float
+    postscale: float
+    plan: _Plan
+    at_once: AtOnce | None
+    is_complex: bool
+    bytes: int
+    elements: Piece
+    memory: memoryview
+    slots: tuple[memoryview, ...]
+    """Where this rank copies it to, for each place on the board, if it is small."""
+    calls: tuple[list[Call], ...]
+    """What reduces the ranks' copies to it."""
+
+
+class _Name(NamedTuple):
+    """What is known of a name."""
+
+    key: Key
+    code: int
+    """The same on all ranks for the same name."""
+    place: Place
+    """Where in the program it was used first."""
 
 
 class ExpressAllreduce:
@@ -116,8 +120,10 @@ class ExpressAllreduce:
         self._size = size
         self._rank = rank
         self._plans: dict[_Kind, _Plan] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._names: dict[str | None, _Name] = {}
         self._recorder = recorder
-        self._lock = threading.Lock()
+        self._busy = False
         self._away = False
         self._sparing = 0
         self.served = 0
@@ -125,9 +131,7 @@ class ExpressAllreduce:
         self.bytes = 0
         """Of the tensors of those calls."""
         self._large = 0
-        self._quiet = Quiet()
-        self._caller = _NOBODY
-        """The code that has called last, outside of the library."""
+        self._run = Quiet().run
         with ledger.lock:
             ledger.on_entry = express.passed
             express.board.passed(ledger.entered)
@@ -141,61 +145,71 @@ class ExpressAllreduce:
         Returns None when nothing was tried; then nothing is known of the call to anybody.
         Raises: HorovodInternalError as the ordinary way does.
         """
-        ledger = self._ledger
-        plan = self._plans.get((tensor.shape, tensor.dtype, Average if op is None else op, prescale, postscale))
-        if plan is None or self._recorder.on or self._away or ledger.entered & self._sparing:
-            return None
         try:
             plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
-            if not plain or tensor.requires_grad or tensor.is_neg() or (plan.is_complex and tensor.is_conj()):
+            if not plain or tensor.requires_grad or tensor.is_neg():
                 return None
             address = tensor.data_ptr()
         except RuntimeError:
             # It is sparse, or stands for others in a transformation of torch.func.
             return None
-        if not self._lock.acquire(False):
+        piece = self._pieces.get(address)
+        if (
+            piece is None
+            or piece.shape != tensor.shape
+            or piece.dtype is not tensor.dtype
+            or (piece.op != op or piece.prescale != prescale or piece.postscale != postscale)
+        ):
+            piece = self._piece(tensor, address, op, prescale, postscale)
+        if piece is None or (piece.is_complex and tensor.is_conj()):
             return None
-        try:
-            copies = plan.copies
-            if copies is None or (plan.at_once is not None and plan.at_once.is_shared(address)):
-                return self._attempt_large(plan, tensor, address, name)
-            piece = plan.pieces.get(address) or plan.piece(address)
-            frame = sys._getframe(_FRAMES)
-            caller = frame.f_code
-            known = caller is self._caller
-            place: Place = tuple.__new__(Place, (caller, frame.f_lasti)) if known else self._place(caller)
-            with ledger.lock:
-                index = ledger.entered
-                if (ledger.closed or ledger.requests) and not ledger.may_begin(("allreduce", name or "")):
-                    return None
-                if index != self._board.following and not self._board.is_free(index):
-                    return None
-                if name is None:
-                    code = self._negotiator.names.draw("allreduce")
-                    name = automatic_name(code)
-                else:
-                    code = code_of(name)
-                copy: Any = copies[index % RING][self._rank]
-                copy[...] = piece.elements
-                ledger.entered = index + 1
-                agreed = self._board.offer(index, plan.number, code)
-            if not getattr(ledger.here, "known", False):
-                ledger.know_thread()
-            ledger.last = (("allreduce", name), place, time.monotonic())
+        at_once, number, slots = piece.at_once, piece.plan.number, piece.slots
+        if at_once is not None and slots and at_once.is_shared(address):
+            # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
+            number, slots = number ^ 1, ()
+        ledger, board = self._ledger, self._board
+        with ledger.lock:
+            index = ledger.entered
+            if self._busy or self._away or self._recorder.on or index & self._sparing:
+                return None
+            if (ledger.closed or ledger.requests) and not ledger.may_begin((_KIND, name or "")):
+                return None
+            if index != board.following and not board.is_free(index):
+                return None
+            self._busy = True
             try:
-                if not agreed and not self._wait(plan, index):
-                    return Outcome(False, name)
-                self._sparing = 0
-                self.served += 1
-                self.bytes += plan.bytes
-                run = self._quiet.run
+                key, code, place = self._names.get(name) or self._call(name)
+                if slots:
+                    slots[index % RING][:] = piece.memory
+                elif at_once is not None:
+                    at_once.foretell(address)
+                ledger.entered = index + 1
+                agreed = board.offer(index, number, code)
+            except BaseException:
+                self._leave(at_once, tensor, slots)
+                raise
+        try:
+            if not ledger.here.is_known:
+                ledger.know_thread()
+            ledger.last = (key, place, time.monotonic())
+            if not agreed and not self._wait(at_once, index):
+                return Outcome(False, key[1])
+            self._sparing = 0
+            self.served += 1
+            self.bytes += piece.bytes
+            if slots:
+                run = self._run
                 for function, arguments, keywords in piece.calls[index % RING]:
                     run(function, *arguments, **keywords)
-            finally:
-                self._board.mine[FINISHED] = index + 1
-            return DONE
+            else:
+                self._reduce(piece, tensor, key[1])
+        except BaseException:
+            self._leave(at_once, tensor, slots)
+            raise
         finally:
-            self._lock.release()
+            board.mine[FINISHED] = index + 1
+            self._busy = False
+        return DONE
 
     def learn(self, signature: Signature, tensor: torch.Tensor) -> None:
         """A call goes the ordinary way: remember what it is, if its like may take this one."""
@@ -205,89 +219,94 @@ class ExpressAllreduce:
             return
         if op is ReduceOp.ADASUM or working_dtype(tensor.dtype, op) is not tensor.dtype:
             return
-        if len(self._plans) >= MOST_PLANS:
+        if len(self._plans) >= MOST_KNOWN:
             self._plans.clear()
+            self._pieces.clear()
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
-        nbytes = tensor.numel() * tensor.element_size()
-        copies = self._express.copies(arithmetic, tensor.numel()) if self._express.is_small(nbytes) else None
+        small = self._express.is_small(tensor.numel() * tensor.element_size())
+        copies = self._express.copies(arithmetic, tensor.numel()) if small else None
         number = code_of(repr(signature))
         at_once = self._express.at_once(arithmetic, tensor.numel(), number)
-        is_complex = tensor.dtype in _COMPLEX
-        self._plans[kind] = _Plan(number, is_complex, arithmetic, copies, nbytes, at_once, {})
+        self._plans[kind] = _Plan(number, arithmetic, copies, at_once)
 
     def set_away(self, away: bool) -> None:
         """This rank has joined, or all have. Waits for an attempt of another thread."""
-        with self._lock:
+        with self._ledger.lock:
             self._away = away
-            self._express.board.set_away(away)
+        while self._busy:
+            time.sleep(_AWAY_SECONDS)
+        self._board.set_away(away)
 
-    def _attempt_large(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str | None) -> Outcome | None:
-        """A tensor that is reduced where it is, on the plane."""
-        ledger, board, at_once = self._ledger, self._board, plan.at_once
-        with ledger.lock:
-            index = ledger.entered
-            if not board.is_free(index) or not ledger.may_begin(("allreduce", name or "")):
-                return None
-            code = self._negotiator.names.draw("allreduce") if name is None else code_of(name)
-            name = automatic_name(code) if name is None else name
-            ledger.notice(("allreduce", name), place_of_caller(_FRAMES + 1))
-            if at_once is not None:
-                at_once.foretell(address)
-            # Ranks that differ in where it lies hear a no, as the kinds of their calls do.
-            kind = plan.number if plan.copies is None else plan.number ^ 1
-            ledger.entered = index + 1
-            try:
-                agreed = board.offer(index, kind, code)
-            except BaseException:
-                self._keep(plan, tensor)
-                raise
-        try:
-            if not agreed and not self._wait(plan, index):
-                return Outcome(False, name)
-            self._sparing = 0
-            self.served += 1
-            self.bytes += plan.bytes
-        except BaseException:
-            self._keep(plan, tensor)
-            raise
-        finally:
-            board.finish(index)
-        try:
-            self._reduce(plan, tensor, address, name)
-        except BaseException:
-            self._keep(plan, tensor)
-            raise
-        return DONE
+    def _piece(
+        self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
+    ) -> _Piece | None:
+        """What is known of a plain tensor at an address, from now on; None where its kind is not known."""
+        shape, dtype = tensor.shape, tensor.dtype
+        plan = self._plans.get((shape, dtype, Average if op is None else op, prescale, postscale))
+        if plan is None:
+            return None
+        if len(self._pieces) >= MOST_KNOWN:
+            self._pieces.clear()
+        nbytes = tensor.numel() * tensor.element_size()
+        raw = bytes_at(address, nbytes)
+        elements = plan.arithmetic.over(raw)
+        slots: tuple[memoryview, ...] = ()
+        calls: tuple[list[Call], ...] = ()
+        if plan.copies is not None:
+            slots = self._express.slots(nbytes)
+            calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
+        piece = _Piece(
+            shape,
+            dtype,
+            op,
+            prescale,
+            postscale,
+            plan,
+            plan.at_once,
+            dtype in _COMPLEX,
+            nbytes,
+            elements,
+            raw.data,
+            slots,
+            calls,
+        )
+        self._pieces[address] = piece
+        return piece
 
-    def _keep(self, plan: _Plan, tensor: torch.Tensor) -> None:
-        if plan.at_once is not None:
-            plan.at_once.keep(tensor)
+    def _call(self, name: str | None) -> _Name:
+        """What is known of a name from now on; a new one for a call without."""
+        place = place_of_caller(_FRAMES)
+        if name is None:
+            number = self._negotiator.names.draw(_KIND)
+            return _Name((_KIND, automatic_name(number)), number, place)
+        if len(self._names) >= MOST_KNOWN:
+            self._names.clear()
+        known = self._names[name] = _Name((_KIND, name), code_of(name), place)
+        return known
 
-    def _place(self, caller: CodeType) -> Place:
-        """Where the user's program has called; `caller` is the code that has called allreduce_."""
-        place = place_of_caller(_FRAMES + 1)
-        if place.code is caller:
-            self._caller = caller
-        return place
+    def _leave(self, at_once: AtOnce | None, tensor: torch.Tensor, slots: tuple[memoryview, ...]) -> None:
+        """This rank leaves a call that the others may go on with."""
+        self._busy = False
+        if at_once is not None and not slots:
+            at_once.keep(tensor)
 
-    def _wait(self, plan: _Plan, index: int) -> bool:
+    def _wait(self, at_once: AtOnce | None, index: int) -> bool:
         """Whether all ranks do thing number `index` at once, where that was not plain at first sight."""
         if self._express.wait(index):
             return True
         self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
-        if plan.at_once is not None:
-            plan.at_once.forget()
+        if at_once is not None:
+            at_once.forget()
         return False
 
-    def _reduce(self, plan: _Plan, tensor: torch.Tensor, address: int, name: str) -> None:
+    def _reduce(self, piece: _Piece, tensor: torch.Tensor, name: str) -> None:
         """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
-        negotiator, express = self._negotiator, self._express
+        negotiator, express, plan = self._negotiator, self._express, piece.plan
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        routine = None if plan.at_once is None else plan.at_once.begin(tensor)
+        routine = None if piece.at_once is None else piece.at_once.begin(tensor)
         if routine is None:
-            elements = (plan.pieces.get(address) or plan.piece(address)).elements
-            routine = express.reduction(elements, tensor, plan.arithmetic, plan.number)
+            routine = express.reduction(piece.elements, tensor, plan.arithmetic, plan.number)
         ended: list[Task[None]] = []
         if express.lane.drive(routine, ended.append):
             return

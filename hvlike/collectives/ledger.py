@@ -39,8 +39,7 @@ class Ledger:
         """Why nothing is accepted any more."""
         self.last: tuple[Key, Place | str, float] | None = None
         """What was asked for last, where in the program, and when."""
-        self.here = threading.local()
-        """`known` is set where the calling thread is one of those that have asked for something."""
+        self.here = _Here()
         self._threads: set[threading.Thread] = set()
 
     def enter(self, request: Request, *, counted: bool) -> None:
@@ -99,19 +98,23 @@ class Ledger:
 
     def know_thread(self) -> None:
         """The calling thread uses hvlike in this set."""
-        if getattr(self.here, "known", False):
+        if self.here.is_known:
             return
-        self.here.known = True
+        self.here.is_known = True
         self._threads.add(threading.current_thread())
         if len(self._threads) > MANY_THREADS:
-            self._forget_threads()
+            self.has_one_thread()
 
     def has_one_thread(self) -> bool:
         """Whether at most one thread that lives has asked for something: no other one can ask for more."""
-        self._forget_threads()
-        return len(self._threads) <= 1
-
-    def _forget_threads(self) -> None:
         for thread in tuple(self._threads):
             if not thread.is_alive():
                 self._threads.discard(thread)
+        return len(self._threads) <= 1
+
+
+class _Here(threading.local):
+    """Of the calling thread. Numbers of threads serve more than one of them, and objects take longer to find."""
+
+    is_known = False
+    """It has asked for something."""

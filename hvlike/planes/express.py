@@ -76,6 +76,10 @@ class Express:
         nbytes = elements * arithmetic.itemsize
         return [[arithmetic.over(slots[place][:nbytes]) for slots in self._slots] for place in range(RING)]
 
+    def slots(self, nbytes: int) -> tuple[memoryview, ...]:
+        """For each place on the board the memory of this rank's copy, in bytes."""
+        return tuple(slot[:nbytes].data for slot in self._slots[self._rank])
+
     def passed(self, count: int) -> None:
         """This rank has asked for `count` things, the last in the ordinary way; who waits for it shall know."""
         self.board.passed(count)

@@ -65,7 +65,9 @@ class Stores:
                 return value
         return memory[index]
 
-    def leave(self, count):
+    def leave(self, count=None):
+        """So many get out now; all of them at a fence."""
+        count = len(self) if count is None else count
         for memory, index, value in self._waiting[:count]:
             memory[index] = value
         del self._waiting[:count]
@@ -75,7 +77,7 @@ class Stores:
 
     # As a barrier.
     def __enter__(self):
-        self.leave(len(self))
+        self.leave()
 
     def __exit__(self, *_):
         pass

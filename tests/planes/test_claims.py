@@ -1,7 +1,8 @@
 """Every chunk is taken by exactly one rank, in whatever order they claim; what an earlier work has left is nothing.
 
 Each rank runs in a thread of its own, and after every single read or write of a shared word a random one of them goes
-on: so the ranks meet in every state that a statement can leave behind.
+on: so the ranks meet in every state that a statement can leave behind. What a rank writes the others see later, as on
+x86, at the next fence at the latest.
 """
 
 import threading
@@ -21,10 +22,6 @@ ENDED = 0
 """A word of each rank that the claims do not use: the number of the newest work it has ended."""
 
 
-def nothing() -> None:
-    pass
-
-
 class Rank:
     """Takes what it can, work after work; each begins when all have ended the one before."""
 
@@ -34,7 +31,7 @@ class Rank:
         counters = [SimpleNamespace(words=Words(words, stage, rank)) for words in memory]
         self._counters = counters
         region: Any = SimpleNamespace(
-            rank=rank, ranks=len(memory), counters=counters, mine=counters[rank], fence=nothing
+            rank=rank, ranks=len(memory), counters=counters, mine=counters[rank], fence=stage.stores[rank].leave
         )
         self._claims = Claims(region, runs, 0)
 
@@ -76,7 +73,7 @@ def test_a_rank_that_has_not_begun_is_helped_and_a_short_list_is_not() -> None:
     for chunks, expected in ((4 * LEAST_SHARED, 4 * LEAST_SHARED), (2 * LEAST_SHARED - 2, LEAST_SHARED - 1)):
         memory = [[0] * WORDS for _ in range(2)]
         counters = [SimpleNamespace(words=words) for words in memory]
-        region: Any = SimpleNamespace(rank=1, ranks=2, counters=counters, mine=counters[1], fence=nothing)
+        region: Any = SimpleNamespace(rank=1, ranks=2, counters=counters, mine=counters[1], fence=list)
         claims = Claims(region, [(0, start, start + 1) for start in range(chunks)], 0)
         claims.begin(7)
         taken: list[Run] = []

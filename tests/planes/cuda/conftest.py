@@ -16,6 +16,7 @@ from planes.cuda.fake_nccl import FakeNccl
 from planes.cuda.late_device import LateDevice
 
 from hvlike.collectives.context import current
+from hvlike.collectives.express import ways
 from hvlike.planes.cuda import runtime
 from hvlike.transport import library_claims
 from hvlike.transport.loop import Loop
@@ -101,6 +102,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         patch.setattr(Loop, "_advance", host_work)
         # The express way takes tensors of the host before anybody asks where they are.
         patch.setattr(membership, "express", None)
+        patch.delitem(ways, 0, raising=False)
         patch.setattr(executor, "_opening", None)
         knobs = dataclasses.replace(site.knobs, cuda_plane=request.param, cuda_aware_mpi=True)
         patch.setattr(site, "knobs", knobs)
