@@ -39,6 +39,7 @@ class AtOnce:
         self._region = region
         self._direct = direct
         self._allocations = direct.allocations
+        self._shared = direct.allocations.by_start
         self._memory = memory
         self._arithmetic = arithmetic
         self._stamp = stamp
@@ -50,12 +51,12 @@ class AtOnce:
 
     def is_shared(self, address: int) -> bool:
         """Whether a tensor there lies in a shared allocation."""
-        return bool(self._allocations) and self._allocations.find(address, self._nbytes) is not None
+        return bool(self._shared) and self._allocations.find(address, self._nbytes) is not None
 
     def foretell(self, address: int) -> None:
         """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
         self._region.mine.addresses[0] = address
-        found = self._allocations.find(address, self._nbytes) if self._allocations else None
+        found = self._allocations.find(address, self._nbytes) if self._shared else None
         if found is None:
             self._in_place, word = None, 0
         else:

@@ -89,7 +89,7 @@ class _Member(NamedTuple):
     """A rank of the plane as a reduction sees it."""
 
     memory: ProcessMemory
-    addresses: Array
+    addresses: memoryview
     """Of its tensors, as the rank says them; shared memory."""
     ranges: Ranges
     """Where all chunks lie in them."""
@@ -113,19 +113,23 @@ class PeerReduction:
         self._rank = region.rank
         self._index, self._starts = index, starts
         members = [
-            _Member(reached, np.asarray(counters.addresses)[:count], Ranges(sizes), address, arithmetic.over(room))
+            _Member(reached, counters.addresses[:count], Ranges(sizes), address, arithmetic.over(room))
             for reached, counters, (room, address) in zip(memory.ranks, region.counters, memory.scratch(), strict=True)
         ]
         self._all = members
+        self._said = [b""] * len(members)
         self._mine = members[region.rank]
         self._peers = [members[peer] for peer in region.peers]
 
     def begin(self, number: int) -> None:
         """Begin the work of this number; all ranks have arrived, and said where their tensors lie."""
         self._claims.begin(number)
-        index, starts = self._index, self._starts
-        for member in self._all:
-            np.add(member.addresses[index], starts, out=member.ranges.addresses)
+        for rank, member in enumerate(self._all):
+            said = member.addresses.tobytes()
+            if said != self._said[rank]:
+                # Mostly they are where they were the last time.
+                self._said[rank] = said
+                np.add(np.frombuffer(said, np.uint64)[self._index], self._starts, out=member.ranges.addresses)
 
     @property
     def unfinished(self) -> bool:

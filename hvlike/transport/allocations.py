@@ -70,12 +70,13 @@ class Allocations:
     """The shared allocations of this process, found by address. Adds and looks up in the loop, forgets anywhere."""
 
     def __init__(self) -> None:
-        self._by_start: dict[int, Allocation] = {}
+        self.by_start: dict[int, Allocation] = {}
+        """By the address of this rank's copy."""
         self._starts: list[int] | None = []
         self._made: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._by_start)
+        return len(self.by_start)
 
     def next_number(self, group: int) -> tuple[int, int]:
         """A number for a new allocation of a group; the same on its ranks, which make them in the same order."""
@@ -88,7 +89,7 @@ class Allocations:
         The allocation is forgotten when that very array, which the tensor holds, is gone: in any thread, at any time.
         """
         own: Array = allocation.copy(allocation.rank).view(storage)
-        self._by_start[allocation.start] = allocation
+        self.by_start[allocation.start] = allocation
         self._starts = None
         weakref.finalize(own, self._forget, allocation.start).atexit = False
         return own
@@ -98,18 +99,18 @@ class Allocations:
         starts = self._starts
         if starts is None:
             # Never short of one, as only the loop adds; one too many, forgotten meanwhile, is not found below.
-            starts = self._starts = sorted(self._by_start)
+            starts = self._starts = sorted(self.by_start)
         index = bisect.bisect_right(starts, address) - 1
         if index < 0:
             return None
-        allocation = self._by_start.get(starts[index])
+        allocation = self.by_start.get(starts[index])
         if allocation is None:
             return None
         offset = address - allocation.start
         return (allocation, offset) if offset + nbytes <= allocation.nbytes else None
 
     def _forget(self, start: int) -> None:
-        self._by_start.pop(start, None)
+        self.by_start.pop(start, None)
         self._starts = None
 
 
