@@ -15,11 +15,12 @@ import torch
 import hvlike
 from hvlike.bench import reducers
 from hvlike.bench.allreduce_report import Result, as_text, panels
+from hvlike.bench.bare import BareLoop
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Entrant, compare
 from hvlike.bench.devices import cpu_only, where
 from hvlike.bench.horovod_job import Elsewhere
-from hvlike.bench.options import add_common, add_device, left_out
+from hvlike.bench.options import add_bare, add_common, add_device, left_out
 from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.reducers import Case
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", choices=("sum", "average"), default="sum", help="what all compute, those without average sum and divide"
     )
     parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
+    add_bare(parser)
     parser.add_argument("--no-gloo", action="store_true", help="leave gloo out")
     add_device(parser, "the tensor")
     add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}")
@@ -70,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
         without_horovod=left_out(options.no_horovod, "--no-horovod") or cpu_only(device),
         backend=backend_for(device),
     ) as peers:
+        bare = BareLoop() if options.bare else None
         results = [
-            measure(Case(size, dtype, options.op == "average"), device, peers, options)
+            measure(Case(size, dtype, options.op == "average"), device, peers, options, bare)
             for dtype in options.dtypes
             for size in options.sizes
         ]
@@ -97,10 +100,12 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, device: torch.device, peers: Peers, options: argparse.Namespace) -> Result:
+def measure(
+    case: Case, device: torch.device, peers: Peers, options: argparse.Namespace, bare: BareLoop | None
+) -> Result:
     """Measure one size of one dtype. Collective."""
     if device.type == "cpu":
-        here = reducers.contestants(case, peers.raw, peers.group)
+        here = reducers.contestants(case, peers.raw, peers.group, bare)
     else:
         here = reducers.contestants_on_gpu(case, device, peers.group)
     entered: list[Entrant] = [each.warmed(_WARM_UPS) if options.warm else each for each in here]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvlike.bench.bare import BARE
 from hvlike.bench.comparison import Ratio, Summary
 from hvlike.bench.conditions import heading
 from hvlike.bench.plot import Bars, Curves
@@ -18,6 +19,8 @@ RATIOS = {
     "gloo/hvlike": (GLOO, OURS),
     "NCCL/hvlike": (NCCL, OURS),
     "Horovod/hvlike": (HOROVOD, OURS),
+    "MPI/bare": (MPI, BARE),
+    "hvlike/bare": (OURS, BARE),
     "hvlike/pass": (OURS, FLOOR),
     "hvlike/memcpy": (OURS, COPY),
     "MPI/shared": (MPI, SHARED),
@@ -76,7 +79,7 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
         labels = [format_size(result.size) for result in found]
         times = {name: [Summary.of(result.seconds[name]).median for result in found] for name in found[0].seconds}
         ratios = {name: [result.ratios[name].of_medians for result in found] for name in found[0].ratios}
-        others = {name: each for name, each in ratios.items() if RATIOS[name][1] in (OURS, SHARED)}
+        others = {name: each for name, each in ratios.items() if RATIOS[name][1] in (OURS, SHARED, BARE)}
         floors = {name: each for name, each in ratios.items() if name not in others}
         drawn += [
             Curves(f"{dtype}: time", "size", "seconds", sizes, times, labels),

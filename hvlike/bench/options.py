@@ -20,6 +20,11 @@ def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bo
     parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
 
 
+def add_bare(parser: argparse.ArgumentParser) -> None:
+    """Add --bare."""
+    parser.add_argument("--bare", action="store_true", help="beside a loop of numpy calls and no more; two ranks")
+
+
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --device. what: is measured there."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")

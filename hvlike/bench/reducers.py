@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hvlike
+from hvlike.bench.bare import BARE, BareLoop
 from hvlike.bench.comparison import Contestant
 from hvlike.bench.torch_group import TorchGroup
 from hvlike.errors import HvlikeError
@@ -67,7 +68,7 @@ class Case:
             )
 
 
-def contestants(case: Case, raw: RawMpi, group: TorchGroup | None) -> list[Contestant]:
+def contestants(case: Case, raw: RawMpi, group: TorchGroup | None, bare: BareLoop | None = None) -> list[Contestant]:
     """Return those who can take part, each with its own way to reduce. Collective."""
     tensor = torch.zeros(case.length, dtype=case.dtype)
     shared = hvlike.empty_shared(case.length, dtype=case.dtype)
@@ -78,6 +79,8 @@ def contestants(case: Case, raw: RawMpi, group: TorchGroup | None) -> list[Conte
     ]
     if group is not None:
         entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
+    if bare is not None and case.dtype not in _HALVES:
+        entered.append(_reducing(case, BARE, tensor, _by_bare_loop(case, tensor, bare)))
     return [*entered, *_floors(case, tensor), _pass(case, SHARED_FLOOR, shared)]
 
 
@@ -143,6 +146,11 @@ def _by_gloo(case: Case, tensor: Tensor, group: TorchGroup) -> None:
     group.allreduce(tensor)
     if case.average:
         tensor.div_(hvlike.size())
+
+
+def _by_bare_loop(case: Case, tensor: Tensor, bare: BareLoop) -> Callable[[], None]:
+    chunks = bare.chunks([tensor.numpy()])
+    return partial(bare.reduce, chunks, 1 / hvlike.size() if case.average else None)
 
 
 def _floors(case: Case, tensor: Tensor) -> list[Contestant]:

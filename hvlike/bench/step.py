@@ -13,11 +13,12 @@ from typing import Any
 
 import hvlike
 from hvlike.bench import trainers
+from hvlike.bench.bare import BareLoop
 from hvlike.bench.benchmark import Benchmark
 from hvlike.bench.comparison import Contestant, Entrant, compare
 from hvlike.bench.devices import cpu_only, where
 from hvlike.bench.horovod_job import Elsewhere
-from hvlike.bench.options import add_common, add_device, left_out
+from hvlike.bench.options import add_bare, add_common, add_device, left_out
 from hvlike.bench.peers import Peers
 from hvlike.bench.plot import draw
 from hvlike.bench.step_report import Result, as_text, panels
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = ",".join(DEFAULT)
     known = ", ".join(_KNOWN)
     parser.add_argument("--models", type=models, default=models(default), help=f"of {known}; default {default}")
+    add_bare(parser)
     parser.add_argument("--no-ddp", action="store_true", help="leave torch's DistributedDataParallel out")
     parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view, too")
     add_device(parser, "the model")
@@ -65,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     ) as peers:
         views = [] if peers.group is None else [False, True] if options.bucket_view else [False]
         workloads = [replace(each, device=device) for each in options.models]
-        results = [measure(each, peers, views, options.repetitions, options.seed) for each in workloads]
+        bare = BareLoop() if options.bare else None
+        results = [measure(each, peers, views, options.repetitions, options.seed, bare) for each in workloads]
         if hvlike.rank() == 0:
             show(options, peers.describe("step") | where(device), results)
     hvlike.shutdown()
@@ -82,7 +85,14 @@ def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[
         draw(options.plot, f"training step on {hvlike.size()} ranks", panels(results))
 
 
-def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions: int | None, seed: int) -> Result:
+def measure(
+    workload: Workload,
+    peers: Peers,
+    views: Sequence[bool],
+    repetitions: int | None,
+    seed: int,
+    bare: BareLoop | None = None,
+) -> Result:
     """Measure one model. Collective. views: one contestant with DDP for each, with or without bucket views."""
     rank, raw = hvlike.rank(), peers.raw
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
@@ -90,6 +100,8 @@ def measure(workload: Workload, peers: Peers, views: Sequence[bool], repetitions
     contestants.append(trainers.ours_ddp(workload, seed, rank))
     backend = peers.group.backend if peers.group is not None else ""
     contestants += [trainers.ddp(workload, seed, rank, view=view, backend=backend) for view in views]
+    if bare is not None:
+        contestants.append(trainers.barely(workload, seed, rank, bare))
     for trainer in contestants:
         trainer.step()
         if trainer.name != ALONE:

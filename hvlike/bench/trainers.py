@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hvlike
+from hvlike.bench.bare import BARE, BareLoop
 from hvlike.bench.devices import settle
 from hvlike.bench.torch_group import GLOO
 from hvlike.bench.workloads import Workload
@@ -66,6 +67,26 @@ def ours(workload: Workload, seed: int, rank: int) -> Trainer:
     named = trainer.model.named_parameters()
     trainer.optimizer = hvlike.DistributedOptimizer(trainer.optimizer, named_parameters=named)
     return trainer
+
+
+class _BareTrainer(Trainer):
+    """Averages the gradients after backward by a bare loop."""
+
+    def __init__(self, workload: Workload, seed: int, rank: int, bare: BareLoop) -> None:
+        super().__init__(BARE, workload, seed, rank)
+        self._bare = bare
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.network(*self.batch).backward()
+        gradients = [each.grad.view(-1).numpy() for each in self.model.parameters() if each.grad is not None]
+        self._bare.reduce(self._bare.chunks(gradients), 1 / hvlike.size())
+        self.optimizer.step()
+
+
+def barely(workload: Workload, seed: int, rank: int, bare: BareLoop) -> Trainer:
+    """What a step costs with communication and nothing of a library."""
+    return _BareTrainer(workload, seed, rank, bare)
 
 
 def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:

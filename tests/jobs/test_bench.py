@@ -24,7 +24,7 @@ def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
     for each in found["results"]:
         floors = {"read-write pass", "pass, shared", "memcpy"}
         assert set(each["seconds"]) == {"hvlike", "empty_shared", "MPI_Allreduce", "gloo", *floors}
-        assert set(each["ratios"]) == set(RATIOS) - {"Horovod/hvlike", "NCCL/hvlike"}
+        assert set(each["ratios"]) == set(RATIOS) - {"Horovod/hvlike", "NCCL/hvlike", "MPI/bare", "hvlike/bare"}
         assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
 
 
@@ -46,6 +46,20 @@ def test_averages_of_other_dtypes_as_a_table_that_is_printed_once_and_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_bare_loop_takes_part_in_what_numpy_computes() -> None:
+    options = ["--bare", "--no-gloo", "--op", "average", "--dtypes", "float32,float64,bfloat16", "--json"]
+    found = json.loads(run_job(MODULE, 2, args=[*QUICK, *options]).check().stdout)
+    for each in found["results"]:
+        assert ("bare loop" in each["seconds"]) is (each["dtype"] != "bfloat16")
+        assert ("hvlike/bare" in each["ratios"]) is (each["dtype"] != "bfloat16")
+
+
+def test_a_bare_loop_is_for_two_ranks() -> None:
+    job = run_job(MODULE, 3, args=[*QUICK, "--bare"])
+    assert job.returncode != 0
+    assert "--bare is for two ranks on one node of x86 cores; there are 3 ranks" in job.stderr
+
+
 STEP = ["bench", "step", "--models", "small", "--repetitions", "2"]
 
 
@@ -60,6 +74,13 @@ def test_step_in_json() -> None:
     assert set(result["overhead"]) == {"hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
     assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/DDP-gloo", "hvlike/DDP-gloo view"}
     assert all(len(summary["samples"]) == 2 for summary in result["seconds"].values())
+
+
+def test_steps_with_a_bare_loop() -> None:
+    options = ["--models", "small,tensors400", "--no-ddp", "--bare", "--json"]
+    found = json.loads(run_job(MODULE, 2, args=[*STEP, *options]).check().stdout)
+    for result in found["results"]:
+        assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/bare loop"}
 
 
 def test_step_as_table_and_picture(tmp_path: Path) -> None:
