@@ -26,12 +26,14 @@ from hvlike.collectives.waits import STEP
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.at_once import AtOnce
+from hvlike.planes.at_once_staged import StagedReduction
 from hvlike.planes.board import FINISHED, RING
 from hvlike.planes.express import Express
 from hvlike.planes.kernels import Call
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.quiet import Quiet
 from hvlike.transport.dtypes import bytes_at
+from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
 MOST_KNOWN = 1024
@@ -96,6 +98,8 @@ class _Piece:
     """Where this rank copies it to, for each place on the board, if it is small."""
     calls: tuple[list[Call], ...]
     """What reduces the ranks' copies to it."""
+    staged: StagedReduction | None
+    """What reduces one of middling size."""
 
 
 class _Name(NamedTuple):
@@ -163,10 +167,10 @@ class ExpressAllreduce:
             piece = self._piece(tensor, address, op, prescale, postscale)
         if piece is None or (piece.is_complex and tensor.is_conj()):
             return None
-        at_once, number, slots = piece.at_once, piece.plan.number, piece.slots
-        if at_once is not None and slots and at_once.is_shared(address):
+        at_once, number, slots, staged = piece.at_once, piece.plan.number, piece.slots, piece.staged
+        if at_once is not None and (slots or staged) and at_once.is_shared(address):
             # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
-            number, slots = number ^ 1, ()
+            number, slots, staged = number ^ 1, (), None
         ledger, board = self._ledger, self._board
         with ledger.lock:
             index = ledger.entered
@@ -181,12 +185,12 @@ class ExpressAllreduce:
                 key, code, place = self._names.get(name) or self._call(name)
                 if slots:
                     slots[index % RING][:] = piece.memory
-                elif at_once is not None:
+                elif staged is None and at_once is not None:
                     at_once.foretell(address)
                 ledger.entered = index + 1
                 agreed = board.offer(index, number, code)
             except BaseException:
-                self._leave(at_once, tensor, slots)
+                self._leave(None if slots or staged else at_once, tensor)
                 raise
         try:
             if not ledger.here.is_known:
@@ -202,9 +206,9 @@ class ExpressAllreduce:
                 for function, arguments, keywords in piece.calls[index % RING]:
                     run(function, *arguments, **keywords)
             else:
-                self._reduce(piece, tensor, key[1])
+                self._reduce(piece, staged, tensor, key[1])
         except BaseException:
-            self._leave(at_once, tensor, slots)
+            self._leave(None if slots or staged else at_once, tensor)
             raise
         finally:
             board.mine[FINISHED] = index + 1
@@ -252,9 +256,12 @@ class ExpressAllreduce:
         elements = plan.arithmetic.over(raw)
         slots: tuple[memoryview, ...] = ()
         calls: tuple[list[Call], ...] = ()
+        staged = None
         if plan.copies is not None:
             slots = self._express.slots(nbytes)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
+        elif plan.at_once is not None:
+            staged = plan.at_once.staged(address)
         piece = _Piece(
             shape,
             dtype,
@@ -269,6 +276,7 @@ class ExpressAllreduce:
             raw.data,
             slots,
             calls,
+            staged,
         )
         self._pieces[address] = piece
         return piece
@@ -284,10 +292,10 @@ class ExpressAllreduce:
         known = self._names[name] = _Name((_KIND, name), code_of(name), place)
         return known
 
-    def _leave(self, at_once: AtOnce | None, tensor: torch.Tensor, slots: tuple[memoryview, ...]) -> None:
-        """This rank leaves a call that the others may go on with."""
+    def _leave(self, at_once: AtOnce | None, tensor: torch.Tensor) -> None:
+        """This rank leaves a call that the others may go on with, perhaps in the memory of this one."""
         self._busy = False
-        if at_once is not None and not slots:
+        if at_once is not None:
             at_once.keep(tensor)
 
     def _wait(self, at_once: AtOnce | None, index: int) -> bool:
@@ -299,12 +307,15 @@ class ExpressAllreduce:
             at_once.forget()
         return False
 
-    def _reduce(self, piece: _Piece, tensor: torch.Tensor, name: str) -> None:
-        """A large tensor, on the plane; if a peer is slow meanwhile, wait with reports of who is missing."""
+    def _reduce(self, piece: _Piece, staged: StagedReduction | None, tensor: torch.Tensor, name: str) -> None:
+        """A tensor that is not small, on the plane; where a peer is slow, wait with reports of who is missing."""
         negotiator, express, plan = self._negotiator, self._express, piece.plan
         self._large += 1
         negotiator.steps[_STEPS] = self._large
-        routine = None if piece.at_once is None else piece.at_once.begin(tensor)
+        if staged is not None:
+            routine: Routine[None] | None = staged.run()
+        else:
+            routine = None if piece.at_once is None else piece.at_once.begin(tensor)
         if routine is None:
             routine = express.reduction(piece.elements, tensor, plan.arithmetic, plan.number)
         ended: list[Task[None]] = []

@@ -116,6 +116,9 @@ class Arithmetic:
         """Copy `source` to `target`, of equal length."""
         self._kernel.copy(target, source)
 
+    deliver = copy
+    """What brings a finished reduction to where it is taken, where no kernel is `joining`."""
+
     def combine(self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = ()) -> None:
         """Reduce `own` and `others`, apply all factors, leave the result in `own` and copy it to `outputs`.
 

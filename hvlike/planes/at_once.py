@@ -11,10 +11,13 @@ from __future__ import annotations
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.at_once_staged import MOST_BYTES, StagedReduction
+from hvlike.planes.chunks import Turns
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
 from hvlike.planes.meeting import Meeting, kept
 from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.region import PLACES, Region
+from hvlike.transport.dtypes import bytes_at
 from hvlike.transport.routine import Routine
 
 MOST_WORKS = 64
@@ -30,17 +33,19 @@ class AtOnce:
         region: Region,
         direct: Direct,
         memory: PeerMemory,
+        turns: Turns,
         arithmetic: Arithmetic,
         length: int,
         stamp: int,
     ) -> None:
-        """stamp: of this kind of call, the same on all ranks."""
+        """turns: of the reductions of the region. stamp: of this kind of call, the same on all ranks."""
         self._meeting = meeting
         self._region = region
         self._direct = direct
         self._allocations = direct.allocations
         self._shared = direct.allocations.by_start
         self._memory = memory
+        self._turns = turns
         self._arithmetic = arithmetic
         self._stamp = stamp
         self._length = length
@@ -52,6 +57,13 @@ class AtOnce:
     def is_shared(self, address: int) -> bool:
         """Whether a tensor there lies in a shared allocation."""
         return bool(self._shared) and self._allocations.find(address, self._nbytes) is not None
+
+    def staged(self, address: int) -> StagedReduction | None:
+        """What reduces a tensor there, contiguous in host memory, without being foretold; None for a large one."""
+        if self._nbytes > MOST_BYTES:
+            return None
+        own = self._arithmetic.over(bytes_at(address, self._nbytes))
+        return StagedReduction(self._region, self._turns, self._arithmetic, own, self._meeting.check_peers)
 
     def foretell(self, address: int) -> None:
         """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""

@@ -124,6 +124,13 @@ class Turns:
             for first in range(start, stop, elements)
         ]
 
+    def advance(self, counts: Sequence[int]) -> list[int]:
+        """Give so many chunks to each rank, whichever they are; returns the turns of the first ones."""
+        first = self.counts[:]
+        for owner, count in enumerate(counts):
+            self.counts[owner] += count
+        return first
+
     def _own(self, piece: int, start: int, stop: int, owner: int) -> Chunk:
         turn = self.counts[owner]
         self.counts[owner] += 1

@@ -29,7 +29,7 @@ from hvlike.transport.semaphore import X86
 COPIED_BYTES = 1536 << 10
 """Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
 
-_LARGEST_COPY = 768 << 10
+_LARGEST_COPY = 640 << 10
 _LEAST_IN_PLACE = 256 << 10
 _SMALLEST_COPY = 16 << 10
 
@@ -165,7 +165,7 @@ class Express:
 
 
 def _copy_bytes(ranks: int) -> int:
-    """The largest tensor that every rank reduces by itself: 768 KiB for two ranks, 384 for four, 192 for eight."""
+    """The largest tensor that every rank reduces by itself: 640 KiB for two ranks, 384 for four, 192 for eight."""
     return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
 
 

@@ -23,6 +23,7 @@ import torch
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
 from hvlike.planes.claims import Claims
+from hvlike.planes.reduction import in_order
 from hvlike.planes.region import ADDRESSES, Region
 from hvlike.transport.dtypes import Array, bytes_at
 from hvlike.transport.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
@@ -169,10 +170,8 @@ class PeerReduction:
 
     def _reduce(self, own: Piece, copies: list[Piece]) -> None:
         """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""
-        rank, kernel = self._rank, self._arithmetic.joining
-        first, others = own, copies
-        if rank > 1:
-            first, others = copies[0], [*copies[1:rank], own, *copies[rank:]]
+        first, others = in_order(self._rank, own, copies)
+        kernel = self._arithmetic.joining
         if kernel is None:
             self._arithmetic.combine(first, others, [] if first is own else [own])
         else:

@@ -47,7 +47,7 @@ class Reduction:
         rank = region.rank
         self._region = region
         self._arithmetic = arithmetic
-        self._kernel = arithmetic.joining if results is Results.TO_ALL else None
+        self._deliver = (arithmetic.joining or arithmetic).deliver
         self._slots = region.slots(arithmetic)
         self._pieces = pieces
         self._bundles = bundles
@@ -91,7 +91,7 @@ class Reduction:
     # few calls and few objects matter more here than elsewhere.
     def _step(self) -> bool:
         """One chunk of each kind, where that is possible; say whether anything moved."""
-        region, slots, pieces, kernel = self._region, self._slots, self._pieces, self._kernel
+        region, slots, pieces = self._region, self._slots, self._pieces
         mine, counters, order, bundles = region.mine, region.counters, region.order, self._bundles
         moved = False
         if self._staged < len(self._foreign):
@@ -125,10 +125,7 @@ class Reduction:
             if counters[owner].words[REDUCED] > turn:
                 order()
                 target, result = pieces[piece][start:stop], slots.results[owner][turn % SLOTS][: stop - start]
-                if kernel is None:
-                    self._arithmetic.copy(target, result)
-                else:
-                    kernel.deliver(target, result)
+                self._deliver(target, result)
                 order()
                 mine.taken[owner] = turn + 1
                 if piece < len(bundles):
@@ -157,21 +154,39 @@ class Reduction:
         if self._compare is not None:
             self._compare()
             self._compare = None
-        # In the order of the ranks whoever adds (the first two may be swapped): then a sum does not depend on how the
-        # work was cut and dealt, and a run that is resumed or bucketed otherwise gives the same bits.
-        rank = self._region.rank
-        first, others = own, copies
-        if rank > 1:
-            first, others = copies[0], [*copies[1:rank], own, *copies[rank:]]
-        kernel, arithmetic = self._kernel, self._arithmetic
-        if kernel is not None:
-            kernel.join(first, others, copies[0])
-            kernel.deliver(own, copies[0])
-        elif self._results is Results.TO_ALL:
-            arithmetic.combine(first, others, [copies[0]] if first is own else [own])
-        elif self._results is Results.TO_OWNER:
+        rank, arithmetic, results = self._region.rank, self._arithmetic, self._results
+        if results is Results.TO_ALL:
+            join_in_order(arithmetic, rank, own, copies)
+            return
+        first, others = in_order(rank, own, copies)
+        if results is Results.TO_OWNER:
             arithmetic.combine(first, others, [] if first is own else [own])
         else:
             arithmetic.accumulate(first, others)
             if first is not own:
                 arithmetic.copy(own, first)
+
+
+def in_order(rank: int, own: Piece, copies: list[Piece]) -> tuple[Piece, list[Piece]]:
+    """The first piece and the others, in the order of the ranks whoever adds; the first two may be swapped.
+
+    Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise gives
+    the same bits.
+    """
+    if rank > 1:
+        return copies[0], [*copies[1:rank], own, *copies[rank:]]
+    return own, copies
+
+
+def join_in_order(arithmetic: Arithmetic, rank: int, own: Piece, copies: list[Piece]) -> None:
+    """Reduce what this rank owns with the peers' copies; the result is in `own`, and for `deliver` in the first copy.
+
+    The caller silences numpy.
+    """
+    first, others = in_order(rank, own, copies)
+    kernel = arithmetic.joining
+    if kernel is not None:
+        kernel.join(first, others, copies[0])
+        kernel.deliver(own, copies[0])
+    else:
+        arithmetic.combine(first, others, [copies[0]] if first is own else [own])

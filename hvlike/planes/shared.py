@@ -100,7 +100,9 @@ class SharedPlane:
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
         """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""
-        return AtOnce(self._meeting, self._region, self._direct, self._memory, arithmetic, length, stamp)
+        return AtOnce(
+            self._meeting, self._region, self._direct, self._memory, self._reductions, arithmetic, length, stamp
+        )
 
     def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeated | None:
         """See Plane."""

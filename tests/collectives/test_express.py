@@ -18,7 +18,7 @@ CALLS = 80
 MOST_CALLS = 2000
 """In so many one is served, however late the ranks of a busy machine are; all ranks count alike and end together."""
 
-SMALL, LARGE = (5, 7), (300, 1111)
+SMALL, MIDDLING, LARGE = (5, 7), (150, 1111), (600, 1111)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def express(hvd):
     pytest.skip("the ranks are on several nodes")
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
     for dtype in (each for each in DTYPES if defined(op, each)):
@@ -54,7 +54,7 @@ def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, dtype):
     torch.manual_seed(hvd.rank())
     original = torch.randn(shape).to(dtype)
