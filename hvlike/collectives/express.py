@@ -172,27 +172,25 @@ class ExpressAllreduce:
             # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
             number, slots, staged = number ^ 1, (), None
         ledger, board = self._ledger, self._board
-        with ledger.lock:
-            index = ledger.entered
-            if self._busy or self._away or self._recorder.on or index & self._sparing:
-                return None
-            if (ledger.closed or ledger.requests) and not ledger.may_begin((_KIND, name or "")):
-                return None
-            if index != board.following and not board.is_free(index):
-                return None
-            self._busy = True
-            try:
+        begun = offered = False
+        try:
+            with ledger.lock:
+                index = ledger.entered
+                if self._busy or self._away or self._recorder.on or index & self._sparing:
+                    return None
+                if (ledger.closed or ledger.requests) and not ledger.may_begin((_KIND, name or "")):
+                    return None
+                if index != board.following and not board.is_free(index):
+                    return None
+                begun = self._busy = True
                 key, code, place = self._names.get(name) or self._call(name)
                 if slots:
                     slots[index % RING][:] = piece.memory
                 elif staged is None and at_once is not None:
                     at_once.foretell(address)
                 ledger.entered = index + 1
+                offered = True
                 agreed = board.offer(index, number, code)
-            except BaseException:
-                self._leave(None if slots or staged else at_once, tensor)
-                raise
-        try:
             if not ledger.here.is_known:
                 ledger.know_thread()
             ledger.last = (key, place, time.monotonic())
@@ -208,11 +206,15 @@ class ExpressAllreduce:
             else:
                 self._reduce(piece, staged, tensor, key[1])
         except BaseException:
-            self._leave(None if slots or staged else at_once, tensor)
+            if offered and at_once is not None and not slots and staged is None:
+                # The others may go on with it, in the memory of this rank.
+                at_once.keep(tensor)
             raise
         finally:
-            board.mine[FINISHED] = index + 1
-            self._busy = False
+            if offered:
+                board.mine[FINISHED] = index + 1
+            if begun:
+                self._busy = False
         return DONE
 
     def learn(self, signature: Signature, tensor: torch.Tensor) -> None:
@@ -291,12 +293,6 @@ class ExpressAllreduce:
             self._names.clear()
         known = self._names[name] = _Name((_KIND, name), code_of(name), place)
         return known
-
-    def _leave(self, at_once: AtOnce | None, tensor: torch.Tensor) -> None:
-        """This rank leaves a call that the others may go on with, perhaps in the memory of this one."""
-        self._busy = False
-        if at_once is not None:
-            at_once.keep(tensor)
 
     def _wait(self, at_once: AtOnce | None, index: int) -> bool:
         """Whether all ranks do thing number `index` at once, where that was not plain at first sight."""
