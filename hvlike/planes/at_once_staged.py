@@ -16,7 +16,7 @@ from hvlike.planes.reduction import LOOKS, join_in_order
 from hvlike.planes.region import REDUCED, Region, first_peer
 from hvlike.transport.routine import Routine, Wait
 
-MOST_BYTES = 2 << 20
+MOST_BYTES = 4 << 20
 """Of a tensor: for larger ones the copies cost more than the calls."""
 
 _CHUNK_BYTES = 128 << 10

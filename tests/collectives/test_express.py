@@ -18,7 +18,7 @@ CALLS = 80
 MOST_CALLS = 2000
 """In so many one is served, however late the ranks of a busy machine are; all ranks count alike and end together."""
 
-SMALL, MIDDLING, LARGE = (5, 7), (150, 1111), (600, 1111)
+SMALL, MIDDLING, LARGE = (5, 7), (150, 1111), (1000, 1111)
 
 
 @pytest.fixture
