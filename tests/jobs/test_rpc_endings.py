@@ -30,6 +30,13 @@ def say(text):
     sys.stdout.write(f"rank {rank}: {text}\\n")
     sys.stdout.flush()
 
+def stop(pid):
+    # A signal takes effect some time: until then the worker serves.
+    os.kill(pid, signal.SIGSTOP)
+    tasks = f"/proc/{pid}/task"
+    while any(") T " not in open(f"{tasks}/{each}/stat").read() for each in os.listdir(tasks)):
+        time.sleep(0.01)
+
 done = threading.Event()
 begin()
 """
@@ -39,7 +46,7 @@ if rank == 0:
     pid = rpc.rpc_sync(1, os.getpid)
     reference = rpc.remote(1, torch.ones, (3,))
     assert reference.to_here().sum() == 3
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     for action in (
         lambda: rpc.rpc_sync(1, os.getpid, timeout=0.3),
         lambda: rpc.rpc_async(1, os.getpid, timeout=0.3).wait(),
@@ -71,7 +78,7 @@ hvd.barrier()
 if rank == 1:
     rpc.shutdown()
 else:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     text, seconds = error_of(lambda: rpc.shutdown(timeout=0.5))
     say(text)
     os.kill(pid, signal.SIGCONT)
