@@ -54,7 +54,8 @@ class Board:
         """blocks: WORDS words of every rank, zero at first, each at the start of a cache line.
 
         barrier: to enter and leave it is a full memory barrier; order: a barrier between stores, and between loads;
-        None where the machine keeps their order. wake: wakes the peers that sleep.
+        None where the machine keeps their order. wake: wakes the peers that sleep. looks: how often `offer` looks for a
+        peer that has not come.
         """
         self._rank = rank
         self.mine = blocks[rank]
