@@ -64,7 +64,8 @@ class BucketPacker:
     def allreduce(self, plane: Plane, tensors: Sequence[torch.Tensor]) -> Routine[None]:
         """Reduce dense tensors in place; the same shapes, and the same plane every time, on every rank."""
         if self._repeating is not None and self._are_plain(tensors):
-            yield from self._in_memory(plane, self._repeating, tensors)
+            filled = tensors if len(self._large) == len(tensors) else [tensors[index] for index in self._large]
+            yield from self._in_memory(plane, self._repeating, filled)
             return
         shapes = list(map(_shape, tensors))
         bundling = plane.bundling
@@ -74,7 +75,9 @@ class BucketPacker:
         dtype = self._arithmetic.dtype
         operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
         flats = [operand.flat for operand in operands]
-        if not self._bundles:
+        if self._repeating is not None:
+            yield from self._in_memory(plane, self._repeating, flats)
+        elif not self._bundles:
             yield from plane.allreduce(flats, self._arithmetic)
         else:
             small = self._pick_small(tensors)
@@ -103,9 +106,8 @@ class BucketPacker:
         )
 
     def _in_memory(self, plane: Plane, repeating: Repeating, tensors: Sequence[torch.Tensor]) -> Routine[None]:
-        filled = tensors if len(self._large) == len(tensors) else [tensors[index] for index in self._large]
-        with phase(plane, "PEER_MEMORY_ALLREDUCE", filled):
-            yield from repeating.allreduce(filled, list(map(_address, filled)))
+        with phase(plane, "IN_MEMORY_ALLREDUCE", tensors):
+            yield from repeating.allreduce(tensors, list(map(_address, tensors)))
 
     def _through_buffer(self, plane: Plane, flats: Sequence[torch.Tensor]) -> Routine[None]:
         ((bundle, _),) = self._bundles

@@ -25,15 +25,14 @@ from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.waits import STEP
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.at_once import AtOnce
-from hvlike.planes.at_once_staged import StagedReduction
+from hvlike.planes.at_once import SHARED, AtOnce
 from hvlike.planes.board import FINISHED, RING
 from hvlike.planes.express import Express
 from hvlike.planes.kernels import Call
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.quiet import Quiet
+from hvlike.planes.staged import StagedReduction
 from hvlike.transport.dtypes import bytes_at
-from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
 MOST_KNOWN = 1024
@@ -170,7 +169,7 @@ class ExpressAllreduce:
         at_once, number, slots, staged = piece.at_once, piece.plan.number, piece.slots, piece.staged
         if at_once is not None and (slots or staged) and at_once.is_shared(address):
             # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
-            number, slots, staged = number ^ 1, (), None
+            number, slots, staged = number ^ SHARED, (), None
         ledger, board = self._ledger, self._board
         begun = offered = False
         try:
@@ -187,7 +186,7 @@ class ExpressAllreduce:
                 if slots:
                     slots[index % RING][:] = piece.memory
                 elif staged is None and at_once is not None:
-                    at_once.foretell(address)
+                    number = at_once.foretell(address, number)
                 ledger.entered = index + 1
                 offered = True
                 agreed = board.offer(index, number, code)
@@ -263,7 +262,7 @@ class ExpressAllreduce:
             slots = self._express.slots(nbytes)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
         elif plan.at_once is not None:
-            staged = plan.at_once.staged(address)
+            staged = plan.at_once.staged
         piece = _Piece(
             shape,
             dtype,
@@ -309,10 +308,10 @@ class ExpressAllreduce:
         self._large += 1
         negotiator.steps[_STEPS] = self._large
         if staged is not None:
-            routine: Routine[None] | None = staged.run()
+            routine = staged.run([tensor.data_ptr()])
+        elif piece.at_once is not None:
+            routine = piece.at_once.begin(tensor)
         else:
-            routine = None if piece.at_once is None else piece.at_once.begin(tensor)
-        if routine is None:
             routine = express.reduction(piece.elements, tensor, plan.arithmetic, plan.number)
         ended: list[Task[None]] = []
         if express.lane.drive(routine, ended.append):

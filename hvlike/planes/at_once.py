@@ -11,17 +11,21 @@ from __future__ import annotations
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.at_once_staged import MOST_BYTES, StagedReduction
-from hvlike.planes.chunks import Turns
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
+from hvlike.planes.fastest import Fastest
 from hvlike.planes.meeting import Meeting, kept
-from hvlike.planes.peer_memory import PeerMemory, PeerReduction
-from hvlike.planes.region import PLACES, Region
-from hvlike.transport.dtypes import bytes_at
+from hvlike.planes.region import Region
+from hvlike.planes.staged import StagedReduction
 from hvlike.transport.routine import Routine
+
+MOST_STAGED = 4 << 20
+"""Bytes of a tensor that is always staged, which takes the fewest steps."""
 
 MOST_WORKS = 64
 """What is kept for one allocation; with one more all is made anew."""
+
+SHARED, STAGED = 1, 2
+"""How a call is done, in the number that ranks compare."""
 
 
 class AtOnce:
@@ -32,42 +36,38 @@ class AtOnce:
         meeting: Meeting,
         region: Region,
         direct: Direct,
-        memory: PeerMemory,
-        turns: Turns,
+        staged: StagedReduction,
+        fastest: Fastest,
         arithmetic: Arithmetic,
         length: int,
         stamp: int,
     ) -> None:
-        """turns: of the reductions of the region. stamp: of this kind of call, the same on all ranks."""
+        """staged, fastest: what reduces such a tensor. stamp: of this kind of call, the same on all ranks."""
         self._meeting = meeting
         self._region = region
         self._direct = direct
         self._allocations = direct.allocations
         self._shared = direct.allocations.by_start
-        self._memory = memory
-        self._turns = turns
+        self._fastest = fastest
         self._arithmetic = arithmetic
         self._stamp = stamp
-        self._length = length
         self._nbytes = length * arithmetic.itemsize
-        self._reaches = memory.reaches(self._nbytes)
-        self._in_peers: PeerReduction | None = None
         self._in_place: DirectReduction | None = None
+        self._address = 0
+        self.staged = staged if self._nbytes <= MOST_STAGED else None
+        """What reduces a tensor without being foretold; None for a large one."""
 
     def is_shared(self, address: int) -> bool:
         """Whether a tensor there lies in a shared allocation."""
         return bool(self._shared) and self._allocations.find(address, self._nbytes) is not None
 
-    def staged(self, address: int) -> StagedReduction | None:
-        """What reduces a tensor there, contiguous in host memory, without being foretold; None for a large one."""
-        if self._nbytes > MOST_BYTES:
-            return None
-        own = self._arithmetic.over(bytes_at(address, self._nbytes))
-        return StagedReduction(self._region, self._turns, self._arithmetic, own, self._meeting.check_peers)
+    def foretell(self, address: int, number: int) -> int:
+        """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin.
 
-    def foretell(self, address: int) -> None:
-        """Say where this rank's tensor lies, contiguous in host memory; before it offers to begin."""
-        self._region.mine.addresses[0] = address
+        Returns the number to offer, where `number` is that of the kind of call: ranks that would do it in different
+        ways hear a no, as those do whose kinds of calls differ.
+        """
+        self._region.mine.addresses[0] = self._address = address
         found = self._allocations.find(address, self._nbytes) if self._shared else None
         if found is None:
             self._in_place, word = None, 0
@@ -80,6 +80,7 @@ class AtOnce:
                 works[key] = (*self._prepare(Place(*found)), self)
             self._in_place, word, _ = works[key]
         self._meeting.foretell(self._stamp, word)
+        return number ^ STAGED if self._fastest.stages else number
 
     def _prepare(self, place: Place) -> tuple[DirectReduction | None, int]:
         """What reduces a place of a shared allocation, and the word that says which; None, 0 if not all have it."""
@@ -88,14 +89,14 @@ class AtOnce:
         copies = self._direct.copies(place, self._nbytes, self._arithmetic)
         return DirectReduction(self._region, self._arithmetic, [copies], 0), place_word({0: place})
 
-    def begin(self, tensor: torch.Tensor) -> Routine[None] | None:
-        """The reduction of what was foretold, after all have agreed; None where the ranks cannot reach all copies."""
+    def begin(self, tensor: torch.Tensor) -> Routine[None]:
+        """The reduction of what was foretold, after all have agreed."""
         reduction, self._in_place = self._in_place, None
-        if reduction is not None and self._is_same_place():
-            number = self._meeting.enter()
+        number = self._meeting.enter()
+        if reduction is not None and self._region.is_same_place(number):
             reduction.begin(number)
             return self._meeting.in_place(reduction, number)
-        return self._reduce_in_peers(tensor) if self._reaches else None
+        return self._reduce(tensor, self._address, number)
 
     def forget(self) -> None:
         """The ranks have not agreed: nothing is kept of the tensor's memory."""
@@ -103,23 +104,11 @@ class AtOnce:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """This rank has left a call that the others may go on with: they may reach into its tensor for ever."""
-        if self._reaches:
-            kept.append([tensor])
+        kept.append([tensor])
 
-    def _is_same_place(self) -> bool:
-        """Whether all ranks have foretold the same place."""
-        word = PLACES + (self._meeting.number + 1) % 2
-        place = self._region.mine.words[word]
-        return all(counters.words[word] == place for counters in self._region.others)
-
-    def _reduce_in_peers(self, tensor: torch.Tensor) -> Routine[None]:
-        meeting, reduction = self._meeting, self._in_peers
-        number = meeting.enter()
-        if reduction is None:
-            reduction = self._in_peers = PeerReduction(self._region, self._memory, self._arithmetic, [self._length])
-        reduction.begin(number)
+    def _reduce(self, tensor: torch.Tensor, address: int, number: int) -> Routine[None]:
         try:
-            yield from meeting.in_peers(reduction, number)
+            yield from self._fastest.reduce([address], number)
         except BaseException:
-            meeting.abandon([tensor], number)
+            self._meeting.abandon([tensor], number)
             raise

@@ -88,6 +88,11 @@ class Meeting:
 
     def in_peers(self, reduction: PeerReduction, number: int) -> Routine[None]:
         """Do this rank's chunks of tensors in the ranks' own memory, and part; all have met."""
+        yield from self.reach(reduction, number)
+        yield from self.part(number)
+
+    def reach(self, reduction: PeerReduction, number: int) -> Routine[None]:
+        """Do this rank's chunks of tensors in the ranks' own memory; all have met, and must part before they leave."""
         region = self._region
         while reduction.unfinished:
             while any(each.abandoned >= number for each in region.others):
@@ -103,7 +108,6 @@ class Meeting:
                     f"{error}. HVLIKE_PEER_MEMORY=0 does without."
                 ) from None
             yield Wait.AGAIN if moved else Wait.BELL
-        yield from self.part(number)
 
     @contextlib.contextmanager
     def exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:

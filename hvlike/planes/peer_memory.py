@@ -23,9 +23,10 @@ import torch
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
 from hvlike.planes.claims import Claims
+from hvlike.planes.own_memory import OwnMemory
 from hvlike.planes.reduction import in_order
 from hvlike.planes.region import ADDRESSES, Region
-from hvlike.transport.dtypes import Array, bytes_at
+from hvlike.transport.dtypes import Array
 from hvlike.transport.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 
 SHORT_BYTES = 64 << 10
@@ -36,10 +37,6 @@ LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
 
 PASSES = 8
 """How many chunks are reduced before other routines have a turn."""
-
-_FIRST_ADDRESS = 4096
-_MEMORY = bytes_at(_FIRST_ADDRESS, 1 << 56)
-"""All that could be this process's memory: a slice of it costs a tenth of what it costs to view a tensor anew."""
 
 
 class PeerMemory:
@@ -107,8 +104,7 @@ class PeerReduction:
         """lengths: in elements."""
         itemsize, count = arithmetic.itemsize, len(lengths)
         chunks, index, starts, sizes = _layout(tuple(lengths), itemsize, region.ranks)
-        self._itemsize = itemsize
-        self._memory = arithmetic.over(_MEMORY)
+        self._own = OwnMemory(arithmetic)
         self._arithmetic = arithmetic
         self._claims = Claims(region, chunks, 0)
         self._rank = region.rank
@@ -150,7 +146,7 @@ class PeerReduction:
                 memory.gather(ranges.start + place, count, scratch, nbytes)
             if count == 1:
                 source = int(mine.ranges.addresses[row])
-                own = self._elements(source, elements)
+                own = self._own.elements(source, elements)
             else:
                 source, own = mine.scratch, mine.copy[:elements]
                 mine.memory.gather(mine.ranges.start + place, count, source, nbytes)
@@ -160,13 +156,6 @@ class PeerReduction:
             if count > 1:
                 mine.memory.scatter(mine.ranges.start + place, count, source, nbytes)
         return bool(chunks)
-
-    def _elements(self, address: int, count: int) -> Piece:
-        """So many elements of this rank's own memory. They keep none of it: the caller holds the tensors."""
-        first, odd = divmod(address - _FIRST_ADDRESS, self._itemsize)
-        if odd:
-            return self._arithmetic.over(bytes_at(address, count * self._itemsize))
-        return self._memory[first : first + count]
 
     def _reduce(self, own: Piece, copies: list[Piece]) -> None:
         """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""

@@ -27,7 +27,7 @@ class Bundling(Protocol):
 class Repeating(Protocol):
     """A reduction of tensors of the same lengths, over and over."""
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Routine[None]:
+    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Routine[None]:
         """Reduce in place, whatever the shapes, none empty; each of the dtype and dense, its elements in one order.
 
         addresses: where the tensors begin in host memory.

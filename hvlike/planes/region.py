@@ -21,6 +21,7 @@ Every counter has one writer and only grows:
     front         chunks of its own this rank claims, from the front (claims.py)
     back          chunks of the next rank this rank claims, from the back
     settled       chunks of the next rank this rank has claimed for certain
+    spent         nanoseconds of the newest work that was timed (fastest.py)
     addresses     where the tensors of the newest work lie in this rank's own memory
 """
 
@@ -38,13 +39,13 @@ from hvlike.transport.doorbell import Doorbell
 from hvlike.transport.segment import Segment, words
 from hvlike.transport.semaphore import X86, Fence
 
-REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED = 0, 6, 7, 10, 11, 12
+REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED, SPENT = 0, 6, 7, 10, 11, 12, 13
 """Which of a rank's words hold these, for those who look often: see Counters."""
 
 ADDRESSES = 2048
 """How many tensors of one piece of work can be reached in a rank's own memory."""
 
-_WORDS = 13
+_WORDS = 14
 _LINE = 128
 
 
@@ -211,6 +212,12 @@ class Region:
             )
             self._tables[arithmetic.dtype] = table
         return table
+
+    def is_same_place(self, number: int) -> bool:
+        """Whether all ranks, which have met, have said the same place for the piece of work `number`."""
+        word = PLACES + number % 2
+        place = self.mine.words[word]
+        return all(counters.words[word] == place for counters in self.others)
 
     def nudge(self, ranks: Iterable[int]) -> None:
         """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""

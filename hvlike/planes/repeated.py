@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hvlike.planes.direct import Direct
+from hvlike.planes.direct import Direct, Place, place_word
+from hvlike.planes.fastest import Fastest
 from hvlike.planes.meeting import Meeting
-from hvlike.planes.peer_memory import PeerReduction
 from hvlike.planes.region import Region
 from hvlike.transport.routine import Routine
 
@@ -22,33 +22,36 @@ class Repeated:
         meeting: Meeting,
         region: Region,
         direct: Direct,
-        reduction: PeerReduction,
+        fastest: Fastest,
         stamp: int,
-        otherwise: Callable[[Sequence[torch.Tensor]], Routine[None]],
+        in_place: Callable[[Sequence[torch.Tensor], dict[int, Place], int], Routine[None]],
     ) -> None:
-        """stamp: of this work, the same on all ranks; otherwise: reduces tensors of which some may be shared.
+        """stamp: of this work, the same on all ranks; in_place: reduces what lies in shared allocations, and the rest.
 
-        A rank that goes the other way says and does the same, unless all have shared tensors there.
+        It is called after the work of that number has been announced, and all ranks have the same places.
         """
         self._meeting = meeting
+        self._region = region
         self._addresses = np.asarray(region.mine.addresses)
         self._direct = direct
-        self._reduction = reduction
+        self._fastest = fastest
         self._stamp = stamp
-        self._otherwise = otherwise
+        self._in_place = in_place
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Routine[None]:
+    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Routine[None]:
         """See Repeating."""
-        if self._direct.places(tensors):
-            yield from self._otherwise(tensors)
-            return
-        meeting, reduction = self._meeting, self._reduction
+        meeting, fastest = self._meeting, self._fastest
+        places = self._direct.places(tensors)
         self._addresses[: len(addresses)] = addresses
-        number = meeting.announce(self._stamp, 0)
+        number = meeting.announce(self._stamp, place_word(places))
         try:
-            yield from meeting.meet(number)
-            reduction.begin(number)
-            yield from meeting.in_peers(reduction, number)
+            # Who has nothing in shared allocations does not ask whether others have.
+            if places or fastest.meets:
+                yield from meeting.meet(number)
+            if places and self._region.is_same_place(number):
+                yield from self._in_place(tensors, places, number)
+            else:
+                yield from fastest.reduce(addresses, number)
         except BaseException:
             meeting.abandon(tensors, number)
             raise

@@ -25,6 +25,7 @@ from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitting, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
+from hvlike.planes.fastest import Fastest
 from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
@@ -32,6 +33,8 @@ from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.reduction import PASSES, Reduction, Results
 from hvlike.planes.region import Region
 from hvlike.planes.repeated import Repeated
+from hvlike.planes.staged import StagedReduction
+from hvlike.planes.trial import Trials
 from hvlike.transport.routine import Routine, Wait
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
@@ -48,6 +51,7 @@ class SharedPlane:
         self._reductions = Turns.start(region.ranks)
         self._gathers = Turns.start(region.ranks)
         self._census = Census(region)
+        self._trials = Trials()
 
     def begin_count(self, *, active: bool) -> None:
         """See Plane."""
@@ -84,36 +88,69 @@ class SharedPlane:
             self._region.mine.addresses[word] = tensors[index].data_ptr()
         number = self._meeting.announce(stamp, place_word(places))
         with self._meeting.exposed(tensors if near else (), number):
-            if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
-                pieces = [piece for index, piece in enumerate(pieces) if index not in places]
-                near = []
-            staged = [piece for index, piece in enumerate(pieces) if index not in near] if near else pieces
-            staged = [*(bundle.piece for bundle in bundles), *staged]
-            chunks = self._deal([len(piece) for piece in staged], arithmetic, None, whole=len(bundles))
-            yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
-            if near:
-                yield from self._meeting.meet(number)
-                lengths = [len(pieces[index]) for index in near]
-                reduction = PeerReduction(self._region, self._memory, arithmetic, lengths)
-                reduction.begin(number)
-                yield from self._meeting.in_peers(reduction, number)
+            yield from self._reduce_announced(tensors, pieces, arithmetic, places, number, near, bundles)
+
+    def _reduce_announced(
+        self,
+        tensors: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        arithmetic: Arithmetic,
+        places: dict[int, Place],
+        number: int,
+        near: Sequence[int],
+        bundles: Sequence[Bundle] = (),
+    ) -> Routine[None]:
+        """places: of those that lie in shared allocations; near: those that peers reach into."""
+        if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
+            pieces = [piece for index, piece in enumerate(pieces) if index not in places]
+            near = []
+        staged = [piece for index, piece in enumerate(pieces) if index not in near] if near else pieces
+        staged = [*(bundle.piece for bundle in bundles), *staged]
+        chunks = self._deal([len(piece) for piece in staged], arithmetic, None, whole=len(bundles))
+        yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
+        if near:
+            yield from self._meeting.meet(number)
+            reduction = PeerReduction(self._region, self._memory, arithmetic, [len(pieces[index]) for index in near])
+            reduction.begin(number)
+            yield from self._meeting.in_peers(reduction, number)
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
         """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""
-        return AtOnce(
-            self._meeting, self._region, self._direct, self._memory, self._reductions, arithmetic, length, stamp
-        )
+        staged = self._staged([length], arithmetic)
+        fastest = self._fastest([length], arithmetic, stamp, lambda: staged)
+        return AtOnce(self._meeting, self._region, self._direct, staged, fastest, arithmetic, length, stamp)
 
     def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeated | None:
         """See Plane."""
         if len(self._memory.within_reach([length * arithmetic.itemsize for length in lengths])) < len(lengths):
             return None
-        reduction = PeerReduction(self._region, self._memory, arithmetic, lengths)
         stamp = _stamp_of(lengths, arithmetic)
-        return Repeated(self._meeting, self._region, self._direct, reduction, stamp, partial(self._flat, arithmetic))
+        staged = partial(self._staged, lengths, arithmetic, self._meeting.compare)
+        fastest = self._fastest(lengths, arithmetic, stamp, staged)
+        in_place = partial(self._reduce_some_in_place, arithmetic)
+        return Repeated(self._meeting, self._region, self._direct, fastest, stamp, in_place)
 
-    def _flat(self, arithmetic: Arithmetic, tensors: Sequence[torch.Tensor]) -> Routine[None]:
-        return self.allreduce([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors], arithmetic)
+    def _staged(
+        self, lengths: Sequence[int], arithmetic: Arithmetic, compare: Callable[[], None] | None = None
+    ) -> StagedReduction:
+        check = self._meeting.check_peers
+        return StagedReduction(self._region, self._reductions, arithmetic, lengths, check, compare)
+
+    def _fastest(
+        self, lengths: Sequence[int], arithmetic: Arithmetic, number: int, staged: Callable[[], StagedReduction]
+    ) -> Fastest:
+        in_peers = None
+        if self._memory.reaches(sum(lengths) * arithmetic.itemsize):
+            in_peers = partial(PeerReduction, self._region, self._memory, arithmetic, lengths)
+        return Fastest(self._meeting, self._region, self._trials, number, staged, in_peers)
+
+    def _reduce_some_in_place(
+        self, arithmetic: Arithmetic, tensors: Sequence[torch.Tensor], places: dict[int, Place], number: int
+    ) -> Routine[None]:
+        """Reduce an announced work of which these places are the same on all ranks; all have met."""
+        flats = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
+        pieces = [arithmetic.view(flat) for flat in flats]
+        yield from self._reduce_announced(flats, pieces, arithmetic, places, number, [])
 
     @property
     def bundling(self) -> SharedPlane:
@@ -144,7 +181,7 @@ class SharedPlane:
         """
         region = self._region
         yield from self._meeting.meet(number)
-        if any(region.counters[peer].place(number) != region.mine.place(number) for peer in region.peers):
+        if not region.is_same_place(number):
             return False
         copies = [self._direct.copies(place, tensors[index].nbytes, arithmetic) for index, place in places.items()]
         reduction = DirectReduction(region, arithmetic, copies, number % region.ranks)

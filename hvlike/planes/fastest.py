@@ -1,0 +1,89 @@
+"""Tensors of the same lengths, over and over, by the faster of two ways: staged, or in the peers' memory.
+
+Which one it is depends on the machine: on how fast its cores exchange what they have just written, and on how fast its
+system copies between processes. The sums are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hvlike.planes.meeting import Meeting
+from hvlike.planes.peer_memory import PeerReduction
+from hvlike.planes.region import SPENT, Region
+from hvlike.planes.staged import StagedReduction
+from hvlike.planes.trial import Trials
+from hvlike.transport.routine import Routine
+
+
+class Fastest:
+    """One kind of work, as this rank sees it."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        region: Region,
+        trials: Trials,
+        number: int,
+        staged: Callable[[], StagedReduction],
+        in_peers: Callable[[], PeerReduction] | None,
+    ) -> None:
+        """number: of this kind of work, the same on all ranks. Both are made when they are used first.
+
+        in_peers: None where the ranks do not reach each other's memory.
+        """
+        self._meeting = meeting
+        self._region = region
+        self._trials = trials
+        self._number = number
+        self._make_staged = staged
+        self._staged: StagedReduction | None = None
+        self._make_in_peers = in_peers
+        self._in_peers: PeerReduction | None = None
+
+    @property
+    def stages(self) -> bool:
+        """Whether the next work is staged; the same on all ranks."""
+        return self._make_in_peers is None or self._trials.of(self._number).way
+
+    @property
+    def meets(self) -> bool:
+        """Whether all must have met before the next work is begun."""
+        return self._make_in_peers is not None and (self._trials.of(self._number).runs or not self.stages)
+
+    def reduce(self, addresses: list[int], number: int) -> Routine[None]:
+        """Reduce the tensors that begin there; `number` is that of this work."""
+        if self._make_in_peers is None:
+            yield from self._stage(addresses)
+            return
+        meeting, trials = self._meeting, self._trials
+        trial = trials.of(self._number)
+        staged, timed = trial.way, trial.runs
+        start = time.perf_counter_ns()
+        if staged:
+            yield from self._stage(addresses)
+        else:
+            yield from self._reach(self._make_in_peers, number)
+        if timed:
+            spent = self._region.mine.words
+            spent[SPENT] = time.perf_counter_ns() - start
+        if timed or not staged:
+            yield from meeting.part(number)
+        if timed:
+            # Nobody times anything again before all have met again.
+            trial.record(max(counters.words[SPENT] for counters in self._region.counters))
+            trials.keep(self._number, trial)
+        else:
+            trial.pass_by()
+
+    def _stage(self, addresses: list[int]) -> Routine[None]:
+        if self._staged is None:
+            self._staged = self._make_staged()
+        return self._staged.run(addresses)
+
+    def _reach(self, make: Callable[[], PeerReduction], number: int) -> Routine[None]:
+        if self._in_peers is None:
+            self._in_peers = make()
+        self._in_peers.begin(number)
+        return self._meeting.reach(self._in_peers, number)
