@@ -59,7 +59,11 @@ class PeerMemory:
 
     def reaches(self, nbytes: int) -> bool:
         """Whether any is, of tensors that have so many bytes together."""
-        return bool(self.ranks) and nbytes >= self._least
+        return bool(self.ranks) and self.is_much(nbytes)
+
+    def is_much(self, nbytes: int) -> bool:
+        """Whether it would be, if the ranks reached each other."""
+        return nbytes >= self._least
 
     def scratch(self) -> list[tuple[Any, int]]:
         """Memory for one chunk of each rank, as bytes, and its address."""

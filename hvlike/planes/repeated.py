@@ -42,7 +42,8 @@ class Repeated:
         """See Repeating."""
         meeting, fastest = self._meeting, self._fastest
         places = self._direct.places(tensors)
-        self._addresses[: len(addresses)] = addresses
+        if not fastest.stages:
+            self._addresses[: len(addresses)] = addresses
         number = meeting.announce(self._stamp, place_word(places))
         try:
             # Who has nothing in shared allocations does not ask whether others have.

@@ -37,6 +37,9 @@ from hvlike.planes.staged import StagedReduction
 from hvlike.planes.trial import Trials
 from hvlike.transport.routine import Routine, Wait
 
+LEAST_MEAN = 32 << 10
+"""Bytes of tensors that are staged each by itself, on average; smaller ones gain from being bundled."""
+
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
 
 
@@ -122,7 +125,12 @@ class SharedPlane:
 
     def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeated | None:
         """See Plane."""
-        if len(self._memory.within_reach([length * arithmetic.itemsize for length in lengths])) < len(lengths):
+        memory, sizes = self._memory, [length * arithmetic.itemsize for length in lengths]
+        if memory.ranks:
+            serves = len(memory.within_reach(sizes)) == len(sizes)
+        else:
+            serves = memory.is_much(sum(sizes)) and sum(sizes) >= LEAST_MEAN * len(sizes)
+        if not serves:
             return None
         stamp = _stamp_of(lengths, arithmetic)
         staged = partial(self._staged, lengths, arithmetic, self._meeting.compare)

@@ -1,6 +1,8 @@
 """Tensors of a bucket are reduced where they lie, short ones too; a rank that cannot leave them there does the same."""
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import pytest
@@ -12,12 +14,14 @@ from hvlike.collectives.context import current
 from hvlike.errors import MismatchError
 from hvlike.planes import meeting
 from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.fastest import Fastest
 from hvlike.planes.lane import Lane, open_lane
 from hvlike.planes.ops import ReduceOp
-from hvlike.planes.peer_memory import PeerMemory
+from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.plane import Plane
 from hvlike.planes.region import ADDRESSES
-from hvlike.planes.shared import SharedPlane
+from hvlike.planes.shared import LEAST_MEAN, SharedPlane
+from hvlike.planes.trial import ROUNDS
 from hvlike.transport.routine import Routine
 from hvlike.transport.task import Task
 
@@ -26,11 +30,24 @@ SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) 
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
+STEPS = 2 * ROUNDS + 1
+"""Both ways to reduce are tried in turn, and one is chosen."""
+
 
 @pytest.fixture(autouse=True)
 def _where_ranks_reach_each_other(reaching: bool) -> None:
     if not reaching:
         pytest.skip("the system does not let the ranks reach each other's memory")
+
+
+@pytest.fixture
+def _lane_without_reach(hvd: ModuleType) -> Iterator[None]:
+    """Planned work of this test goes where no rank reaches another one's memory."""
+    plane = shared_plane()
+    memory = plane._memory
+    plane._memory = PeerMemory([])
+    yield
+    plane._memory = memory
 
 
 def contributions(rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> list[torch.Tensor]:
@@ -77,7 +94,7 @@ def new_lane(number: int) -> Lane:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
 def test_every_tensor_is_reduced_step_after_step(hvd: ModuleType, dtype: torch.dtype) -> None:
     packer = BucketPacker([None] * len(SHAPES), Arithmetic(dtype, ReduceOp.SUM))
-    for step in range(3):
+    for step in range(STEPS):
         tensors = contributions(hvd.rank(), dtype, step)
         addresses = [tensor.data_ptr() for tensor in tensors]
         reduce(packer, tensors)
@@ -86,24 +103,75 @@ def test_every_tensor_is_reduced_step_after_step(hvd: ModuleType, dtype: torch.d
         assert not packer._bundles
 
 
+@pytest.mark.parametrize("chosen", [False, True], ids=["in the peers' memory", "staged"])
+def test_all_ranks_take_the_way_that_was_faster_on_the_slowest(
+    hvd: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: bool
+) -> None:
+    lane = new_lane(77_000 + chosen)
+    assert isinstance(lane.plane, SharedPlane)
+    lane.plane._memory._least = 1
+    uses: list[bool] = []
+    last = hvd.rank() == hvd.size() - 1
+
+    def stage(self: Fastest, addresses: list[int]) -> Routine[None]:
+        uses.append(True)
+        time.sleep(0.01 if last and not chosen else 0)
+        return original(self, addresses)
+
+    def reach(self: Fastest, make: Callable[[], PeerReduction], number: int) -> Routine[None]:
+        uses.append(False)
+        time.sleep(0.01 if last and chosen else 0)
+        return other(self, make, number)
+
+    original, other = Fastest._stage, Fastest._reach
+    monkeypatch.setattr(Fastest, "_stage", stage)
+    monkeypatch.setattr(Fastest, "_reach", reach)
+    packer = BucketPacker([None], Arithmetic(torch.float32, ReduceOp.SUM))
+    for step in range(STEPS + 2):
+        tensor = torch.full((300_000,), float(hvd.rank() + step))
+        ended: list[Task[None]] = []
+        lane.submit(lambda plane, tensor=tensor: packer.allreduce(plane, [tensor]), ended.append, wake=False)
+        assert current().fabric.loop.wait(lambda ended=ended: bool(ended), 30.0)
+        assert ended[0].error is None
+        assert bool((tensor == sum(range(hvd.size())) + step * hvd.size()).all())
+    assert uses == [False, True] * ROUNDS + [chosen] * 3
+
+
+@pytest.mark.usefixtures("_lane_without_reach")
+def test_where_ranks_do_not_reach_each_other_long_tensors_are_staged_as_they_are(hvd: ModuleType) -> None:
+    shapes = [(300, 400), (7,), (200, 250)]
+    assert sum(map(math.prod, shapes)) * 4 >= LEAST_MEAN * len(shapes)
+    packer = BucketPacker([None] * 3, Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
+    for step in range(3):
+        tensors = [torch.full(shape, float(hvd.rank() + step)) for shape in shapes]
+        reduce(packer, tensors)
+        mean = step + (hvd.size() - 1) / 2
+        assert all(bool((tensor == mean).all()) for tensor in tensors)
+        assert packer._repeating is not None
+    short = BucketPacker([None] * 400, Arithmetic(torch.float32, ReduceOp.SUM))
+    reduce(short, [torch.ones(400) for _ in range(400)])
+    assert short._repeating is None
+
+
 def test_the_bits_are_those_of_bundles(hvd: ModuleType) -> None:
     generator = torch.Generator().manual_seed(hvd.rank())
     inputs = [100 * torch.rand(shape, generator=generator) for shape in SHAPES]
     results = []
     for least in (1, 1 << 60):
         memory_of()._least = least
-        tensors = [each.clone() for each in inputs]
-        average = Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size())
-        reduce(BucketPacker([None] * len(SHAPES), average), tensors)
-        results.append(tensors)
-    assert equal(*results)
+        packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
+        for _ in range(2):
+            tensors = [each.clone() for each in inputs]
+            reduce(packer, tensors)
+            results.append(tensors)
+    assert all(equal(results[0], each) for each in results[1:])
 
 
 @pytest.mark.parametrize("strides", [None, (1, 3)], ids=["row by row", "transposed"])
 def test_the_agreed_order_in_memory_counts(hvd: ModuleType, strides: tuple[int, int] | None) -> None:
     agreed = [strides if shape == (3, 5) else None for shape in SHAPES]
     packer = BucketPacker(agreed, Arithmetic(torch.float32, ReduceOp.SUM))
-    for order in (hvd.rank() % 2, 0, 1):
+    for order in (hvd.rank() % 2, 0, 1, hvd.rank() % 2):
         tensors = contributions(hvd.rank())
         tensors[1] = tensors[1].t().contiguous().t() if order else tensors[1]
         reduce(packer, tensors)
@@ -133,7 +201,7 @@ def test_a_rank_whose_tensors_are_unusual_takes_part(
     hvd: ModuleType, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.SUM))
-    for step in range(3):
+    for step in range(STEPS):
         tensors = contributions(hvd.rank(), shift=step)
         if step and hvd.rank() == step % hvd.size():
             tensors = [change(tensor) for tensor in tensors]
@@ -146,7 +214,7 @@ def test_some_tensors_lie_in_shared_allocations(hvd: ModuleType, everybody: bool
     shared = hvd.empty_shared((300, 400), torch.float32)
     packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.SUM))
     place = SHAPES.index((300, 400))
-    for step in range(3):
+    for step in range(4):
         tensors = contributions(hvd.rank(), shift=step)
         if everybody or hvd.rank() == 1:
             tensors[place] = shared.copy_(tensors[place])
