@@ -9,6 +9,7 @@ from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 
 from hvlike.collectives.express import ways
 from hvlike.errors import MismatchError
+from hvlike.planes.trial import ROUNDS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -19,6 +20,9 @@ MOST_CALLS = 2000
 """In so many one is served, however late the ranks of a busy machine are; all ranks count alike and end together."""
 
 SMALL, MIDDLING, LARGE = (5, 7), (150, 1111), (1000, 1111)
+
+OF_EACH_KIND = (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.complex128)
+"""Of numbers: what large tensors are tried with."""
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def express(hvd):
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
-    for dtype in (each for each in DTYPES if defined(op, each)):
+    for dtype in (each for each in (OF_EACH_KIND if shape is LARGE else DTYPES) if defined(op, each)):
         inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
         narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
         expected = reduced(op, inputs)
@@ -61,6 +65,39 @@ def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, 
     ordinary = hvd.synchronize(hvd.allreduce_async(original, name="bits"))
     for _ in range(3):
         assert torch.equal(hvd.allreduce_(original.clone(), name="bits"), ordinary)
+
+
+def test_both_ways_to_reduce_a_large_tensor_are_tried_and_give_the_same_bits(hvd, express):
+    torch.manual_seed(hvd.rank())
+    original = torch.randn(1_100_007)
+    ordinary = hvd.synchronize(hvd.allreduce_async(original, name="large bits"))
+    before = express.served
+    for _ in range(MOST_CALLS):
+        assert torch.equal(hvd.allreduce_(original.clone(), name="large bits"), ordinary)
+        if express.served > before + 2 * ROUNDS:
+            break
+    plane = express._express.lane.plane
+    assert not plane._memory.reaches(original.nbytes) or not list(plane._trials._known.values())[-1].runs
+
+
+def test_ranks_that_would_reduce_in_different_ways_take_the_ordinary_one(hvd, express):
+    tensor = torch.ones(1_100_008)
+    if not express._express.lane.plane._memory.reaches(tensor.nbytes):
+        pytest.skip("there is one way")
+    before = express.served
+    for _ in range(MOST_CALLS):
+        hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways")
+        if express.served >= before + 2:
+            break
+    trials = express._express.lane.plane._trials
+    if hvd.rank() == 0:
+        # As if this rank had counted one use more.
+        list(trials._known.values())[-1].record(1)
+    before = express.served
+    for _ in range(3):
+        assert bool((hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways") == hvd.size()).all())
+    assert express.served == before
+    trials._known.clear()
 
 
 def test_unnamed_calls_take_it_too_and_keep_their_numbers(hvd, express):
