@@ -33,7 +33,8 @@ def at_first_use(
 def without_collections() -> Iterator[None]:
     """Let Python collect no garbage in the block.
 
-    Imports make objects that stay, and each full collection looks at all of torch's, too: 60 ms and more.
+    Imports make objects that stay, and each full collection looks at all of torch's, too: 60 ms and more. So would the
+    first one after the block, if they did not count as old then.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -41,4 +42,7 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -90,7 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid} is marked pure, and uses hvd")
     chosen, _, parts = PART.partition("/")
     places = [int(each) - 1 for each in chosen.split(",")]
-    kept = [index % int(parts) in places for index in range(len(items))]
+    # What shares a costly fixture stays in one part.
+    units = {item: item.module if item.get_closest_marker("together") else item for item in items}
+    numbers = {unit: number for number, unit in enumerate(dict.fromkeys(units.values()))}
+    kept = [numbers[units[item]] % int(parts) in places for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
     items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
@@ -98,6 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare garbage collections what is there for good, torch and thousands of tests: a third of a second each time."""
     gc.freeze()
+    # pytest attaches itself to each logger that does not propagate, six times a test; torch has 80 of them.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -27,11 +27,14 @@ from hvlike.bench.reducers import Case
 from hvlike.bench.sizes import parse_sizes
 from hvlike.bench.torch_group import backend_for
 from hvlike.errors import UsageError
+from hvlike.planes.at_once import MOST_STAGED
 
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
 _WARM_UPS = 3
+# Turns that do not count. Of large tensors hvlike tries two ways at first.
+_FIRST_TURNS, _SETTLING = 2, 10
 
 
 def dtypes(text: str) -> list[torch.dtype]:
@@ -114,7 +117,8 @@ def measure(
         peers.horovod.ask({"work": "allreduce", "cold": not options.warm, **what})
         entered.append(Elsewhere(peers.horovod))
     count = options.repetitions or default_repetitions(case.size)
-    found = compare(peers.raw, entered, count, seed=options.seed, cold=not options.warm)
+    warmups = _SETTLING if case.size > MOST_STAGED else _FIRST_TURNS
+    found = compare(peers.raw, entered, count, warmups=warmups, seed=options.seed, cold=not options.warm)
     return Result(case.dtype_name, case.size, found)
 
 

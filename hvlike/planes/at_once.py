@@ -36,13 +36,16 @@ class AtOnce:
         meeting: Meeting,
         region: Region,
         direct: Direct,
-        staged: StagedReduction,
+        staged: StagedReduction | None,
         fastest: Fastest,
         arithmetic: Arithmetic,
         length: int,
         stamp: int,
     ) -> None:
-        """staged, fastest: what reduces such a tensor. stamp: of this kind of call, the same on all ranks."""
+        """staged, fastest: what reduces such a tensor; the first up to MOST_STAGED, without its being foretold.
+
+        stamp: of this kind of call, the same on all ranks.
+        """
         self._meeting = meeting
         self._region = region
         self._direct = direct
@@ -54,8 +57,7 @@ class AtOnce:
         self._nbytes = length * arithmetic.itemsize
         self._in_place: DirectReduction | None = None
         self._address = 0
-        self.staged = staged if self._nbytes <= MOST_STAGED else None
-        """What reduces a tensor without being foretold; None for a large one."""
+        self.staged = staged
 
     def is_shared(self, address: int) -> bool:
         """Whether a tensor there lies in a shared allocation."""

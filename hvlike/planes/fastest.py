@@ -7,14 +7,23 @@ system copies between processes. The sums are the same to the last bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from hvlike.planes.arithmetic import Arithmetic
+from hvlike.planes.chunks import Turns
 from hvlike.planes.meeting import Meeting
-from hvlike.planes.peer_memory import PeerReduction
+from hvlike.planes.peer_memory import PeerMemory, PeerReduction
 from hvlike.planes.region import SPENT, Region
 from hvlike.planes.staged import StagedReduction
 from hvlike.planes.trial import Trials
 from hvlike.transport.routine import Routine
+
+LEAST_MEAN = 32 << 10
+"""Bytes of tensors that are staged each by itself, on average; smaller ones gain from being bundled."""
+
+MOST_KNOWN = 64
+"""Kinds of work for which all is prepared; with one more they are prepared anew."""
 
 
 class Fastest:
@@ -87,3 +96,58 @@ class Fastest:
             self._in_peers = make()
         self._in_peers.begin(number)
         return self._meeting.reach(self._in_peers, number)
+
+
+class FastestOf:
+    """What reduces tensors in a region, by their lengths; prepared when such tensors come first."""
+
+    def __init__(self, meeting: Meeting, region: Region, memory: PeerMemory, turns: Turns) -> None:
+        """turns: of the reductions of the region."""
+        self._meeting = meeting
+        self._region = region
+        self._turns = turns
+        self._known: dict[object, Fastest] = {}
+        self.memory = memory
+        self.trials = Trials()
+
+    def takes(self, sizes: Sequence[int]) -> list[int]:
+        """Which of several tensors of so many bytes are reduced so: the same on every rank."""
+        if self.memory.ranks:
+            return self.memory.within_reach(sizes)
+        return [index for index, nbytes in enumerate(sizes) if nbytes >= LEAST_MEAN and self.memory.is_much(nbytes)]
+
+    def takes_all(self, sizes: Sequence[int]) -> bool:
+        """Whether all of them are best reduced so together, none of them empty."""
+        if self.memory.ranks:
+            return len(self.memory.within_reach(sizes)) == len(sizes)
+        return self.memory.is_much(sum(sizes)) and sum(sizes) >= LEAST_MEAN * len(sizes)
+
+    def of(self, lengths: Sequence[int], arithmetic: Arithmetic, number: int) -> Fastest:
+        """What reduces tensors of these lengths, of which the owners of chunks compare what they are at.
+
+        number: of this kind of work, the same on all ranks.
+        """
+        key = (number, *lengths, arithmetic.dtype, arithmetic.op, arithmetic.factors)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self.agreed(lengths, arithmetic, number, self._meeting.compare)
+        return known
+
+    def agreed(
+        self, lengths: Sequence[int], arithmetic: Arithmetic, number: int, compare: Callable[[], None] | None = None
+    ) -> Fastest:
+        """The same anew, where all ranks have agreed on the work before."""
+        in_peers = None
+        if self.memory.reaches(sum(lengths) * arithmetic.itemsize):
+            in_peers = partial(PeerReduction, self._region, self.memory, arithmetic, lengths)
+        staged = partial(self.staged, lengths, arithmetic, compare)
+        return Fastest(self._meeting, self._region, self.trials, number, staged, in_peers)
+
+    def staged(
+        self, lengths: Sequence[int], arithmetic: Arithmetic, compare: Callable[[], None] | None = None
+    ) -> StagedReduction:
+        """What stages them, in any case."""
+        check = self._meeting.check_peers
+        return StagedReduction(self._region, self._turns, arithmetic, lengths, check, compare)

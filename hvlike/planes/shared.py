@@ -20,25 +20,20 @@ from functools import partial
 import torch
 
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.at_once import AtOnce
+from hvlike.planes.at_once import MOST_STAGED, AtOnce
 from hvlike.planes.bundle import Bundle
 from hvlike.planes.census import Census
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Chunk, Turns, cut, fitting, in_rounds
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
-from hvlike.planes.fastest import Fastest
+from hvlike.planes.fastest import FastestOf
 from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.passing import Passing
-from hvlike.planes.peer_memory import PeerMemory, PeerReduction
+from hvlike.planes.peer_memory import PeerMemory
 from hvlike.planes.reduction import PASSES, Reduction, Results
 from hvlike.planes.region import Region
 from hvlike.planes.repeated import Repeated
-from hvlike.planes.staged import StagedReduction
-from hvlike.planes.trial import Trials
 from hvlike.transport.routine import Routine, Wait
-
-LEAST_MEAN = 32 << 10
-"""Bytes of tensors that are staged each by itself, on average; smaller ones gain from being bundled."""
 
 _BYTES = Arithmetic(torch.uint8, ReduceOp.SUM)
 
@@ -49,12 +44,11 @@ class SharedPlane:
     def __init__(self, region: Region, direct: Direct, memory: PeerMemory) -> None:
         self._region = region
         self._direct = direct
-        self._memory = memory
         self._meeting = Meeting(region)
         self._reductions = Turns.start(region.ranks)
         self._gathers = Turns.start(region.ranks)
         self._census = Census(region)
-        self._trials = Trials()
+        self._fastest = FastestOf(self._meeting, region, memory, self._reductions)
 
     def begin_count(self, *, active: bool) -> None:
         """See Plane."""
@@ -86,7 +80,7 @@ class SharedPlane:
         if not bundles and not any(map(len, pieces)):
             return
         places = self._direct.places(tensors)
-        near = self._memory.within_reach([tensor.nbytes for tensor in tensors])
+        near = self._fastest.takes([tensor.nbytes for tensor in tensors])
         for word, index in enumerate(near):
             self._region.mine.addresses[word] = tensors[index].data_ptr()
         number = self._meeting.announce(stamp, place_word(places))
@@ -103,7 +97,7 @@ class SharedPlane:
         near: Sequence[int],
         bundles: Sequence[Bundle] = (),
     ) -> Routine[None]:
-        """places: of those that lie in shared allocations; near: those that peers reach into."""
+        """places: of those that lie in shared allocations; near: those that peers may reach into."""
         if places and (yield from self._reduce_in_place(tensors, arithmetic, places, number)):
             pieces = [piece for index, piece in enumerate(pieces) if index not in places]
             near = []
@@ -112,45 +106,27 @@ class SharedPlane:
         chunks = self._deal([len(piece) for piece in staged], arithmetic, None, whole=len(bundles))
         yield from self._reduce(staged, arithmetic, chunks, Results.TO_ALL, bundles)
         if near:
-            yield from self._meeting.meet(number)
-            reduction = PeerReduction(self._region, self._memory, arithmetic, [len(pieces[index]) for index in near])
-            reduction.begin(number)
-            yield from self._meeting.in_peers(reduction, number)
+            lengths = [len(pieces[index]) for index in near]
+            fastest = self._fastest.of(lengths, arithmetic, _stamp_of(lengths, arithmetic))
+            if fastest.meets:
+                yield from self._meeting.meet(number)
+            yield from fastest.reduce([tensors[index].data_ptr() for index in near], number)
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
         """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""
-        staged = self._staged([length], arithmetic)
-        fastest = self._fastest([length], arithmetic, stamp, lambda: staged)
+        small = length * arithmetic.itemsize <= MOST_STAGED
+        staged = self._fastest.staged([length], arithmetic) if small else None
+        fastest = self._fastest.agreed([length], arithmetic, stamp)
         return AtOnce(self._meeting, self._region, self._direct, staged, fastest, arithmetic, length, stamp)
 
     def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeated | None:
         """See Plane."""
-        memory, sizes = self._memory, [length * arithmetic.itemsize for length in lengths]
-        if memory.ranks:
-            serves = len(memory.within_reach(sizes)) == len(sizes)
-        else:
-            serves = memory.is_much(sum(sizes)) and sum(sizes) >= LEAST_MEAN * len(sizes)
-        if not serves:
+        if not self._fastest.takes_all([length * arithmetic.itemsize for length in lengths]):
             return None
         stamp = _stamp_of(lengths, arithmetic)
-        staged = partial(self._staged, lengths, arithmetic, self._meeting.compare)
-        fastest = self._fastest(lengths, arithmetic, stamp, staged)
+        fastest = self._fastest.of(lengths, arithmetic, stamp)
         in_place = partial(self._reduce_some_in_place, arithmetic)
         return Repeated(self._meeting, self._region, self._direct, fastest, stamp, in_place)
-
-    def _staged(
-        self, lengths: Sequence[int], arithmetic: Arithmetic, compare: Callable[[], None] | None = None
-    ) -> StagedReduction:
-        check = self._meeting.check_peers
-        return StagedReduction(self._region, self._reductions, arithmetic, lengths, check, compare)
-
-    def _fastest(
-        self, lengths: Sequence[int], arithmetic: Arithmetic, number: int, staged: Callable[[], StagedReduction]
-    ) -> Fastest:
-        in_peers = None
-        if self._memory.reaches(sum(lengths) * arithmetic.itemsize):
-            in_peers = partial(PeerReduction, self._region, self._memory, arithmetic, lengths)
-        return Fastest(self._meeting, self._region, self._trials, number, staged, in_peers)
 
     def _reduce_some_in_place(
         self, arithmetic: Arithmetic, tensors: Sequence[torch.Tensor], places: dict[int, Place], number: int

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Turns, cut, fitting
 from hvlike.planes.own_memory import OwnMemory
-from hvlike.planes.reduction import LOOKS, join_in_order
+from hvlike.planes.reduction import LOOKS, PASSES, join_in_order
 from hvlike.planes.region import REDUCED, Region, first_peer
 from hvlike.transport.routine import Routine, Wait
 
@@ -117,7 +117,7 @@ class StagedReduction:
         arithmetic, deliver, quietly = self._arithmetic, self._deliver, region.quiet.run
         compare = self._compare
         bases = self._turns.advance(self._counts)
-        staged = reduced = taken = looks = 0
+        staged = reduced = taken = looks = moves = 0
         try:
             if addresses != self._addresses:
                 self._find(addresses)
@@ -168,6 +168,9 @@ class StagedReduction:
                 if not looks:
                     for bell in region.sleepers:
                         bell.nudge()
+                    moves += 1
+                    if moves % PASSES == 0:
+                        yield Wait.AGAIN
                 elif looks % self._looks == 0:
                     # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
                     region.nudge(region.peers)

@@ -77,19 +77,21 @@ def test_both_ways_to_reduce_a_large_tensor_are_tried_and_give_the_same_bits(hvd
         if express.served > before + 2 * ROUNDS:
             break
     plane = express._express.lane.plane
-    assert not plane._memory.reaches(original.nbytes) or not list(plane._trials._known.values())[-1].runs
+    assert (
+        not plane._fastest.memory.reaches(original.nbytes) or not list(plane._fastest.trials._known.values())[-1].runs
+    )
 
 
 def test_ranks_that_would_reduce_in_different_ways_take_the_ordinary_one(hvd, express):
     tensor = torch.ones(1_100_008)
-    if not express._express.lane.plane._memory.reaches(tensor.nbytes):
+    if not express._express.lane.plane._fastest.memory.reaches(tensor.nbytes):
         pytest.skip("there is one way")
     before = express.served
     for _ in range(MOST_CALLS):
         hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways")
         if express.served >= before + 2:
             break
-    trials = express._express.lane.plane._trials
+    trials = express._express.lane.plane._fastest.trials
     if hvd.rank() == 0:
         # As if this rank had counted one use more.
         list(trials._known.values())[-1].record(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from job import CHECKOUT, run_job
 
-pytestmark = pytest.mark.job
+pytestmark = [pytest.mark.job, pytest.mark.together]
 
 FOLDER = CHECKOUT / "tests" / "stand_in"
 PARITY = (

@@ -94,7 +94,7 @@ def test_the_bits_are_those_of_staging(hvd: ModuleType, reaching: bool, dtype: t
 
         def job(plane: Plane, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Routine[None]:
             if reaching and far and isinstance(plane, SharedPlane):
-                plane._memory._least = 1 << 60
+                plane._fastest.memory._least = 1 << 60
             yield from plane.allreduce(tensors, average)
 
         run(job)
