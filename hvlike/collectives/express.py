@@ -25,7 +25,7 @@ from hvlike.collectives.request import Key, Signature
 from hvlike.collectives.waits import STEP
 from hvlike.observe.recorder import Recorder
 from hvlike.planes.arithmetic import Arithmetic, Piece
-from hvlike.planes.at_once import SHARED, AtOnce
+from hvlike.planes.at_once import AS_SHARED, AtOnce
 from hvlike.planes.board import FINISHED, RING
 from hvlike.planes.express import Express
 from hvlike.planes.kernels import Call
@@ -169,7 +169,7 @@ class ExpressAllreduce:
         at_once, number, slots, staged = piece.at_once, piece.plan.number, piece.slots, piece.staged
         if at_once is not None and (slots or staged) and at_once.is_shared(address):
             # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
-            number, slots, staged = number ^ SHARED, (), None
+            number, slots, staged = number ^ AS_SHARED, (), None
         ledger, board = self._ledger, self._board
         begun = offered = False
         try:

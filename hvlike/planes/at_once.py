@@ -12,7 +12,7 @@ import torch
 
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
-from hvlike.planes.fastest import Fastest
+from hvlike.planes.fastest import STAGED, Fastest, Use
 from hvlike.planes.meeting import Meeting, kept
 from hvlike.planes.region import Region
 from hvlike.planes.staged import StagedReduction
@@ -24,7 +24,7 @@ MOST_STAGED = 4 << 20
 MOST_WORKS = 64
 """What is kept for one allocation; with one more all is made anew."""
 
-SHARED, STAGED = 1, 2
+AS_SHARED, AS_STAGED = 1, 2
 """How a call is done, in the number that ranks compare."""
 
 
@@ -57,6 +57,7 @@ class AtOnce:
         self._nbytes = length * arithmetic.itemsize
         self._in_place: DirectReduction | None = None
         self._address = 0
+        self._use: Use = STAGED
         self.staged = staged
 
     def is_shared(self, address: int) -> bool:
@@ -70,6 +71,7 @@ class AtOnce:
         ways hear a no, as those do whose kinds of calls differ.
         """
         self._region.mine.addresses[0] = self._address = address
+        self._use = self._fastest.next
         found = self._allocations.find(address, self._nbytes) if self._shared else None
         if found is None:
             self._in_place, word = None, 0
@@ -82,7 +84,7 @@ class AtOnce:
                 works[key] = (*self._prepare(Place(*found)), self)
             self._in_place, word, _ = works[key]
         self._meeting.foretell(self._stamp, word)
-        return number ^ STAGED if self._fastest.stages else number
+        return number ^ AS_STAGED if self._use.staged else number
 
     def _prepare(self, place: Place) -> tuple[DirectReduction | None, int]:
         """What reduces a place of a shared allocation, and the word that says which; None, 0 if not all have it."""
@@ -110,7 +112,7 @@ class AtOnce:
 
     def _reduce(self, tensor: torch.Tensor, address: int, number: int) -> Routine[None]:
         try:
-            yield from self._fastest.reduce([address], number)
+            yield from self._fastest.reduce(self._use, [address], number)
         except BaseException:
             self._meeting.abandon([tensor], number)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.chunks import Turns
@@ -24,6 +25,21 @@ LEAST_MEAN = 32 << 10
 
 MOST_KNOWN = 64
 """Kinds of work for which all is prepared; with one more they are prepared anew."""
+
+
+class Use(NamedTuple):
+    """How a work is done."""
+
+    staged: bool
+    timed: bool
+
+    @property
+    def meets(self) -> bool:
+        """Whether all must have met before it is begun."""
+        return self.timed or not self.staged
+
+
+STAGED = Use(staged=True, timed=False)
 
 
 class Fastest:
@@ -52,39 +68,34 @@ class Fastest:
         self._in_peers: PeerReduction | None = None
 
     @property
-    def stages(self) -> bool:
-        """Whether the next work is staged; the same on all ranks."""
-        return self._make_in_peers is None or self._trials.of(self._number).way
+    def next(self) -> Use:
+        """How the next work is done; the same on all ranks."""
+        if self._make_in_peers is None:
+            return STAGED
+        return Use(*self._trials.of(self._number).next)
 
-    @property
-    def meets(self) -> bool:
-        """Whether all must have met before the next work is begun."""
-        return self._make_in_peers is not None and (self._trials.of(self._number).runs or not self.stages)
-
-    def reduce(self, addresses: list[int], number: int) -> Routine[None]:
-        """Reduce the tensors that begin there; `number` is that of this work."""
+    def reduce(self, use: Use, addresses: list[int], number: int) -> Routine[None]:
+        """Reduce the tensors that begin there; use: the next one, `number` that of this work."""
         if self._make_in_peers is None:
             yield from self._stage(addresses)
             return
         meeting, trials = self._meeting, self._trials
         trial = trials.of(self._number)
-        staged, timed = trial.way, trial.runs
         start = time.perf_counter_ns()
-        if staged:
+        if use.staged:
             yield from self._stage(addresses)
         else:
             yield from self._reach(self._make_in_peers, number)
-        if timed:
-            spent = self._region.mine.words
-            spent[SPENT] = time.perf_counter_ns() - start
-        if timed or not staged:
-            yield from meeting.part(number)
-        if timed:
-            # Nobody times anything again before all have met again.
-            trial.record(max(counters.words[SPENT] for counters in self._region.counters))
-            trials.keep(self._number, trial)
-        else:
+        if not use.timed:
             trial.pass_by()
+            if not use.staged:
+                yield from meeting.part(number)
+            return
+        self._region.mine.words[SPENT] = time.perf_counter_ns() - start
+        yield from meeting.part(number)
+        # Nobody times anything again before all have met again.
+        trial.record(max(counters.words[SPENT] for counters in self._region.counters))
+        trials.keep(self._number, trial)
 
     def _stage(self, addresses: list[int]) -> Routine[None]:
         if self._staged is None:
@@ -114,7 +125,7 @@ class FastestOf:
         """Which of several tensors of so many bytes are reduced so: the same on every rank."""
         if self.memory.ranks:
             return self.memory.within_reach(sizes)
-        return [index for index, nbytes in enumerate(sizes) if nbytes >= LEAST_MEAN and self.memory.is_much(nbytes)]
+        return [index for index, nbytes in enumerate(sizes) if self.memory.is_much(nbytes)]
 
     def takes_all(self, sizes: Sequence[int]) -> bool:
         """Whether all of them are best reduced so together, none of them empty."""

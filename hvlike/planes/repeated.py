@@ -41,18 +41,18 @@ class Repeated:
     def allreduce(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Routine[None]:
         """See Repeating."""
         meeting, fastest = self._meeting, self._fastest
-        places = self._direct.places(tensors)
-        if not fastest.stages:
+        places, use = self._direct.places(tensors), fastest.next
+        if not use.staged:
             self._addresses[: len(addresses)] = addresses
         number = meeting.announce(self._stamp, place_word(places))
         try:
             # Who has nothing in shared allocations does not ask whether others have.
-            if places or fastest.meets:
+            if places or use.timed or not use.staged:
                 yield from meeting.meet(number)
             if places and self._region.is_same_place(number):
                 yield from self._in_place(tensors, places, number)
             else:
-                yield from fastest.reduce(addresses, number)
+                yield from fastest.reduce(use, addresses, number)
         except BaseException:
             meeting.abandon(tensors, number)
             raise

@@ -108,9 +108,10 @@ class SharedPlane:
         if near:
             lengths = [len(pieces[index]) for index in near]
             fastest = self._fastest.of(lengths, arithmetic, _stamp_of(lengths, arithmetic))
-            if fastest.meets:
+            use = fastest.next
+            if use.meets:
                 yield from self._meeting.meet(number)
-            yield from fastest.reduce([tensors[index].data_ptr() for index in near], number)
+            yield from fastest.reduce(use, [tensors[index].data_ptr() for index in near], number)
 
     def at_once(self, arithmetic: Arithmetic, length: int, stamp: int) -> AtOnce:
         """Reductions of one tensor of this length, which all ranks agree on elsewhere; stamp: of this kind of them."""

@@ -26,20 +26,17 @@ class Trial:
         self._chosen = False
 
     @property
-    def runs(self) -> bool:
-        """Whether the next use is to be timed and recorded."""
-        return self._uses < 2 * ROUNDS
-
-    @property
-    def way(self) -> bool:
-        """Of the next use."""
-        return self._uses % 2 == 1 if self.runs else self._chosen
+    def next(self) -> tuple[bool, bool]:
+        """The way of the next use, and whether it is to be timed and recorded."""
+        if self._uses < 2 * ROUNDS:
+            return self._uses % 2 == 1, True
+        return self._chosen, False
 
     def record(self, nanoseconds: int) -> None:
         """What the use that was to be timed has taken on the slowest rank."""
-        self._times[self.way].append(nanoseconds)
+        self._times[self._uses % 2].append(nanoseconds)
         self._uses += 1
-        if not self.runs:
+        if self._uses == 2 * ROUNDS:
             first, second = (statistics.median(times[1:]) for times in self._times)
             self._chosen = second < first
 

@@ -153,6 +153,25 @@ def test_where_ranks_do_not_reach_each_other_long_tensors_are_staged_as_they_are
     assert short._repeating is None
 
 
+@pytest.mark.parametrize("reach", [True, False])
+def test_a_long_tensor_beside_a_short_one_goes_the_same_way_where_it_is_announced(
+    hvd: ModuleType, request: pytest.FixtureRequest, reach: bool
+) -> None:
+    if not reach:
+        request.getfixturevalue("_lane_without_reach")
+    plane, total = shared_plane(), float(sum(range(hvd.size())))
+    plane._fastest._known.clear()
+    for _ in range(STEPS):
+        tensors = [torch.full((n,), float(hvd.rank())) for n in (9, 300_001)]
+
+        def announced(plane: Plane, tensors: list[torch.Tensor] = tensors) -> Routine[None]:
+            yield from plane.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM))
+
+        run(announced)
+        assert all(bool((each == total).all()) for each in tensors)
+    assert len(plane._fastest._known) == 1
+
+
 def test_the_bits_are_those_of_bundles(hvd: ModuleType) -> None:
     generator = torch.Generator().manual_seed(hvd.rank())
     inputs = [100 * torch.rand(shape, generator=generator) for shape in SHAPES]

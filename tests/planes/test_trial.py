@@ -9,8 +9,8 @@ pytestmark = pytest.mark.pure
 
 def use(trial: Trial, nanoseconds: dict[bool, int]) -> bool:
     """One use; returns the way it took."""
-    way = trial.way
-    if trial.runs:
+    way, timed = trial.next
+    if timed:
         trial.record(nanoseconds[way])
     else:
         trial.pass_by()
@@ -30,24 +30,24 @@ def test_the_first_time_of_each_way_does_not_count() -> None:
         use(trial, {False: 1, True: 1000})
     for _ in range(2 * ROUNDS - 2):
         use(trial, {False: 3, True: 2})
-    assert trial.way is True
+    assert trial.next == (True, False)
 
 
 def test_one_slow_use_decides_nothing() -> None:
     trial = Trial()
     for turn in range(2 * ROUNDS):
         use(trial, {False: 3, True: 2000 if turn == 3 else 2})
-    assert trial.way is True
+    assert trial.next == (True, False)
 
 
 def test_after_many_uses_they_are_tried_anew() -> None:
     trial = Trial()
     for _ in range(PERIOD):
         use(trial, {False: 1, True: 2})
-    assert trial.runs
+    assert trial.next == (False, True)
     for _ in range(2 * ROUNDS):
         use(trial, {False: 3, True: 2})
-    assert trial.way is True
+    assert trial.next == (True, False)
 
 
 def test_trials_of_different_work_are_apart_and_the_oldest_are_forgotten() -> None:
@@ -56,8 +56,8 @@ def test_trials_of_different_work_are_apart_and_the_oldest_are_forgotten() -> No
     for _ in range(2 * ROUNDS):
         use(first, {False: 3, True: 2})
     trials.keep(7, first)
-    assert trials.of(7).way is True
-    assert trials.of(8).runs
+    assert trials.of(7).next == (True, False)
+    assert trials.of(8).next == (False, True)
     for number in range(8, 8 + MOST_KNOWN):
         trials.keep(number, Trial())
-    assert trials.of(7).runs
+    assert trials.of(7).next == (False, True)
