@@ -72,13 +72,15 @@ class HorovodJob:
                 seconds = self._job.ask(request)
             except HvlikeError as error:
                 failure = str(error)
+                # All of ours end now, and would take it with them in the middle of its work.
+                self._job.close()
         seconds, failure = hvlike.broadcast_object((seconds, failure), name="bench.horovod.turn")
         if failure is not None:
             raise HvlikeError(failure)
         return seconds
 
     def close(self) -> None:
-        """End the other job."""
+        """End the other job, if a failure has not. Local."""
         if self._job is not None:
             self._job.close()
 

@@ -77,7 +77,7 @@ def test_step_in_json() -> None:
 
 
 def test_steps_with_a_bare_loop() -> None:
-    options = ["--models", "small,tensors400", "--no-ddp", "--bare", "--json"]
+    options = ["--no-ddp", "--bare", "--json"]
     found = json.loads(run_job(MODULE, 2, args=[*STEP, *options]).check().stdout)
     for result in found["results"]:
         assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/bare loop"}

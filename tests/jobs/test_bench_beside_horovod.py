@@ -1,12 +1,17 @@
 """Benchmarks with Horovod in a job of its own; a small stand-in takes the place of Horovod."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from job import CHECKOUT, MODULE, STARTUP, run_job
 
 pytestmark = pytest.mark.job
+
+SHARED_MEMORY = Path("/dev/shm")
+OTHERS_SECONDS = 60.0
+"""Jobs of other tests have files there meanwhile, which go with them."""
 
 FAKE = Path(__file__).resolve().parents[1] / "bench" / "fake_horovod"
 # Else job.py puts the last two on the path of a job.
@@ -32,11 +37,16 @@ def test_horovod_takes_its_turns_in_a_step() -> None:
 
 
 def test_a_wrong_result_ends_the_benchmark() -> None:
+    before = set(SHARED_MEMORY.iterdir())
     job = run_job(MODULE, 2, args=ALLREDUCE, env={**PATH, "FAKE_HOROVOD_WRONG": "1"})
     assert job.returncode
     assert not job.timed_out
     assert not job.survivors
     assert "Horovod's job, rank 1: HvlikeError: rank 1: Horovod reduced 65536 bytes" in job.stderr
+    left, end = set(SHARED_MEMORY.iterdir()) - before, time.monotonic() + OTHERS_SECONDS
+    while time.monotonic() < end and any(each.exists() for each in left):
+        time.sleep(0.1)
+    assert not [each for each in left if each.exists()]
 
 
 def test_a_horovod_that_does_not_start_is_left_out(tmp_path: Path) -> None:
