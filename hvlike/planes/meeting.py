@@ -15,7 +15,7 @@ from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.planes.direct import DirectReduction
 from hvlike.planes.peer_memory import PeerReduction
 from hvlike.planes.reduction import LOOKS
-from hvlike.planes.region import DEPARTED, Region
+from hvlike.planes.region import APART, DEPARTED, LEFT, Region
 from hvlike.transport.routine import Routine, Wait
 
 kept: list[Sequence[torch.Tensor]] = []
@@ -129,7 +129,7 @@ class Meeting:
         region = self._region
         others = [peer for peer in region.peers if region.counters[peer].stamp(self.number) != self._stamp]
         if others:
-            region.mine.failed = 1
+            region.mine.failed = APART
             region.nudge(region.peers)
             raise MismatchError(
                 f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
@@ -140,9 +140,16 @@ class Meeting:
     def check_peers(self) -> None:
         """Give the region up if a peer has."""
         region = self._region
-        failed = [peer for peer in region.peers if region.counters[peer].failed]
-        if failed:
-            region.mine.failed = 1
+        for peer in region.peers:
+            why = region.counters[peer].failed
+            if not why:
+                continue
+            region.mine.failed = why
+            if why == LEFT:
+                raise HorovodInternalError(
+                    f"local rank {peer} has left a reduction in the middle: it was interrupted, or an error ended it "
+                    "there or on a rank that it waited for"
+                )
             raise MismatchError(
-                f"local rank {failed[0]} has found that the ranks of this node reduce different tensors at this point"
+                f"local rank {peer} has found that the ranks of this node reduce different tensors at this point"
             )

@@ -13,7 +13,7 @@ Every counter has one writer and only grows:
     received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
     votes[2]      what this rank says in a census, by parity of its number (census.py)
-    failed        not 0 once this rank has given the region up
+    failed        why this rank has given the region up: APART or LEFT; 0: it has not
     arrived       number of the newest work this rank has entered
     departed      number of the newest work that is not staged of which this rank has done its part
     places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
@@ -41,6 +41,9 @@ from hvlike.transport.semaphore import X86, Fence
 
 REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED, SPENT = 0, 6, 7, 10, 11, 12, 13
 """Which of a rank's words hold these, for those who look often: see Counters."""
+
+APART, LEFT = 1, 2
+"""The ranks are at different work; a rank has left one in the middle."""
 
 ADDRESSES = 2048
 """How many tensors of one piece of work can be reached in a rank's own memory."""
@@ -94,7 +97,7 @@ class Counters:
 
     @property
     def failed(self) -> int:
-        """Not 0 once this rank has given the region up."""
+        """Why this rank has given the region up; 0: it has not."""
         return self.words[2]
 
     @failed.setter

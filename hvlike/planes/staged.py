@@ -14,7 +14,7 @@ from hvlike.planes.arithmetic import Arithmetic, Piece
 from hvlike.planes.chunks import SLOTS, SMALLEST_SHARE, Turns, cut, fitting
 from hvlike.planes.own_memory import OwnMemory
 from hvlike.planes.reduction import LOOKS, PASSES, join_in_order
-from hvlike.planes.region import REDUCED, Region, first_peer
+from hvlike.planes.region import LEFT, REDUCED, Region, first_peer
 from hvlike.transport.routine import Routine, Wait
 
 _CHUNK_BYTES = 128 << 10
@@ -110,7 +110,7 @@ class StagedReduction:
     def run(self, addresses: list[int]) -> Routine[None]:
         """Reduce the tensors that begin there, contiguous in host memory and held by the caller; all ranks do.
 
-        Raises: MismatchError when a peer has given the region up, and what `compare` raises.
+        Raises: MismatchError, HorovodInternalError when a peer has given the region up, and what `compare` raises.
         """
         region, foreign, readers = self._region, self._foreign, self._readers
         mine, counters, others, order, rank = region.mine, region.counters, region.others, region.order, region.rank
@@ -178,7 +178,7 @@ class StagedReduction:
                     yield Wait.BELL
         except BaseException:
             # The peers would wait for these chunks for ever.
-            mine.failed = 1
+            mine.failed = mine.failed or LEFT
             raise
         finally:
             region.nudge(region.peers)

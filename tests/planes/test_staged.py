@@ -11,14 +11,15 @@ import torch
 from planes.jobs import run
 
 from hvlike.collectives.context import current
-from hvlike.errors import MismatchError
+from hvlike.errors import HorovodInternalError, MismatchError
 from hvlike.planes.arithmetic import Arithmetic
 from hvlike.planes.at_once import MOST_STAGED
 from hvlike.planes.chunks import SLOTS, Turns
+from hvlike.planes.meeting import Meeting
 from hvlike.planes.ops import ReduceOp
 from hvlike.planes.plane import Plane
 from hvlike.planes.quiet import Quiet
-from hvlike.planes.region import Slots, first_peer
+from hvlike.planes.region import APART, Slots, first_peer
 from hvlike.planes.shared import SharedPlane
 from hvlike.planes.staged import StagedReduction
 from hvlike.transport.dtypes import Array
@@ -64,8 +65,7 @@ def regions(ranks: int) -> list[Any]:
 
 
 def check_of(region: Any) -> None:
-    if any(each.failed for each in region.others):
-        raise MismatchError("a peer has given up")
+    Meeting(region).check_peers()
 
 
 def reductions(everybody: list[Any], lengths: list[int], compare: Any = None) -> list[StagedReduction]:
@@ -124,21 +124,23 @@ def test_where_a_rank_gives_up_in_the_middle_the_others_do_not_wait_for_ever() -
     with pytest.raises(KeyboardInterrupt):
         running[1].throw(KeyboardInterrupt)
     for routine in (running[0], running[2]):
-        with pytest.raises(MismatchError, match="given up"):
+        with pytest.raises(HorovodInternalError, match=r"local rank \d has left a reduction in the middle"):
             list(itertools.islice(routine, 1000))
 
 
 @pytest.mark.pure
 def test_nothing_is_added_where_a_peer_is_at_other_work() -> None:
-    def compare() -> None:
-        raise MismatchError("other work")
-
     tensors = [np.ones(4 * CHUNK, np.float32) for _ in range(2)]
     everybody = regions(2)
+
+    def compare() -> None:
+        everybody[1].mine.failed = APART
+        raise MismatchError("other work")
+
     each_rank = reductions(everybody, [4 * CHUNK], compare)
     running = [one.run(addresses_of([mine])) for one, mine in zip(each_rank, tensors, strict=True)]
     next(running[0])
-    for routine, message in [(running[1], "other work"), (running[0], "other work|given up")]:
+    for routine, message in [(running[1], "other work"), (running[0], "other work|local rank 1 has found")]:
         with pytest.raises(MismatchError, match=message):
             list(itertools.islice(routine, 1000))
     assert all(bool((tensor == 1).all()) for tensor in tensors)
