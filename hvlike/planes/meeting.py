@@ -86,11 +86,6 @@ class Meeting:
             yield Wait.AGAIN if self._region.quiet.run(reduction.advance) else Wait.BELL
         yield from self.part(number)
 
-    def in_peers(self, reduction: PeerReduction, number: int) -> Routine[None]:
-        """Do this rank's chunks of tensors in the ranks' own memory, and part; all have met."""
-        yield from self.reach(reduction, number)
-        yield from self.part(number)
-
     def reach(self, reduction: PeerReduction, number: int) -> Routine[None]:
         """Do this rank's chunks of tensors in the ranks' own memory; all have met, and must part before they leave."""
         region = self._region
@@ -138,7 +133,10 @@ class Meeting:
             )
 
     def check_peers(self) -> None:
-        """Give the region up if a peer has."""
+        """Give the region up if a peer has.
+
+        Raises: MismatchError when ranks are at different work, HorovodInternalError when one has left it.
+        """
         region = self._region
         for peer in region.peers:
             why = region.counters[peer].failed

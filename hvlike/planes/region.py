@@ -114,19 +114,6 @@ class Counters:
         return self.words[5]
 
     @property
-    def departed(self) -> int:
-        """The number of the newest piece of work that is not staged of which this rank has done its part."""
-        return self.words[DEPARTED]
-
-    @departed.setter
-    def departed(self, value: int) -> None:
-        self.words[DEPARTED] = value
-
-    def place(self, number: int) -> int:
-        """What of the piece of work `number` lies in shared allocations on this rank, and where; 0: nothing."""
-        return self.words[PLACES + number % 2]
-
-    @property
     def abandoned(self) -> int:
         """The number of the newest piece of work in its own memory that this rank has given up."""
         return self.words[9]

@@ -47,7 +47,7 @@ class Repeated:
         number = meeting.announce(self._stamp, place_word(places))
         try:
             # Who has nothing in shared allocations does not ask whether others have.
-            if places or use.timed or not use.staged:
+            if places or use.meets:
                 yield from meeting.meet(number)
             if places and self._region.is_same_place(number):
                 yield from self._in_place(tensors, places, number)

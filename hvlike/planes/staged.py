@@ -106,6 +106,13 @@ class StagedReduction:
         self._foreign_elements = self._memory.runs(addresses, self._foreign_runs)
         self._addresses = list(addresses)
 
+    def _until_received(self) -> Routine[None]:
+        """Wait until the peers have what an alltoall has put into this rank's slots."""
+        region = self._region
+        while any(region.counters[peer].received[region.rank] < region.mine.passed[peer] for peer in region.peers):
+            self._check()
+            yield Wait.BELL
+
     # All in one frame: where the caches are cold a call costs more than most statements.
     def run(self, addresses: list[int]) -> Routine[None]:
         """Reduce the tensors that begin there, contiguous in host memory and held by the caller; all ranks do.
@@ -122,10 +129,8 @@ class StagedReduction:
             if addresses != self._addresses:
                 self._find(addresses)
             own_elements, foreign_elements, copies = self._own_elements, self._foreign_elements, self._copies
-            while any(counters[peer].received[rank] < mine.passed[peer] for peer in region.peers):
-                # What an alltoall has left in the slots.
-                self._check()
-                yield Wait.BELL
+            if any(mine.passed):
+                yield from self._until_received()
             while taken < len(foreign) or reduced < len(copies):
                 looks += 1
                 if staged < len(foreign):

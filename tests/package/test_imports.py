@@ -61,3 +61,30 @@ def test_what_few_programs_use_is_loaded_when_it_is_used() -> None:
     loaded = set(done.stdout.split())
     assert not loaded & NOT_LOADED
     assert len([name for name in loaded if name.startswith("hvlike")]) <= MODULES
+
+
+COLLECTIONS = """
+import gc, sys
+frozen = "frozen" in sys.argv
+if frozen:
+    gc.freeze()
+before = gc.get_freeze_count()
+import hvlike
+if frozen:
+    # Some of it is not needed any more.
+    assert before // 2 < gc.get_freeze_count() <= before, "what a program has frozen stays so"
+else:
+    assert gc.get_freeze_count() == before, "nothing is frozen for good"
+    print(sum(len(gc.get_objects(generation=each)) for each in (0, 1)))
+"""
+
+
+def test_the_first_collection_after_the_import_does_not_look_at_all_that_came_with_it() -> None:
+    young, frozen = (
+        subprocess.run([sys.executable, "-c", COLLECTIONS, *argument], capture_output=True, text=True, check=False)
+        for argument in ([], ["frozen"])
+    )
+    assert young.returncode == 0, young.stderr
+    # torch makes more than 100 000.
+    assert int(young.stdout) < 10_000
+    assert frozen.returncode == 0, frozen.stderr
