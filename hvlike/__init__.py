@@ -5,22 +5,7 @@ from typing import TYPE_CHECKING
 from hvlike.lazy import at_first_use, without_collections
 
 with without_collections():
-    from hvlike.collectives.abilities import (
-        _check_has_gpu,
-        ccl_built,
-        check_extension,
-        cuda_built,
-        ddl_built,
-        extension_available,
-        gloo_built,
-        gloo_enabled,
-        mpi_built,
-        mpi_enabled,
-        nccl_built,
-        rocm_built,
-    )
-    from hvlike.collectives.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-    from hvlike.collectives.allreduce import (
+    from hvlike.collectives.api.allreduce import (
         allreduce,
         allreduce_,
         allreduce_async,
@@ -30,47 +15,61 @@ with without_collections():
         grouped_allreduce_async,
         grouped_allreduce_async_,
     )
-    from hvlike.collectives.alltoall import alltoall, alltoall_async
-    from hvlike.collectives.barrier import barrier
-    from hvlike.collectives.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-    from hvlike.collectives.compression import Compression
-    from hvlike.collectives.handles import Handle, poll, synchronize
-    from hvlike.collectives.lifecycle import (
-        cross_rank,
-        cross_size,
-        init,
-        is_homogeneous,
-        is_initialized,
-        local_rank,
-        local_size,
-        mpi_threads_supported,
-        rank,
-        shutdown,
-        size,
-    )
-    from hvlike.collectives.objects import allgather_object, broadcast_object
-    from hvlike.collectives.pinning import pin_device
-    from hvlike.collectives.process_set import ProcessSet, global_process_set
-    from hvlike.collectives.reducescatter import (
+    from hvlike.collectives.api.alltoall import alltoall, alltoall_async
+    from hvlike.collectives.api.barrier_join import barrier
+    from hvlike.collectives.api.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+    from hvlike.collectives.api.gather_scatter import (
+        allgather,
+        allgather_async,
+        grouped_allgather,
+        grouped_allgather_async,
         grouped_reducescatter,
         grouped_reducescatter_async,
         reducescatter,
         reducescatter_async,
     )
-    from hvlike.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
-    from hvlike.collectives.registration import add_process_set, remove_process_set
-    from hvlike.collectives.shared_tensors import empty_shared
-    from hvlike.collectives.sparse import sparse_allreduce_async
-    from hvlike.collectives.statistics import Statistics, statistics
-    from hvlike.collectives.timeline import start_timeline, stop_timeline
+    from hvlike.collectives.api.objects import allgather_object, broadcast_object
+    from hvlike.collectives.api.process_sets import add_process_set, remove_process_set
+    from hvlike.collectives.api.shared_tensors import empty_shared
+    from hvlike.collectives.api.sparse import sparse_allreduce_async
+    from hvlike.collectives.api.statistics import Statistics, start_timeline, statistics, stop_timeline
+    from hvlike.collectives.compression import Compression
+    from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+    from hvlike.collectives.requests.reduction import Adasum, Average, Max, Min, Product, Sum
+    from hvlike.collectives.requests.request import Handle, poll, synchronize
+    from hvlike.collectives.session.basics import (
+        _check_has_gpu,
+        ccl_built,
+        check_extension,
+        cross_rank,
+        cross_size,
+        cuda_built,
+        ddl_built,
+        extension_available,
+        gloo_built,
+        gloo_enabled,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        pin_device,
+        rank,
+        rocm_built,
+        shutdown,
+        size,
+    )
     from hvlike.errors import HorovodInternalError, HvlikeError
     from hvlike.join import join
-    from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
-    from hvlike.training.clipping import clip_grad_norm_
-    from hvlike.training.convert_batch_norm import convert_sync_batchnorm
-    from hvlike.training.gather_state import gather_optimizer_state
-    from hvlike.training.optimizer import DistributedOptimizer
-    from hvlike.training.sync_batch_norm import SyncBatchNorm
+    from hvlike.training.batch_norm.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+    from hvlike.training.checkpoint.store import gather_optimizer_state
+    from hvlike.training.optimizer.clipping import clip_grad_norm_
+    from hvlike.training.optimizer.distributed import DistributedOptimizer
+    from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
     from hvlike.version import __version__
 
 if TYPE_CHECKING:

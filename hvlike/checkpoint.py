@@ -11,6 +11,8 @@ Rank 0 writes; a file appears whole or not at all, carries its checksum in its n
 A damaged one is passed over for the one before. All ranks load the same, and learn of a failure together.
 """
 
+from __future__ import annotations
+
 from hvlike.errors import CheckpointError
 from hvlike.training.checkpoint.store import Checkpoint, load, save
 

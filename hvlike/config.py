@@ -1,19 +1,116 @@
-"""The knobs: every environment variable hvlike reads, in one table, read once by init().
+"""The settings (knobs): every environment variable hvlike reads, in one table, read once by init().
 
-A knob NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it too, or by a line HVLIKE_NAME=value
+A setting NAME is set by HVLIKE_NAME, or by HOROVOD_NAME where Horovod has it too, or by a line HVLIKE_NAME=value
 (or HOROVOD_NAME=value) of the file that HVLIKE_KNOBS_FILE names. The environment wins over the file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from hvlike.errors import UsageError
-from hvlike.knob import CORES, HOROVODS, OURS, PATH, SWITCH, Knob, knob, number, one_of, whole
+
+T = TypeVar("T")
+
+OURS, HOROVODS = "HVLIKE_", "HOROVOD_"
+
+
+class Kind(NamedTuple):
+    """What values a knob takes."""
+
+    parse: Callable[[str], Any]
+    """Makes the value of a text; raises ValueError for a text that is none."""
+    expected: str
+    """The values in words, as they stand in errors and in the documentation."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: the environment variable without its prefix, and what is known of it."""
+
+    name: str
+    kind: Kind
+    default: Any
+    effect: str
+    horovod: bool
+    """Horovod has it too: its spelling is accepted."""
+    same: bool
+    """All ranks must have the same value."""
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return OURS + self.name
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The environment variables that set it; ours first."""
+        return (OURS + self.name, HOROVODS + self.name) if self.horovod else (OURS + self.name,)
+
+
+def knob(name: str, default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True) -> T:
+    """A field of the table in config.py."""
+    entry = Setting(name, kind, default, effect, horovod, same)
+    return dataclasses.field(default=default, metadata={"knob": entry})
+
+
+def whole(least: int) -> Kind:
+    """Whole numbers from `least` up."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise ValueError(text)
+        return value
+
+    return Kind(parse, f"a whole number of at least {least}")
+
+
+def number(least: float) -> Kind:
+    """Finite numbers from `least` up."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value) or value < least:
+            raise ValueError(text)
+        return value
+
+    return Kind(parse, f"a number of at least {least:g}")
+
+
+def one_of(*words: str) -> Kind:
+    """One of some words, in upper or lower case."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(text)
+        return text.lower()
+
+    return Kind(parse, "one of " + ", ".join(words))
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    cores = tuple(int(part) for part in text.split(","))
+    if min(cores) < 0:
+        raise ValueError(text)
+    return cores
+
+
+SWITCH = Kind(_switch, "0 or 1")
+PATH = Kind(str, "the path of a file")
+CORES = Kind(_cores, "numbers of cores with commas between, one for each rank of a node")
+
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 DYNAMIC = "DYNAMIC"
@@ -21,7 +118,7 @@ DYNAMIC = "DYNAMIC"
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Config:
     """The values of this run; the table of all knobs."""
 
     knobs_file: str | None = knob(
@@ -159,7 +256,7 @@ class Knobs:
     )
 
 
-KNOBS: dict[str, Knob] = {field.name: field.metadata["knob"] for field in dataclasses.fields(Knobs)}
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["knob"] for field in dataclasses.fields(Config)}
 """The knob of each field."""
 
 _IGNORED_BECAUSE = {
@@ -198,25 +295,25 @@ IGNORED: dict[str, str] = {HOROVODS + name: reason for reason, names in _IGNORED
 """Horovod's variables that have no meaning here, and why."""
 
 
-def read_knobs(environment: Mapping[str, str]) -> Knobs:
+def read_config(environment: Mapping[str, str]) -> Config:
     """The knobs set in `environment` or in the file it names, the others at their defaults.
 
     Raises: UsageError for a value that is none, for two spellings that differ, for a file that cannot be read or has
         unknown names in it; the text names variable, value and what was expected.
     """
     values: dict[str, Any] = {}
-    path = _value(KNOBS["knobs_file"], environment, "")
+    path = _value(SETTINGS["knobs_file"], environment, "")
     settings = _read_file(path) if path else {}
-    for field, entry in KNOBS.items():
+    for field, entry in SETTINGS.items():
         value = _value(entry, environment, "")
         if value is None and settings:
             value = _value(entry, settings, f" in {path}")
         if value is not None:
             values[field] = value
-    return Knobs(**values)
+    return Config(**values)
 
 
-def _value(entry: Knob, texts: Mapping[str, str], where: str) -> Any:
+def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
     """What `texts` say of a knob; None: nothing. An empty text is none."""
     found = {}
     for spelling in entry.spellings:
@@ -235,7 +332,7 @@ def _value(entry: Knob, texts: Mapping[str, str], where: str) -> Any:
 
 def _read_file(path: str) -> dict[str, str]:
     """The lines NAME=value of a file; empty lines and those that begin with # say nothing."""
-    known = {spelling for entry in KNOBS.values() for spelling in entry.spellings} - {OURS + "KNOBS_FILE"}
+    known = {spelling for entry in SETTINGS.values() for spelling in entry.spellings} - {OURS + "KNOBS_FILE"}
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -254,13 +351,13 @@ def _read_file(path: str) -> dict[str, str]:
     return settings
 
 
-def differing(knobs: Sequence[Knobs]) -> str | None:
+def differing(knobs: Sequence[Config]) -> str | None:
     """What the ranks do not agree on, as a text that names variable, values and ranks; None when all is alike.
 
     knobs: of each rank, in their order.
     """
     said = []
-    for field, entry in KNOBS.items():
+    for field, entry in SETTINGS.items():
         if entry.same:
             ranks_of: dict[Any, list[int]] = {}
             for rank, each in enumerate(knobs):

@@ -14,11 +14,12 @@ After a HorovodInternalError all ranks go back to the last commit and train on, 
 are not replaced.
 """
 
+from __future__ import annotations
+
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.sampler import ElasticSampler
-from hvlike.training.elastic.state import ObjectState, State
-from hvlike.training.elastic.torch_state import TorchState
+from hvlike.training.elastic.state import ObjectState, State, TorchState
 
 __all__ = [
     "ElasticSampler",

@@ -29,6 +29,8 @@
 `HorovodInternalError` keeps Horovod's name so that code which catches it goes on working.
 """
 
+from __future__ import annotations
+
 
 class HvlikeError(Exception):
     """Base of all exceptions of this package."""

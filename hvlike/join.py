@@ -5,9 +5,11 @@
 `hvlike.join` is both: the function of Horovod's name, and where these names are found.
 """
 
-from hvlike.collectives.join import join as join_all
-from hvlike.training.joining.join import Join
-from hvlike.training.joining.joinable import Joinable, JoinHook
+from __future__ import annotations
+
+from hvlike.collectives.api.barrier_join import join as join_all
+from hvlike.training.join.join import Join
+from hvlike.training.join.joinable import Joinable, JoinHook
 
 __all__ = ["Join", "JoinHook", "Joinable", "join"]
 

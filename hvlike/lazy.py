@@ -1,4 +1,4 @@
-"""How the public face is imported quickly: names at their first use, and no garbage collection meanwhile."""
+"""Importing hvlike quickly: names are imported at first use, and no garbage is collected meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Data parallelism by modules: torch.nn.parallel's names, and those of torch's communication hooks."""
 
+from __future__ import annotations
+
 from hvlike.training.ddp.comm_hooks import (
     PowerSGDState,
     allreduce_hook,
@@ -8,7 +10,7 @@ from hvlike.training.ddp.comm_hooks import (
     powerSGD_hook,
 )
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
-from hvlike.training.ddp.grad_bucket import GradBucket
+from hvlike.training.ddp.hooked_reducer import GradBucket
 
 __all__ = [
     "DistributedDataParallel",

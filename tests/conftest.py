@@ -148,7 +148,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(TEMPORARY, ignore_errors=True)
     if SIZE == 1 and "mpi4py.MPI" in sys.modules:
         # pytest-mpi has started MPI in this process alone, where Open MPI leaves its segment behind.
-        from hvlike.transport.leftovers import unlink_start_up_segments
+        from hvlike.transport.host.mpi_library import unlink_start_up_segments
 
         unlink_start_up_segments(alone=True)
     session = getattr(config, "hvlike_exit_status", pytest.ExitCode.OK)

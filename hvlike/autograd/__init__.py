@@ -2,6 +2,6 @@
 
 from hvlike.autograd.backward import backward
 from hvlike.autograd.contexts import context, get_gradients
-from hvlike.autograd.drawing import draw
+from hvlike.autograd.graphviz import draw
 
 __all__ = ["backward", "context", "draw", "get_gradients"]

@@ -1,27 +1,142 @@
-"""backward(): gradients of a graph that spreads over workers."""
+"""backward(), and the table of all backwards that this worker takes part in.
+
+A worker that has finished its part may still be asked about a message that was opened late. So a backward is
+remembered until its root has ended it: later backwards of that root in the same context say so, or the release of the
+context does.
+"""
 
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from hvlike.autograd.contexts import contexts
-from hvlike.autograd.local_machine import Roots
-from hvlike.autograd.protocol import Mode, State
-from hvlike.autograd.runs import Runs
+from hvlike.autograd.backward_pass import BackwardPass, Roots
+from hvlike.autograd.context import DistributedContext
+from hvlike.autograd.contexts import Contexts, IdGenerator, contexts, rank_of_id
+from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, encode, heading_of, opens
+from hvlike.autograd.protocol import BackwardMessage, Mode, Phase
 from hvlike.errors import RpcError, UsageError, WrongTypeError
-from hvlike.rpc.agent import Agent, current
+from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
+
+
+@dataclass
+class _OfContext:
+    """The backwards of one context."""
+
+    runs: dict[int, BackwardPass] = field(default_factory=dict)
+    """By number."""
+    oldest: dict[int, int] = field(default_factory=dict)
+    """By root: those of it with lower numbers are over."""
+
+
+class ActivePasses:
+    """Those of one session."""
+
+    def __init__(self, agent: Agent, contexts: Contexts) -> None:
+        """Take letters from now on."""
+        self.agent = agent
+        self._contexts = contexts
+        self._numbers = IdGenerator(agent.rank)
+        self._lock = threading.Lock()
+        self._known: dict[int, _OfContext] = {}
+        agent.take(BACKWARD_MESSAGE, self._take)
+        agent.when_lost.append(self._lose)
+
+    def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:
+        """A new one whose root is this worker."""
+        with self._lock:
+            number = self._numbers.new()
+            runs = self._known.setdefault(context.id, _OfContext()).runs
+            oldest = min((each for each in runs if rank_of_id(each) == self.agent.rank), default=number)
+            heading = Heading(context.id, number, oldest, mode, retain_graph)
+            run = runs[number] = BackwardPass(self, context, heading, roots)
+        return run
+
+    def forget(self, run: BackwardPass) -> None:
+        """Nothing more comes of it. From any thread."""
+        heading = run.heading
+        run.context.disengage(heading.number)
+        with self._lock:
+            known = self._known.get(heading.context)
+            if known is not None:
+                known.runs.pop(heading.number, None)
+                if not known.runs:
+                    del self._known[heading.context]
+
+    def is_live(self, context: DistributedContext) -> bool:
+        """Whether the context has not been released."""
+        return self._find(context.id) is context
+
+    def end(self, error: str) -> None:
+        """The session is over."""
+        for run in self._all():
+            run.fail(error)
+        self._known.clear()
+
+    # -- in the loop --------------------------------------------------------------------------
+
+    def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
+        with self._lock:
+            known = self._known.get(wire[0])
+            run = known.runs.get(wire[1]) if known is not None else None
+        if run is None and opens(wire):
+            run = self._open(heading_of(wire), source)
+        if run is not None:
+            run.hear(source, wire, storages)
+
+    def _open(self, heading: Heading, source: int) -> BackwardPass | None:
+        """Remember a backward that this worker has not heard of; None where it is over."""
+        root = rank_of_id(heading.number)
+        if root == self.agent.rank:
+            return None
+        # The message that is to make the context known here may still wait for a thread.
+        self._contexts.came((heading.context, NO_MESSAGE), source, ())
+        context = self._find(heading.context)
+        if context is None:
+            answer = BackwardMessage(error=f"Error on Node {self.agent.rank}: {unknown_context(heading.context)}")
+            self.agent.post(source, BACKWARD_MESSAGE, *encode(heading, answer, source))
+            return None
+        with self._lock:
+            known = self._known.setdefault(heading.context, _OfContext())
+            if heading.number < known.oldest.get(root, 0):
+                return None
+            known.oldest[root] = heading.oldest
+            over = [
+                each for number, each in known.runs.items() if rank_of_id(number) == root and number < heading.oldest
+            ]
+            run = known.runs[heading.number] = BackwardPass(self, context, heading, ())
+        for each in over:
+            self.forget(each)
+        return run
+
+    def _find(self, context: int) -> DistributedContext | None:
+        try:
+            return self._contexts.find(context)
+        except RuntimeError:
+            return None
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        for run in self._all():
+            run.lost(rank, str(error))
+
+    def _all(self) -> list[BackwardPass]:
+        with self._lock:
+            return [run for known in self._known.values() for run in known.runs.values()]
+
 
 _MODES = {mode.name.lower(): mode for mode in Mode}
 
 
 class _Process:
-    runs: Runs | None = None
+    runs: ActivePasses | None = None
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "safe") -> None:
@@ -43,7 +158,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     number, tensors = _checked(context_id, roots, retain_graph)
     if mode not in _MODES:
         raise UsageError(f"backward: mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}.")
-    agent = current()
+    agent = current_agent()
     context = contexts.find(number)
     edges = _edges(tensors)
     runs = _Process.runs
@@ -51,7 +166,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         raise RpcError("RPC has been shut down.")
     run = runs.begin(context, edges, _MODES[mode], bool(retain_graph))
     run.complete(agent.timeout or None)
-    if run.part.state is State.FAILED:
+    if run.part.state is Phase.FAILED:
         cause, run.cause = run.cause, None
         try:
             if cause is not None and not isinstance(cause, Exception):
@@ -108,7 +223,7 @@ def _no_root(place: int, root: Tensor) -> RuntimeError:
 
 
 def _begin_session(agent: Agent) -> None:
-    _Process.runs = Runs(agent, contexts)
+    _Process.runs = ActivePasses(agent, contexts)
 
 
 def _end_session() -> None:

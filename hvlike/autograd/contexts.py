@@ -1,8 +1,10 @@
-"""All contexts of this worker, from their creation, here or by the first message that comes in them, to their release.
+"""All contexts of this worker: created here or by the first message that arrives in them, until their release.
 
-A context is released by its creator, who tells the workers that it has reached; each of them tells those that it has
-reached itself. Every such notice names the oldest context of its creator that still lives: whatever is older is over,
-so that of each creator the released contexts need to be remembered only from there on, for messages that are late.
+The creator of a context releases it and tells the workers that it has reached; each of them tells those that it has
+reached itself. Every release names the oldest context of its creator that is still alive. Older ones are over, so a
+worker remembers released contexts only from that number on, for messages that arrive late.
+
+Contexts, messages and backwards have numbers that are unique in a session: the rank that gave them and a counter.
 """
 
 from __future__ import annotations
@@ -11,20 +13,50 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from weakref import ref
 
 from torch import Tensor
 
-from hvlike.autograd.distributed_context import DistributedContext
-from hvlike.autograd.identifiers import Identifiers, end_of, giver_of
-from hvlike.autograd.recording import record_recv, record_send
+from hvlike.autograd.context import DistributedContext, record_recv, record_send
 from hvlike.autograd.timeline import show_send
 from hvlike.errors import RpcError, WrongTypeError
-from hvlike.rpc import contexts as seam
-from hvlike.rpc.agent import Agent
-from hvlike.rpc.agent import current as current_agent
-from hvlike.rpc.contexts import NO_CONTEXT, NO_MESSAGE, Note, inside, unknown
-from hvlike.rpc.devices.devices import follow
+from hvlike.rpc.agent.agent import Agent
+from hvlike.rpc.agent.agent import current_agent as current_agent
+from hvlike.rpc.wire import autograd_hooks as seam
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, NO_MESSAGE, Note, in_context, unknown_context
+from hvlike.rpc.wire.devices import follow
+
+_BITS = 48
+"""Of the number; the rank stands above them."""
+
+
+class IdGenerator:
+    """Gives the names of one worker, in ascending order. Safe from any thread."""
+
+    def __init__(self, rank: int, first: int = 0) -> None:
+        self._numbers = count((rank << _BITS) + first)
+
+    def new(self) -> int:
+        """The next name."""
+        return next(self._numbers)
+
+
+def first_id_after(rank: int) -> int:
+    """Above all names that a worker gives."""
+    return (rank + 1) << _BITS
+
+
+def rank_of_id(identifier: int) -> int:
+    """The rank that gave this name."""
+    return identifier >> _BITS
+
+
+def id_in_words(identifier: int) -> str:
+    """The rank that gave this name, and its number there."""
+    giver = rank_of_id(identifier)
+    return f"{giver}.{identifier - (giver << _BITS)}"
+
 
 RELEASE, WITHDRAW = 50, 51
 """Kinds of notices.
@@ -58,7 +90,8 @@ class _Creator:
 
 
 class Contexts:
-    """The contexts of this process in the running session of RPC: see hvlike.rpc.contexts. From any thread."""
+    """The contexts of this process in the running session of RPC: see hvlike.rpc.wire.autograd_hooks. From any
+    thread."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
@@ -83,8 +116,8 @@ class Contexts:
         if self._rank != agent.rank:
             # Not anew for every session: a thread that outlives its session finds no context of the next one.
             self._rank = agent.rank
-            self._context_ids = Identifiers(agent.rank)
-            self._message_ids = Identifiers(agent.rank, NO_MESSAGE + 1)
+            self._context_ids = IdGenerator(agent.rank)
+            self._message_ids = IdGenerator(agent.rank, NO_MESSAGE + 1)
         agent.hear(RELEASE, self._hear_release)
         agent.hear(WITHDRAW, self._hear_withdrawal)
         agent.when_lost.append(self._lose)
@@ -128,7 +161,7 @@ class Contexts:
         """The context of that number. Raises: RuntimeError where it is not on this worker."""
         found = self._contexts.get(context)
         if found is None:
-            raise unknown(context)
+            raise unknown_context(context)
         return found
 
     def live(self) -> list[int]:
@@ -145,13 +178,13 @@ class Contexts:
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
         """See hvlike.autograd.backward."""
         if self.run_backward is None:
-            raise unknown(context)
+            raise unknown_context(context)
         self.run_backward(context, roots, retain_graph)
 
     # -- messages -----------------------------------------------------------------------------
 
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
-        """A message is packed, see hvlike.rpc.contexts."""
+        """A message is packed, see hvlike.rpc.wire.autograd_hooks."""
         with self._lock:
             found = self._contexts.get(context)
             if found is None:
@@ -168,14 +201,14 @@ class Contexts:
         return context, message
 
     def left(self, note: Note) -> None:
-        """A message is about to leave, see hvlike.rpc.contexts."""
+        """A message is about to leave, see hvlike.rpc.wire.autograd_hooks."""
         context, message = note
         found, agent = self._contexts.get(context), self.agent
         if found is not None and agent is not None and message != NO_MESSAGE:
             agent.fabric.loop.post(partial(_look_ahead, ref(found)), wake=False)
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A message is opened, see hvlike.rpc.contexts."""
+        """A message is opened, see hvlike.rpc.wire.autograd_hooks."""
         context, message = note
         with self._lock:
             found = self._contexts.get(context)
@@ -186,7 +219,7 @@ class Contexts:
         return record_recv(found, message, rank, graded) if message != NO_MESSAGE else graded
 
     def unwanted(self, note: Note, rank: int) -> None:
-        """A message will never be opened, see hvlike.rpc.contexts."""
+        """A message will never be opened, see hvlike.rpc.wire.autograd_hooks."""
         agent = self.agent
         if note[1] != NO_MESSAGE and agent is not None:
             agent.notify(rank, WITHDRAW, note)
@@ -195,7 +228,7 @@ class Contexts:
 
     def _is_released(self, context: int) -> bool:
         """Of a context that is not here. With the lock held."""
-        giver = giver_of(context)
+        giver = rank_of_id(context)
         if giver == self._rank:
             return True
         creator = self._creators.get(giver)
@@ -204,7 +237,7 @@ class Contexts:
     def _hear_release(self, source: int, value: tuple[int, int]) -> None:
         """In the loop."""
         context, oldest = value
-        giver = giver_of(context)
+        giver = rank_of_id(context)
         if giver == self._rank:
             return
         with self._lock:
@@ -219,7 +252,7 @@ class Contexts:
 
     def _lose(self, rank: int, error: Exception) -> None:
         """A worker is gone, and with it the contexts that it has created. In the loop."""
-        end = end_of(rank)
+        end = first_id_after(rank)
         with self._lock:
             self._creators.setdefault(rank, _Creator()).release(end - 1, end)
             found = [self._contexts.pop(each) for each in self._below(rank, end)]
@@ -229,7 +262,7 @@ class Contexts:
 
     def _below(self, giver: int, oldest: int) -> list[int]:
         """The contexts here that this worker has created before `oldest`. With the lock held."""
-        return [each for each in self._contexts if giver_of(each) == giver and each < oldest]
+        return [each for each in self._contexts if rank_of_id(each) == giver and each < oldest]
 
     def _let_go(self, found: list[DistributedContext]) -> None:
         """Drop the last references, not in the loop: the user's graphs may have finalisers."""
@@ -246,7 +279,7 @@ class Contexts:
         """Pass the release on; the creator and `source`, who has told of it, know already."""
         agent = self.agent
         if agent is not None:
-            for rank in released.reached.difference((source, giver_of(released.id), self._rank)):
+            for rank in released.reached.difference((source, rank_of_id(released.id), self._rank)):
                 # Sent by this thread if it can: the next call would have to wait for one that is woken to send it.
                 agent.post(rank, RELEASE, (released.id, oldest), [])
         released.release()
@@ -262,7 +295,7 @@ def _look_ahead(context: ref[DistributedContext]) -> None:
 contexts = Contexts()
 """Those of this process."""
 
-seam.install(contexts)
+seam.install_autograd_hooks(contexts)
 
 
 @contextmanager
@@ -276,11 +309,13 @@ def context() -> Iterator[int]:
     Source: torch.distributed.autograd.context.
     """
     current_agent()
-    if seam.current() != NO_CONTEXT:
-        raise RpcError(f"Already have an autograd context id for this thread: {seam.current()}. Leave that one first.")
+    if seam.current_context() != NO_CONTEXT:
+        raise RpcError(
+            f"Already have an autograd context id for this thread: {seam.current_context()}. Leave that one first."
+        )
     made = contexts.create()
     try:
-        with inside(made.id):
+        with in_context(made.id):
             yield made.id
     finally:
         contexts.release(made)

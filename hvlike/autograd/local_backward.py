@@ -1,8 +1,8 @@
-"""The part of a backward pass that one worker does: which nodes of its graph can run, and running them.
+"""The part of a backward that one worker runs: which nodes of its graph can run, and running them.
 
-Nothing is sent from here. What comes from other workers is told with `resolve`, what has to go to them is told by
-calling `emit`. While gradients of sends are missing, what can run without them runs in segments, so that recvs get
-their gradients; when none is missing, all the rest runs in one.
+Nothing is sent from here. Call `resolve` with what other workers have sent; `emit` is called with what has to go to
+them. While gradients of sends are missing, everything that can run without them and that others wait for runs in
+segments. When none is missing, the rest runs in one last segment.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from hvlike.autograd.accumulation import is_sole
-from hvlike.autograd.graph import clear
-from hvlike.autograd.leaf_hooks import deliver
-from hvlike.autograd.local_graph import LocalGraph
-from hvlike.autograd.plan import Plan, plan
-from hvlike.autograd.receive_function import captured_edges
-from hvlike.autograd.segment import Segment, Values, add_value, run_engine, take_values
-from hvlike.rpc.devices.devices import Marks
-from hvlike.rpc.devices.travelling import on_device, on_host
+from hvlike.autograd.accumulate_grad import deliver, is_sole
+from hvlike.autograd.engine import SegmentRecord, Values, add_value, run_engine, take_values
+from hvlike.autograd.graph import Plan, clear, plan
+from hvlike.autograd.local_graph import LocalGraph, captured_edges
+from hvlike.rpc.wire.devices import ReadyEvents, to_device, to_host
 
 if TYPE_CHECKING:
-    from hvlike.autograd.distributed_context import Recv, Send
+    from hvlike.autograd.context import Recv, Send
+
 
 Emit = Callable[["Recv", "list[Tensor | None] | None"], None]
 
@@ -57,11 +54,11 @@ class LocalBackward:
         retain_graph: as for torch. waits_for: the sends that `resolve` will be called for; None means all.
         graph: with the same recvs, where something has looked through it before.
         """
-        self.segments: list[Segment] = []
+        self.segments: list[SegmentRecord] = []
         """What has run, in this order."""
         self.finished = False
         """Everything has run: each recv was emitted, each gradient of a leaf is in the context's map."""
-        self.marks: Marks | None = None
+        self.marks: ReadyEvents | None = None
         """Where in the streams of GPUs the gradients of leaves are there, if any are on one."""
         self._gradients = gradients
         self._emit = emit
@@ -141,7 +138,7 @@ class LocalBackward:
         """The gradients of a recv's tensors are there. In the engine's thread where its function has them."""
         if self._silent.pop(recv.message, None) is not None:
             # Those of a GPU travel as copies in host memory.
-            self._emit(recv, [each if each is None or each.is_cpu else on_host(each) for each in gradients])
+            self._emit(recv, [each if each is None or each.is_cpu else to_host(each) for each in gradients])
 
     def _placed(self, message: int, gradients: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
         """What has come for a message, where its tensors are."""
@@ -149,7 +146,7 @@ class LocalBackward:
         if devices is None or gradients is None:
             return gradients
         return [
-            None if gradient is None else on_device(gradient, device)
+            None if gradient is None else to_device(gradient, device)
             for gradient, device in zip(gradients, devices, strict=True)
         ]
 
@@ -211,7 +208,7 @@ class LocalBackward:
         self._keep(captured, chosen.partial, leaves)
         numbers = tuple(recv.message for recv in recvs)
         end = time.perf_counter_ns()
-        self.segments.append(Segment(kind, count, tuple(self._answered), numbers, len(leaves), start, end))
+        self.segments.append(SegmentRecord(kind, count, tuple(self._answered), numbers, len(leaves), start, end))
         self._answered.clear()
 
     def _hand_over(self, captured: list[Tensor | None], recvs: Sequence[Recv]) -> None:
@@ -246,7 +243,7 @@ class LocalBackward:
                     devices[gradient.device] = None
                 deliver(self._gradients, self._graph.hooks(node), leaf, gradient, sole)
         if devices:
-            self.marks = Marks(devices)
+            self.marks = ReadyEvents(devices)
 
     def _let_go(self) -> None:
         """Keep nothing of the graph."""

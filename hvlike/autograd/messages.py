@@ -1,4 +1,4 @@
-"""Letters on the wire: notices of RPC, whose tensors go out of band."""
+"""How messages of a backward travel: as notices of RPC, with the memory of gradients out of band."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvlike.autograd.letter import Gradients, Letter
-from hvlike.autograd.protocol import Mode
-from hvlike.rpc import single
-from hvlike.rpc.message import Packed
-from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.single import Body, in_message, joined, record_of, tensor_of
-from hvlike.rpc.tensors import NAMES, SHORT_BYTES, Hold, Row, build, lay_out
+from hvlike.autograd.protocol import BackwardMessage, Gradients, Mode
+from hvlike.rpc.wire import single_tensor
+from hvlike.rpc.wire.message import Packed
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.rpc.wire.single_tensor import Body, as_buffer, join_parts, pack_tensor, unpack_tensor
+from hvlike.rpc.wire.tensors import NAMES, SHORT_BYTES, ReceivedMemory, Row, build, lay_out
 
-LETTER = 52
+BACKWARD_MESSAGE = 52
 """The kind of these notices."""
 
 _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
@@ -49,7 +48,7 @@ Answers: message, number of tensors, which of them are there (a bit each); (mess
 """
 
 
-def encode(heading: Heading, letter: Letter, rank: int) -> tuple[Wire, list[Tensor]]:
+def encode(heading: Heading, letter: BackwardMessage, rank: int) -> tuple[Wire, list[Tensor]]:
     """The letter to a worker as it travels, and the memory that goes with it."""
     context, number, oldest, mode, retain_graph = heading
     flags = _ASKS * letter.asks | _DONE * letter.done | _ABORT * letter.abort | _RETAIN * retain_graph
@@ -82,7 +81,7 @@ def opens(wire: Wire) -> bool:
     return bool(wire[3] & _ASKS or wire[6])
 
 
-def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
+def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
     """The letter of a worker."""
     _, _, _, flags, answers, tensors, marks, acknowledged, error = wire
     there = iter(_unpack(tensors, storages, source) if tensors else ())
@@ -90,7 +89,7 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
         message: None if count == _NONE else [next(there) if bits >> place & 1 else None for place in range(count)]
         for message, count, bits in answers
     }
-    return Letter(
+    return BackwardMessage(
         gradients,
         asks=bool(flags & _ASKS),
         done=bool(flags & _DONE),
@@ -104,17 +103,17 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> Letter:
 def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors | PickleBuffer, list[Tensor]]:
     if not all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
         packed = pack(tensors, Outgoing(rank))
-        return in_message(packed.body), packed.storages
+        return as_buffer(packed.body), packed.storages
     simple: list[_Simple] = []
-    short_bytes = single.SHORT_BYTES if len(tensors) == 1 else SHORT_BYTES
+    short_bytes = single_tensor.SHORT_RECORD_BYTES if len(tensors) == 1 else SHORT_BYTES
     storages: list[Tensor] = []
     for each in tensors:
         # Gradients share nothing that anybody relies on.
-        if not each.is_cpu or (found := record_of(each, 0, short_bytes)) is None:
+        if not each.is_cpu or (found := pack_tensor(each, 0, short_bytes)) is None:
             rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
             return (rows, cargo.short), cargo.storages
         record, elements, storage = found
-        simple.append((in_message(joined((elements, record))), len(elements), storage is not None))
+        simple.append((as_buffer(join_parts((elements, record))), len(elements), storage is not None))
         if storage is not None:
             storages.append(storage)
     return simple, storages
@@ -126,7 +125,7 @@ def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tenso
         return received
     if isinstance(tensors, list):
         memory = iter(storages)
-        return [tensor_of(body, start, next(memory) if apart else None) for body, start, apart in tensors]
+        return [unpack_tensor(body, start, next(memory) if apart else None) for body, start, apart in tensors]
     rows, short = tensors
-    hold = Hold(short, storages)
+    hold = ReceivedMemory(short, storages)
     return [build(row, hold) for row in rows if row is not None]

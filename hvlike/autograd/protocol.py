@@ -1,26 +1,58 @@
-"""One worker's part in one backward: what it says to whom, when it is over, what happens after an error. Pure.
+"""The protocol of one backward on one worker: which messages it sends, when it is over, what an error does. Pure.
 
-The local graph is behind a `Machine`. Letters of one worker to another arrive in order; between different pairs of
-workers in any order. Every worker that takes part answers each message whose tensors it has received: with gradients,
-or with None where this backward does not lead to them, so no worker waits for ever.
+The local graph is behind a `Machine`. Messages between two workers arrive in order, those of different pairs in any
+order. Every worker that takes part answers each message whose tensors it has received: with gradients, or with None
+where this backward does not lead to them. So no worker waits for ever.
 
     SAFE    all sends of a context count
     FAST    the same, but a send that gets None is an error
-    SMART   first the sends are marked that the backward leads to; only these count, and nothing is said of others
+    SMART   the sends that the backward leads to are marked first; only these count, and nothing is said of others
 
-A worker with an error tells its parent, up to the root, and aborts all whom it has told anything of this backward.
+A worker with an error reports it to its parent, up to the root, and aborts all workers that it has sent anything to.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from hvlike.autograd.engagement import Engagement
-from hvlike.autograd.letter import Gradients, Letter
-from hvlike.autograd.marking import Marking
+from hvlike.autograd.termination import Marking, Termination
+
+Gradients = Sequence[Any]
+"""Of the tensors of one message that require grad, in order; None for one that nothing came to."""
+
+
+@dataclass(slots=True)
+class BackwardMessage:
+    """Only what differs from the defaults means something."""
+
+    gradients: dict[int, Gradients | None] = field(default_factory=dict)
+    """By message of the receiver's; None: this backward does not lead to what was sent there."""
+    asks: bool = False
+    """The receiver shall take part, and say when it is done."""
+    done: bool = False
+    """What was asked for is done: the sender has finished, and so have all whom it asked."""
+    marks: list[int] = field(default_factory=list)
+    """Messages of the receiver's that this backward leads to; to be acknowledged."""
+    acknowledged: int = 0
+    """How many letters with marks have been followed to their ends."""
+    error: str | None = None
+    """What has gone wrong at the sender, whom the receiver has asked."""
+    abort: bool = False
+    """This backward has failed: nothing more comes of it."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it belongs to the run itself, after all marks."""
+        return self.asks or self.done or bool(self.gradients)
+
+    @property
+    def opens(self) -> bool:
+        """Whether it means something to a worker that has not heard of this backward."""
+        return self.asks or bool(self.marks)
 
 
 class Mode(enum.IntEnum):
@@ -31,7 +63,7 @@ class Mode(enum.IntEnum):
     SMART = 2
 
 
-class State(enum.Enum):
+class Phase(enum.Enum):
     """How far a worker has come."""
 
     OUTSIDE = enum.auto()
@@ -67,15 +99,15 @@ class Machine(Protocol):
         """What to say in FAST of a message that was sent from here and that the backward does not lead to."""
 
 
-class Part:
+class BackwardState:
     """Not thread-safe, but for `emit`. After every event: `advance`, then send what `take_letters` returns."""
 
     def __init__(self, rank: int, mode: Mode, machine: Machine) -> None:
         self.rank = rank
-        self.state = State.OUTSIDE
+        self.state = Phase.OUTSIDE
         self.error: str | None = None
         """Why it has failed."""
-        self.engagement = Engagement()
+        self.engagement = Termination()
         self._mode = mode
         self._machine: Machine | None = machine
         self._marking = Marking()
@@ -83,7 +115,7 @@ class Part:
         self._waits: dict[int, int] = {}
         self._emitted: deque[tuple[int, int, Gradients | None]] = deque()
         self._late: list[tuple[int, int]] = []
-        self._letters: dict[int, Letter] = {}
+        self._letters: dict[int, BackwardMessage] = {}
         self._written_to: set[int] = set()
         self._is_root = False
         self._origin: int | None = None
@@ -100,20 +132,20 @@ class Part:
         else:
             self._join(None)
 
-    def hear(self, source: int, letter: Letter) -> None:
+    def hear(self, source: int, letter: BackwardMessage) -> None:
         """A letter has come."""
         if self._origin is None and not self._is_root:
             self._origin = source
-        if self.state is State.FAILED:
+        if self.state is Phase.FAILED:
             if letter.asks or letter.marks:
                 self._to(source).error = self.error
-        elif self.state is State.FINISHED:
+        elif self.state is Phase.FINISHED:
             if letter.asks:
                 self._answer_late(source)
         elif letter.abort:
             # Not when another one has asked this worker: that one tells it, and by then the root knows why.
             if source == self._superior:
-                self._end(State.FAILED, f"worker {source} has aborted it")
+                self._end(Phase.FAILED, f"worker {source} has aborted it")
                 self._abort(source)
         elif letter.error is not None:
             self.fail(letter.error)
@@ -127,9 +159,9 @@ class Part:
 
     def recorded(self, message: int, rank: int) -> None:
         """A message has been opened that the machine does not know: nothing leads to it."""
-        if self._mode is Mode.SMART or self.state in (State.OUTSIDE, State.FAILED):
+        if self._mode is Mode.SMART or self.state in (Phase.OUTSIDE, Phase.FAILED):
             return
-        if self.state is State.RUNNING:
+        if self.state is Phase.RUNNING:
             self.emit(message, rank, None)
         elif rank != self.rank:
             # Its sender may wait for this; it is not asked to take part if it does not.
@@ -138,7 +170,7 @@ class Part:
 
     def withdrawn(self, message: int) -> None:
         """A message of this worker will never be opened: nothing comes for it."""
-        if self.state is State.RUNNING and self._waits.pop(message, None) is not None and self._machine is not None:
+        if self.state is Phase.RUNNING and self._waits.pop(message, None) is not None and self._machine is not None:
             self._machine.resolve(message, None)
 
     def lost(self, rank: int, error: str) -> None:
@@ -146,7 +178,7 @@ class Part:
         if self._is_over:
             return
         if rank == self._superior:
-            self._end(State.FAILED, f"Error on Node {self.rank}: {error}")
+            self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
             self._abort(rank)
         elif rank in self._written_to or rank in self._waits.values() or rank in self._letters:
             self.fail(error)
@@ -156,7 +188,7 @@ class Part:
         if self._is_over:
             return
         superior = self._superior
-        self._end(State.FAILED, f"Error on Node {self.rank}: {error}")
+        self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
         self._abort(superior)
         if superior is not None:
             self._to(superior).error = self.error
@@ -166,14 +198,14 @@ class Part:
     def advance(self) -> None:
         """Do what can be done. Raises: what the user's code raises; `fail` is then to be called."""
         self._close_marking()
-        while self.state is State.RUNNING and self._machine is not None:
+        while self.state is Phase.RUNNING and self._machine is not None:
             self._machine.step()
             if not self._pass_on():
                 self._start_others()
                 self._finish()
                 return
 
-    def take_letters(self) -> dict[int, Letter]:
+    def take_letters(self) -> dict[int, BackwardMessage]:
         """What is to be sent now, by rank."""
         letters, self._letters = self._letters, {}
         for rank, letter in letters.items():
@@ -190,7 +222,7 @@ class Part:
 
     # -- marks ----------------------------------------------------------------------------------
 
-    def _hear_marks(self, source: int, letter: Letter) -> None:
+    def _hear_marks(self, source: int, letter: BackwardMessage) -> None:
         self._marking.acknowledged(source, letter.acknowledged)
         if letter.marks:
             first = self._marking.begin(source)
@@ -222,13 +254,13 @@ class Part:
 
     # -- the run ----------------------------------------------------------------------------------
 
-    def _hear_run(self, source: int, letter: Letter) -> None:
+    def _hear_run(self, source: int, letter: BackwardMessage) -> None:
         if letter.asks:
             if self.engagement.takes_part:
                 self._to(source).done = True
             else:
                 self._join(source)
-        if self.state is not State.RUNNING:
+        if self.state is not Phase.RUNNING:
             # Of somebody who had finished before this worker was asked; it will be told again.
             return
         if letter.runs:
@@ -238,7 +270,7 @@ class Part:
 
     def _join(self, parent: int | None) -> None:
         if self._machine is not None:
-            self.state = State.RUNNING
+            self.state = Phase.RUNNING
             self.engagement.join(parent)
             self._waits = dict(self._machine.engage(self._marked if self._mode is Mode.SMART else None))
 
@@ -273,18 +305,18 @@ class Part:
             return
         if self.engagement.parent is not None:
             self._to(self.engagement.parent).done = True
-        self._end(State.FINISHED, None)
+        self._end(Phase.FINISHED, None)
 
     # -- letters ----------------------------------------------------------------------------------
 
-    def _to(self, rank: int) -> Letter:
+    def _to(self, rank: int) -> BackwardMessage:
         """The letter to a worker that is sent after this turn."""
         letter = self._letters.get(rank)
         if letter is None:
-            letter = self._letters[rank] = Letter()
+            letter = self._letters[rank] = BackwardMessage()
         return letter
 
-    def _to_run(self, rank: int) -> Letter:
+    def _to_run(self, rank: int) -> BackwardMessage:
         """The same; the worker has to take part."""
         letter = self._to(rank)
         letter.asks = self.engagement.tell(rank) or letter.asks
@@ -296,7 +328,7 @@ class Part:
         letter.done = True
         letter.gradients.update((message, None) for message, rank in self._late if rank == source)
 
-    def _end(self, state: State, error: str | None) -> None:
+    def _end(self, state: Phase, error: str | None) -> None:
         self.state = state
         self.error = error
         self._machine = None
@@ -305,7 +337,7 @@ class Part:
 
     @property
     def _is_over(self) -> bool:
-        return self.state is State.FAILED or self.state is State.FINISHED
+        return self.state is Phase.FAILED or self.state is Phase.FINISHED
 
     @property
     def _superior(self) -> int | None:

@@ -1,7 +1,7 @@
 """Distributed autograd in the timeline, while one is recorded.
 
-autograd backwards 1, 2 ...     what this worker does for a backward: BACKWARD, in it each SEGMENT that it runs
-autograd messages               SEND, a message whose tensors require grad leaves; GRADIENTS, some leave or come
+autograd backwards 1, 2 ...     BACKWARD: what this worker does for a backward; inside, each SEGMENT that it runs
+autograd messages               SEND: a message leaves whose tensors require grad; GRADIENTS: some leave or arrive
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hvlike.autograd.distributed_context import Send
-from hvlike.autograd.letter import Letter
+from hvlike.autograd.context import Send
+from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.messages import Heading
-from hvlike.autograd.segment import Segment
+from hvlike.autograd.protocol import BackwardMessage
 from hvlike.observe.recorder import Recorder
-from hvlike.rpc.overlapping_rows import OverlappingRows
+from hvlike.rpc.agent.profiling import TimelineRows
 
 _MESSAGES = "autograd messages"
 
 
-class Observed:
+class BackwardTrace:
     """One backward on one worker."""
 
     def __init__(self, recorder: Recorder, heading: Heading) -> None:
@@ -31,7 +31,7 @@ class Observed:
         mode = heading.mode.name.lower()
         self._stay.begin("BACKWARD", {"context": heading.context, "number": heading.number, "mode": mode})
 
-    def ran(self, segments: Sequence[Segment]) -> None:
+    def ran(self, segments: Sequence[SegmentRecord]) -> None:
         """These have run so far."""
         for segment in segments[self._shown :]:
             now, here = self._recorder.now, time.perf_counter_ns()
@@ -41,7 +41,7 @@ class Observed:
             self._stay.end(at=now - (here - segment.end))
         self._shown = len(segments)
 
-    def letter(self, letter: Letter, *, to: int | None = None, source: int | None = None) -> None:
+    def letter(self, letter: BackwardMessage, *, to: int | None = None, source: int | None = None) -> None:
         """Gradients leave for a worker, or have come from one."""
         if letter.gradients and self._recorder.on:
             where = {"to": to} if to is not None else {"from": source}
@@ -61,10 +61,10 @@ def show_send(recorder: Recorder, context: int, send: Send) -> None:
 
 
 class _Process:
-    rows: OverlappingRows | None = None
+    rows: TimelineRows | None = None
 
 
-def _rows_of(recorder: Recorder) -> OverlappingRows:
+def _rows_of(recorder: Recorder) -> TimelineRows:
     if _Process.rows is None or _Process.rows.recorder is not recorder:
-        _Process.rows = OverlappingRows(recorder, "autograd backwards")
+        _Process.rows = TimelineRows(recorder, "autograd backwards")
     return _Process.rows

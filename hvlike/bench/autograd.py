@@ -6,22 +6,172 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
 import hvlike
 from hvlike import autograd, rpc
-from hvlike.bench.autograd_analysis import Analysis, analyse
-from hvlike.bench.autograd_report import ALONE, OURS, TENSORPIPE, Result, as_text, panels
-from hvlike.bench.autograd_work import Step, alone, as_message
-from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.conditions import runs_on_two_ranks
-from hvlike.bench.options import add_common, left_out
-from hvlike.bench.plot import draw
-from hvlike.bench.rpc_pair import Pair
-from hvlike.bench.rpc_session import Setting, let_rank_0_end, session, tensorpipe
+from hvlike.autograd.graph import clear
+from hvlike.autograd.local_graph import LocalGraph
+from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, left_out, runs_on_two_ranks
+from hvlike.bench.harness.comparison import Ratio, Summary
+from hvlike.bench.harness.report import Bars, draw, format_seconds, table
+from hvlike.bench.rpc_session import Setting, TensorPipePair, let_rank_0_end, session, tensorpipe
+from hvlike.bench.rpc_work import Step, step_as_message, steps_alone
+
+_ELEMENTS = 4
+_TIMES = 7
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Seconds, medians over repetitions on one rank; everybody else sleeps."""
+
+    nodes: int
+    backward: float
+    """Of torch's engine over the whole graph."""
+    scan: float
+    """Finding all nodes, leaves and dependencies: once a backward on every worker."""
+    order: float
+    """Finding out what can run: only on a worker that waits for gradients of others."""
+
+
+def analyse(nodes: int) -> Analysis:
+    """Measure a chain of so many small operations. Local, blocks."""
+    leaf = torch.randn(_ELEMENTS, requires_grad=True)
+    root = _chain(leaf, nodes)
+    edge = get_gradient_edge(root)
+
+    def scan() -> LocalGraph:
+        graph = LocalGraph({})
+        graph.reach([edge.node])
+        return graph
+
+    graph = scan()
+    return Analysis(
+        nodes=len(graph.scan.edges),
+        backward=_median_seconds(lambda: torch.autograd.grad(root, leaf, retain_graph=True)),
+        scan=_median_seconds(scan),
+        order=_median_seconds(lambda: clear(graph.scan.edges, dict(graph.scan.waits), [edge.node])),
+    )
+
+
+def _chain(leaf: Tensor, nodes: int) -> Tensor:
+    value = leaf
+    # A sum at the end and the leaf's own node are two of them.
+    for _ in range(nodes - 2):
+        value = torch.tanh(value)
+    return value.sum()
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        kept = work()
+        taken.append(time.perf_counter() - start)
+        del kept
+    return statistics.median(taken)
+
+
+SAFE, SMART, TENSORPIPE, ALONE = "safe", "smart", "TensorPipe", "one process"
+OURS = (SAFE, SMART)
+NAMES = (*OURS, TENSORPIPE, ALONE)
+"""In the order of the tables."""
+_PAIRS = ((SAFE, TENSORPIPE), (SMART, TENSORPIPE), (SMART, SAFE))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of a step for each contestant, one value a turn."""
+
+    step: Step
+    samples: dict[str, list[float]]
+
+    @property
+    def ratios(self) -> dict[str, Ratio]:
+        """Of times; below 1: the first one is faster."""
+        pairs = [pair for pair in _PAIRS if self.samples.keys() >= set(pair)]
+        return {f"{name}/{to}": Ratio.of(self.samples, name, to) for name, to in pairs}
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines."""
+        found = {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.samples.items()}
+        ratios = {name: asdict(each) for name, each in self.ratios.items()}
+        return {"work": self.step.title, **asdict(self.step), "unit": "seconds", "found": found, "ratios": ratios}
+
+
+def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Sequence[Analysis]) -> str:
+    """A table of steps and one of analyses, with head and foot."""
+    names = [name for name in NAMES if any(name in each.samples for each in results)]
+    pairs = [f"{name}/{to}" for name, to in _PAIRS if name in names and to in names]
+    rows = [
+        [each.step.title, str(len(each.samples[SAFE]))]
+        + [_seconds(each.samples.get(name)) for name in names]
+        + [_ratio(each.ratios.get(pair)) for pair in pairs]
+        for each in results
+    ]
+    parts = [f"model-parallel step over two workers, {heading(conditions)}", table(["step", "n", *names, *pairs], rows)]
+    costs = [
+        [f"{each.nodes}", format_seconds(each.backward), _part(each.scan, each), _part(each.order, each)]
+        for each in analyses
+    ]
+    parts.append(table(["nodes", "plain backward", "scan", "order"], costs))
+    foot = (
+        "step: forward by RPC, backward, get_gradients; median over turns [interquartile range]; a turn's value is\n"
+        "the median of its steps. Ratios: of medians [quartiles of the ratios within one round]; below 1 the first is\n"
+        "faster. one process: the same arithmetic without RPC. nodes: of a chain of operations on four elements;\n"
+        "scan: what every worker does once a backward; order: what one does that waits for others, besides."
+    )
+    return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
+
+
+def panels(results: Sequence[Result], analyses: Sequence[Analysis]) -> list[Bars]:
+    """Times of the steps, the ratios, and what the analysis costs."""
+    nan = float("nan")
+    titles = [each.step.title for each in results]
+    times = {
+        name: [Summary.of(each.samples[name]).median if name in each.samples else nan for each in results]
+        for name in NAMES
+        if any(name in each.samples for each in results)
+    }
+    drawn = [Bars("step", "seconds", titles, times, logarithmic=True)]
+    pairs = sorted({pair for each in results for pair in each.ratios})
+    ratios = {
+        pair: [each.ratios[pair].of_medians if pair in each.ratios else nan for each in results] for pair in pairs
+    }
+    drawn.append(Bars("time, lower is better", "ratio", titles, ratios, line=1.0))
+    parts = {
+        "scan": [100 * each.scan / each.backward for each in analyses],
+        "order": [100 * each.order / each.backward for each in analyses],
+    }
+    drawn.append(Bars("analysis of a graph", "% of its backward", [f"{each.nodes} nodes" for each in analyses], parts))
+    return drawn
+
+
+def _seconds(samples: list[float] | None) -> str:
+    if samples is None:
+        return "-"
+    summary = Summary.of(samples)
+    return f"{format_seconds(summary.median)} [{summary.spread:.0%}]"
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio.of_medians:.2f} [{ratio.paired.first_quartile:.2f}, {ratio.paired.third_quartile:.2f}]"
+
+
+def _part(seconds: float, analysis: Analysis) -> str:
+    return f"{format_seconds(seconds)} ({seconds / analysis.backward:.0%})"
+
 
 STEPS = {
     "small": Step(16, 8, 2),
@@ -65,10 +215,10 @@ def run(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace, setting: Setting) -> None:
     """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
     turns: dict[str, Turn] = {mode: partial(_ours, mode) for mode in OURS}
-    turns[ALONE] = alone
+    turns[ALONE] = steps_alone
     analyses = [analyse(nodes) for nodes in NODES]
     with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
-        if isinstance(pair, Pair):
+        if isinstance(pair, TensorPipePair):
             turns[TENSORPIPE] = partial(_theirs, pair)
             reasons = [f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."]
         else:
@@ -81,8 +231,8 @@ def _ours(mode: str, step: Step) -> list[float]:
     return step.measure(rpc, autograd, mode=mode)
 
 
-def _theirs(pair: Pair, step: Step) -> list[float]:
-    return pair.ask(as_message(step))
+def _theirs(pair: TensorPipePair, step: Step) -> list[float]:
+    return pair.ask(step_as_message(step))
 
 
 def measure(options: argparse.Namespace, turns: dict[str, Turn]) -> list[Result]:

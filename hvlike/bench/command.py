@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hvlike.bench import allreduce, autograd, rpc, scaling, simulate, step, waiting, zero
-from hvlike.bench.benchmark import Benchmark
+from hvlike.bench.harness.benchmark import Benchmark
 
 _ALL = (allreduce, step, scaling, simulate, waiting, rpc, autograd, zero)
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _ALL}

@@ -1,7 +1,7 @@
-"""One rank of the job of Horovod's own that benchmarks compare with: it does on request what a contestant does.
+"""One rank of the Horovod job that benchmarks compare with: it answers requests of hvlike/bench/peers.py.
 
 Horovod runs only during its turns: between them it is shut down, and this process sleeps on its socket. Its thread
-would slow down everything beside it. Started by hvlike/bench/horovod_job.py, one process for each rank there.
+would slow down everything beside it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hvlike.bench.comparison import SCRUB_BYTES
-from hvlike.bench.conversation import Conversation, Message
+from hvlike.bench.harness.comparison import SCRUB_BYTES
+from hvlike.bench.harness.processes import Conversation, Message
+from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import DTYPES, HOROVOD, Case
-from hvlike.bench.trainers import Trainer
-from hvlike.bench.verification import expected_gradients, verify_gradients, verify_replicas
-from hvlike.bench.workloads import WORKLOADS
+from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients, verify_gradients, verify_replicas
 from hvlike.errors import HvlikeError
-from hvlike.transport.raw import RawMpi
 
 # After each start Horovod negotiates and allocates anew; so many calls later it is as fast as one that stayed up.
 _WARM_UPS = 6

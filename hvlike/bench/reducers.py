@@ -1,22 +1,163 @@
-"""The contestants of bench allreduce: the same sum or average in place, and the floors under it."""
+"""The contestants of bench allreduce: the same sum or average in place, and the floors under it.
+
+Besides hvlike these are MPI, a process group of torch (gloo or NCCL) and the bare loop, a reduction over two ranks
+with nothing around it but copies, additions and two flags:
+
+    rank 0   stage B   reduce A   stage D   take B   reduce C  ...
+    rank 1   stage A   reduce B   stage C   take A   reduce D  ...      (A, C owned by 0; B, D by 1)
+
+Where hvlike misses a goal, the bare loop says whether the library or the machine is in the way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import datetime
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import hvlike
-from hvlike.bench.bare import BARE, BareLoop
-from hvlike.bench.comparison import Contestant
-from hvlike.bench.torch_group import TorchGroup
-from hvlike.errors import HvlikeError
-from hvlike.transport.dtypes import Array
-from hvlike.transport.raw import RawMpi
+from hvlike.backends.shared_memory.schedule import SLOTS, SMALLEST_SHARE, cut, fitting
+from hvlike.bench.harness.comparison import Contestant
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.collectives.session.context import current
+from hvlike.errors import HvlikeError, UsageError
+from hvlike.transport.memory.doorbell import X86
+from hvlike.transport.memory.dtypes import Array
+
+GLOO_BACKEND, NCCL_BACKEND = "gloo", "nccl"
+
+_LOOPBACK = "127.0.0.1"
+
+
+def backend_for(device: torch.device) -> str:
+    """NCCL where each rank of this node can have a GPU of its own; gloo for the CPU, and where ranks share a GPU."""
+    if device.type == "cpu" or hvlike.local_size() > torch.cuda.device_count():
+        return GLOO_BACKEND
+    return NCCL_BACKEND if torch.distributed.is_nccl_available() else GLOO_BACKEND
+
+
+def torch_unavailable(backend: str = GLOO_BACKEND) -> str | None:
+    """Why it cannot take part, or None."""
+    distributed: Any = torch.distributed
+    if hvlike.local_size() != hvlike.size():
+        return "the ranks are on several nodes, its rendezvous here is on loopback"
+    if not distributed.is_available() or not distributed.is_backend_available(backend):
+        return "this torch was built without it"
+    return None
+
+
+class TorchGroup:
+    """A process group of torch over all ranks. Collective."""
+
+    def __init__(self, backend: str = GLOO_BACKEND) -> None:
+        distributed: Any = torch.distributed
+        rank, size = hvlike.rank(), hvlike.size()
+        patience = datetime.timedelta(seconds=60)
+        store = distributed.TCPStore(_LOOPBACK, 0, size, True, patience, wait_for_workers=False) if rank == 0 else None
+        port = torch.tensor([store.port if store else 0])
+        hvlike.broadcast_(port, 0, name=f"{backend}'s port")
+        if store is None:
+            store = distributed.TCPStore(_LOOPBACK, int(port), size, False, patience)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        self.backend = backend
+        self._distributed = distributed
+
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        """Sum over ranks in place."""
+        self._distributed.all_reduce(tensor)
+
+    def close(self) -> None:
+        """End the process group."""
+        self._distributed.destroy_process_group()
+
+
+BARE = "bare loop"
+
+_CHUNK_BYTES = 128 << 10
+_WORDS_BYTES = 4096
+_STAGED, _REDUCED = 0, 8
+"""Words of a rank, on lines of their own: how many chunks it has staged, and reduced."""
+
+_STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
+
+_MOST_LOOKS = 1 << 28
+"""Minutes: the other rank will not come any more."""
+
+
+class BareLoop:
+    """Two ranks and the memory they share; each call on both of them."""
+
+    def __init__(self) -> None:
+        """Collective. Raises: UsageError unless there are two ranks, on one node, of a machine that orders stores."""
+        if hvlike.size() != 2 or hvlike.local_size() != 2 or not X86:
+            raise UsageError(
+                f"--bare is for two ranks on one node of x86 cores; there are {hvlike.size()} ranks, "
+                f"{hvlike.local_size()} of them on this node."
+            )
+        self._rank = rank = hvlike.rank()
+        nbytes = _WORDS_BYTES + SLOTS * _CHUNK_BYTES
+        self._memory = hvlike.empty_shared(nbytes, dtype=torch.uint8)
+        found = current().fabric.allocations.find(self._memory.data_ptr(), nbytes)
+        if found is None:
+            raise HvlikeError(f"rank {rank}: the tensor of empty_shared is not among the shared allocations.")
+        copies = [found[0].copy(each) for each in (0, 1)]
+        self._mine, self._peer = (copies[each][:_WORDS_BYTES].data.cast("Q") for each in (rank, 1 - rank))
+        self._slots = [[copy[start : start + _CHUNK_BYTES] for start in _STARTS] for copy in copies]
+        self._mine[_STAGED] = self._mine[_REDUCED] = 0
+        hvlike.barrier()
+
+    def chunks(self, arrays: Sequence[Array]) -> list[Array]:
+        """Cut flat arrays of one dtype; dealt to the ranks in turn."""
+        itemsize = arrays[0].itemsize
+        lengths = [len(each) for each in arrays]
+        elements = fitting(sum(lengths), _CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, 2)
+        return [arrays[index][start:stop] for index, start, stop in cut(lengths, elements)]
+
+    def reduce(self, chunks: Sequence[Array], factor: float | None = None) -> None:
+        """Write the sum of both ranks' chunks, times a factor, to both.
+
+        Raises: HvlikeError if the other rank does not come.
+        """
+        rank, mine, peer = self._rank, self._mine, self._peer
+        storage = chunks[0].dtype
+        # What this rank stages lies in its own slots, what the peer stages for it in the peer's.
+        staging, copies = ([slot.view(storage) for slot in self._slots[each]] for each in (rank, 1 - rank))
+        own, foreign = chunks[rank::2], chunks[1 - rank :: 2]
+        staged, taken, reduced = mine[_STAGED], mine[_STAGED], mine[_REDUCED]
+        to_stage, to_reduce, looks = iter(foreign), iter(own), 0
+        to_take, left = iter(foreign), len(foreign) + len(own)
+        last_staged, last_reduced = staged + len(foreign), reduced + len(own)
+        while left:
+            looks += 1
+            if staged < last_staged and staged - taken < SLOTS:
+                chunk = next(to_stage)
+                staging[staged % SLOTS][: len(chunk)] = chunk
+                staged += 1
+                mine[_STAGED] = staged
+            if reduced < last_reduced and peer[_STAGED] > reduced:
+                chunk = next(to_reduce)
+                copy = copies[reduced % SLOTS][: len(chunk)]
+                chunk += copy
+                if factor is not None:
+                    chunk *= factor
+                copy[:] = chunk
+                reduced += 1
+                mine[_REDUCED] = reduced
+                left, looks = left - 1, 0
+            if taken < staged and peer[_REDUCED] > taken:
+                chunk = next(to_take)
+                chunk[:] = staging[taken % SLOTS][: len(chunk)]
+                taken += 1
+                left, looks = left - 1, 0
+            if looks > _MOST_LOOKS:
+                raise HvlikeError(f"rank {rank}: the other rank has left the bare loop.")
+
 
 OURS = "hvlike"
 SHARED = "empty_shared"

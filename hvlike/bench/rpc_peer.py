@@ -1,8 +1,7 @@
 """One of the two processes of torch.distributed.rpc over TensorPipe that bench rpc and bench autograd compare with.
 
-Started and stopped by hvlike/bench/rpc_pair.py; its arguments are its rank, the file where both meet, and the file
-descriptor of its end of a conversation. Rank 0 answers requests for work; the main thread of rank 1 sleeps until the
-benchmark hangs up.
+hvlike/bench/rpc_session.py starts and stops it; its arguments are its rank, the file where both meet, and the file
+descriptor of its socket. Rank 0 answers requests for work; the main thread of rank 1 sleeps until the benchmark ends.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import torch.distributed.autograd
 import torch.distributed.rpc
 
-from hvlike.bench import autograd_work
-from hvlike.bench.conversation import Conversation, Message
+from hvlike.bench import rpc_work
+from hvlike.bench.harness.processes import Conversation, Message
 from hvlike.bench.rpc_work import from_message
 from hvlike.errors import HvlikeError
 
@@ -41,8 +40,8 @@ def main(rank: int, meeting: str, descriptor: int) -> None:
 def answer(request: Message) -> Message:
     """Do some work and say what it has measured, or what went wrong."""
     try:
-        if request["kind"] == autograd_work.KIND:
-            step = autograd_work.from_message(request)
+        if request["kind"] == rpc_work.STEP_KIND:
+            step = rpc_work.step_from_message(request)
             return {"samples": step.measure(torch.distributed.rpc, torch.distributed.autograd)}
         return {"samples": from_message(request).measure(torch.distributed.rpc)}
     except (HvlikeError, RuntimeError) as error:

@@ -1,6 +1,7 @@
-"""What bench rpc has a pair of ranks do, over any module with the functions of torch.distributed.rpc.
+"""What bench rpc and bench autograd have a pair of ranks do, over any modules with the functions of torch's.
 
-Rank 0 calls rank 1, whose main thread sleeps. Everything here is run by both contestants, each in processes of its own.
+Rank 0 calls rank 1, whose main thread sleeps. bench autograd trains a network whose first half is on rank 0 and whose
+second half is on rank 1. Both contestants run the same functions, each in processes of its own.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from hvlike.bench.conversation import Message
-from hvlike.bench.sizes import format_size
+from hvlike.bench.harness.processes import Message
+from hvlike.bench.harness.report import format_size
 from hvlike.errors import HvlikeError
 
 CALLEE = 1
@@ -148,3 +151,136 @@ def from_message(message: Message) -> Work:
     """The opposite of as_message."""
     arguments = {key: value for key, value in message.items() if key != "kind"}
     return _KINDS[message["kind"]](**arguments)
+
+
+STEP_KIND = "step"
+"""What messages about this work say that they are."""
+
+_TOLERANCE = 1e-4
+_STEP_WARM_UPS = 3
+_SECONDS_PER_TURN = 0.25
+_MOST_STEPS, _FEWEST_STEPS = 100, 5
+
+
+@dataclass(frozen=True)
+class NetworkShape:
+    """The size of a network: square layers of `width` with tanh, `layers` on each rank, and a batch."""
+
+    width: int
+    batch: int
+    layers: int
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return f"{self.layers}+{self.layers} layers of {self.width}, batch {self.batch}"
+
+
+@lru_cache
+def half(shape: NetworkShape, which: int) -> nn.Sequential:
+    """One half of the network, the same weights in all processes, the same object for all steps of one."""
+    generator = torch.Generator().manual_seed(which)
+    layers: list[nn.Module] = []
+    for _ in range(shape.layers):
+        layer = nn.Linear(shape.width, shape.width)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / shape.width**0.5)
+        layers += [layer, nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+@lru_cache
+def inputs(shape: NetworkShape) -> Tensor:
+    """A batch."""
+    return torch.randn(shape.batch, shape.width, generator=torch.Generator().manual_seed(2))
+
+
+def second_half(shape: tuple[int, int, int], hidden: Tensor) -> Tensor:
+    """Run the second half on this rank."""
+    output: Tensor = half(NetworkShape(*shape), 1)(hidden)
+    return output
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward by RPC, backward, get_gradients."""
+
+    width: int
+    batch: int
+    layers: int
+    unused: int = 0
+    """Calls of the second half whose results nothing uses."""
+
+    @property
+    def shape(self) -> NetworkShape:
+        """Of the network."""
+        return NetworkShape(self.width, self.batch, self.layers)
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.shape.title + (f", {self.unused} unused results" if self.unused else "")
+
+    def run(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> dict[Tensor, Tensor]:
+        """One step; the gradients of rank 0. On rank 0, blocks."""
+        shape = (self.width, self.batch, self.layers)
+        with autograd.context() as context:
+            hidden = half(self.shape, 0)(inputs(self.shape))
+            for _ in range(self.unused):
+                rpc.rpc_sync(CALLEE, second_half, (shape, hidden))
+            loss = rpc.rpc_sync(CALLEE, second_half, (shape, hidden)).square().mean()
+            autograd.backward(context, [loss], **mode)
+            found: dict[Tensor, Tensor] = autograd.get_gradients(context)
+        return found
+
+    def measure(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> list[float]:
+        """Seconds of each of some steps after a few that do not count. Raises: HvlikeError for wrong gradients."""
+        self._check(rpc, autograd, **mode)
+        start = time.perf_counter()
+        for _ in range(_STEP_WARM_UPS):
+            self.run(rpc, autograd, **mode)
+        each = (time.perf_counter() - start) / _STEP_WARM_UPS
+        taken = []
+        for _ in range(max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS_PER_TURN / each)))):
+            start = time.perf_counter()
+            found = self.run(rpc, autograd, **mode)
+            taken.append(time.perf_counter() - start)
+            del found
+        return taken
+
+    def _check(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> None:
+        found = self.run(rpc, autograd, **mode)
+        for parameter, right in zip(half(self.shape, 0).parameters(), expected(self.shape), strict=True):
+            allowed = _TOLERANCE * float(right.abs().max())
+            if parameter not in found or not torch.allclose(found[parameter], right, rtol=0.0, atol=allowed):
+                raise HvlikeError(f"{autograd.__name__}: wrong gradients of {self.title}")
+
+
+@lru_cache
+def expected(shape: NetworkShape) -> tuple[Tensor, ...]:
+    """The gradients of the first half by ordinary autograd."""
+    loss = half(shape, 1)(half(shape, 0)(inputs(shape))).square().mean()
+    return torch.autograd.grad(loss, list(half(shape, 0).parameters()))
+
+
+def steps_alone(step: Step) -> list[float]:
+    """Seconds of each of some steps in one process, without RPC: what the arithmetic takes."""
+    found = []
+    parameters = [*half(step.shape, 0).parameters(), *half(step.shape, 1).parameters()]
+    for _ in range(_FEWEST_STEPS * 4):
+        start = time.perf_counter()
+        loss = half(step.shape, 1)(half(step.shape, 0)(inputs(step.shape))).square().mean()
+        torch.autograd.grad(loss, parameters)
+        found.append(time.perf_counter() - start)
+    return found[_FEWEST_STEPS:]
+
+
+def step_as_message(step: Step) -> Message:
+    """The same for a process beside this one."""
+    return {"kind": STEP_KIND, **asdict(step)}
+
+
+def step_from_message(message: Message) -> Step:
+    """The opposite of as_message."""
+    return Step(**{key: value for key, value in message.items() if key != "kind"})

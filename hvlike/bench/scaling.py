@@ -1,24 +1,185 @@
 """bench scaling: what a training step sends at 1, 2, 4, ... ranks, planned and negotiated.
 
-Starts a job for each number of ranks. Messages and bytes are counted where they leave (transport/traffic.py), so
-they are exact on any machine; times are of this machine, which may have fewer cores than ranks.
+It starts a job for each number of ranks, whose ranks run this file (`python -m hvlike.bench.scaling`). Messages and
+bytes are counted where they leave, so they are exact on any machine; times are of this machine, which may have fewer
+cores than ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from hvlike.bench import launching
-from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.options import positive
-from hvlike.bench.plot import draw
-from hvlike.bench.scaling_report import Result, as_text, panels
+import torch
+from torch import nn
+
+import hvlike
+from hvlike.bench.harness import processes
+from hvlike.bench.harness.benchmark import Benchmark, positive
+from hvlike.bench.harness.report import Curves, draw, format_seconds, format_size, table
+from hvlike.collectives.session.context import current
 from hvlike.errors import LaunchError, UsageError
-from hvlike.observe.picture import png
-from hvlike.transport.starters import Starter
+from hvlike.observe.pictures import png
+from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.messages.traffic import Sent
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has sent in all its steps, and how long each took."""
+
+    sent: Sent
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to agree, at one number of ranks. All counts are per step."""
+
+    control: float
+    """Control messages a rank sends, mean over ranks."""
+    most_control: float
+    """The same of the rank that sends most: the coordinator."""
+    control_bytes: float
+    kinds: dict[str, float]
+    """Control messages of each kind, mean over ranks."""
+    data_messages: float
+    """Messages with data to other nodes a rank sends, mean over ranks."""
+    data_bytes: float
+    collectives: float
+    """Calls of MPI's own collectives, mean over ranks."""
+    collective_bytes: float
+    seconds: float
+    """Median over steps of the slowest rank."""
+    quartiles: tuple[float, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number of ranks."""
+
+    ranks: int
+    nodes: int
+    ways: dict[str, Way]
+
+    @classmethod
+    def of(cls, answer: dict[str, Any]) -> Result:
+        """From what the job has printed."""
+        ways = {
+            name: Way(**{**way, "quartiles": (way["quartiles"][0], way["quartiles"][1])})
+            for name, way in answer["ways"].items()
+        }
+        return cls(answer["ranks"], answer["nodes"], ways)
+
+
+def summarise(everybody: Sequence[Rank], steps: int) -> Way:
+    """Sum up what all ranks have sent in `steps` steps."""
+    count = len(everybody) * steps
+    sent = [rank.sent for rank in everybody]
+    kinds: Counter[str] = Counter()
+    for each in sent:
+        kinds.update(each.control)
+    slowest = [max(times) for times in zip(*(rank.seconds for rank in everybody), strict=True)]
+    first, median, third = statistics.quantiles(slowest, n=4, method="inclusive") if len(slowest) > 1 else slowest * 3
+    return Way(
+        control=sum(each.control_messages for each in sent) / count,
+        most_control=max(each.control_messages for each in sent) / steps,
+        control_bytes=sum(each.control_bytes for each in sent) / count,
+        kinds={kind: number / count for kind, number in sorted(kinds.items())},
+        data_messages=sum(each.data_messages for each in sent) / count,
+        data_bytes=sum(each.data_bytes for each in sent) / count,
+        collectives=sum(each.collectives for each in sent) / count,
+        collective_bytes=sum(each.collective_bytes for each in sent) / count,
+        seconds=median,
+        quartiles=(first, third),
+    )
+
+
+_HEADER = [
+    "ranks",
+    "nodes",
+    "agreement",
+    "control",
+    "most",
+    "control bytes",
+    "data msgs",
+    "data bytes",
+    "MPI calls",
+    "their bytes",
+    "step",
+]
+
+
+def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
+    """The table with its head and foot."""
+    rows = [
+        [
+            str(result.ranks),
+            str(result.nodes),
+            name,
+            f"{way.control:.4g}",
+            f"{way.most_control:.4g}",
+            f"{way.control_bytes:.4g}",
+            f"{way.data_messages:.4g}",
+            format_size(round(way.data_bytes)),
+            f"{way.collectives:.4g}",
+            format_size(round(way.collective_bytes)),
+            f"{format_seconds(way.seconds)} [{(way.quartiles[1] - way.quartiles[0]) / way.seconds:.0%}]",
+        ]
+        for result in results
+        for name, way in result.ways.items()
+    ]
+    head = (
+        f"what a training step sends, {conditions['tensors']} gradients, {format_size(conditions['bytes'])} in all, "
+        f"{conditions['steps']} steps\n{conditions['cores']} cores, "
+        + (f"nodes emulated: {conditions['ranks_per_node']} ranks each" if conditions["ranks_per_node"] else "one node")
+        + f"\n{conditions['launcher']}"
+    )
+    foot = (
+        "Per step and rank, mean over ranks; most: the rank that sends most control messages.\n"
+        "planned: DistributedOptimizer after its first step; negotiated: an allreduce by name for every gradient.\n"
+        "data msgs: messages with tensors to other nodes; MPI calls: reductions left to MPI, which cuts them itself.\n"
+        "step: median of the slowest rank [interquartile range]; with more ranks than cores it says little."
+    )
+    if any("waiting" in way.kinds for result in results for way in result.ways.values()):
+        foot += "\nSome ranks waited for half a second and said so (kind waiting): the machine was too busy."
+    return f"{head}\n\n{table(_HEADER, rows)}\n\n{foot}"
+
+
+def panels(results: Sequence[Result]) -> list[Curves]:
+    """Control messages over ranks, of a rank on average and of the coordinator, and the time of a step."""
+    ranks = [float(result.ranks) for result in results]
+    labels = [str(result.ranks) for result in results]
+    messages: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for name in results[0].ways:
+        ways = [result.ways[name] for result in results]
+        messages.update(_named(f"{name}, mean", [way.control for way in ways]))
+        messages.update(_named(f"{name}, coordinator", [way.most_control for way in ways]))
+        seconds[name] = [1e3 * way.seconds for way in ways]
+    return [
+        Curves("control messages of a step", "ranks", "messages", ranks, messages, labels),
+        Curves("time of a step", "ranks", "ms", ranks, seconds, labels),
+    ]
+
+
+def _named(name: str, values: list[float]) -> dict[str, list[float]]:
+    """A curve; zeros have no place on a logarithmic axis, so the legend says where all are."""
+    return {name if any(values) else f"{name}: none": [value or math.nan for value in values]}
+
 
 DEFAULT_RANKS = "1,2,4,8,16,32"
 
@@ -47,8 +208,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Start the jobs and print what they have counted. Outside of mpirun. Returns the exit status."""
     try:
-        launching.refuse_inside_a_job(os.environ, "scaling")
-        starter = launching.find()
+        processes.refuse_inside_a_job(os.environ, "scaling")
+        starter = processes.find()
         results = [_measure(starter, ranks, options) for ranks in options.ranks]
     except (LaunchError, UsageError) as error:
         print(error, file=sys.stderr)
@@ -75,15 +236,98 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(starter: Starter, ranks: int, options: argparse.Namespace) -> Result:
+def _measure(starter: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
     arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
     knobs = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
     if not options.json:
         print(f"a job of {ranks} ranks ...", file=sys.stderr, flush=True)
-    answer = launching.run_job(starter, ranks, "hvlike.bench.scaling_rank", arguments, knobs, options.timeout)
+    answer = processes.run_job(starter, ranks, "hvlike.bench.scaling", arguments, knobs, options.timeout)
     return Result.of(answer)
 
 
 BENCHMARK = Benchmark(
     "scaling", "what a training step sends at 1 to 32 ranks; run it without mpirun", add_arguments, run
 )
+
+
+PLANNED, NEGOTIATED = "planned", "negotiated"
+_WARMUPS = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Measure both ways and print them on rank 0. Collective. Returns the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--width", type=int, required=True)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    hvlike.init()
+    ways = {
+        name: measure(make(options.layers, options.width), options.steps)
+        for name, make in ((PLANNED, planned), (NEGOTIATED, negotiated))
+    }
+    if hvlike.rank() == 0:
+        nodes = len(current().world.nodes)
+        print(json.dumps({"ranks": hvlike.size(), "nodes": nodes, "ways": {k: v.as_json() for k, v in ways.items()}}))
+    hvlike.shutdown()
+    return 0
+
+
+def planned(layers: int, width: int) -> Callable[[], None]:
+    """A step of hvlike.DistributedOptimizer."""
+    model, optimizer, batch = _network(layers, width)
+    distributed = hvlike.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def step() -> None:
+        distributed.zero_grad()
+        model(batch).square().mean().backward()
+        distributed.step()
+
+    return step
+
+
+def negotiated(layers: int, width: int) -> Callable[[], None]:
+    """The same step with a named allreduce for every gradient, all in flight at once."""
+    model, optimizer, batch = _network(layers, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        handles = [
+            hvlike.allreduce_async_(parameter.grad, name=name)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        ]
+        for handle in handles:
+            hvlike.synchronize(handle)
+        optimizer.step()
+
+    return step
+
+
+def measure(step: Callable[[], None], steps: int) -> Way:
+    """Take steps, count what they send and time them. Collective; the same on every rank."""
+    for _ in range(_WARMUPS):
+        step()
+    traffic = current().fabric.traffic
+    before = traffic.snapshot()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    mine = Rank(traffic.snapshot() - before, seconds)
+    everybody: list[Rank] = hvlike.allgather_object(mine, name="bench scaling")
+    return summarise(everybody, steps)
+
+
+def _network(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    torch.manual_seed(1 + hvlike.rank())
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(4, width)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,29 +4,150 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import hvlike
 from hvlike.bench import trainers
-from hvlike.bench.bare import BareLoop
-from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.comparison import Contestant, Entrant, compare
-from hvlike.bench.devices import cpu_only, where
-from hvlike.bench.horovod_job import Elsewhere
-from hvlike.bench.options import add_bare, add_common, add_device, left_out
-from hvlike.bench.peers import Peers
-from hvlike.bench.plot import draw
-from hvlike.bench.step_report import Result, as_text, panels
-from hvlike.bench.torch_group import backend_for
-from hvlike.bench.trainers import ALONE, Trainer
-from hvlike.bench.verification import expected_gradients, verify_gradients, verify_replicas
-from hvlike.bench.workloads import DEFAULT, LARGE, WORKLOADS, Workload
-from hvlike.transport.raw import RawMpi
+from hvlike.bench.harness.benchmark import (
+    Benchmark,
+    add_bare,
+    add_common,
+    add_device,
+    cpu_only,
+    heading,
+    left_out,
+    where,
+)
+from hvlike.bench.harness.comparison import (
+    Contestant,
+    Entrant,
+    OverheadRatio,
+    Summary,
+    compare,
+    overhead_ratio,
+    overheads,
+    relative,
+)
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.harness.report import Bars, draw, format_seconds, format_size, table
+from hvlike.bench.peers import HorovodEntrant, Peers
+from hvlike.bench.reducers import BareLoop, backend_for
+from hvlike.bench.trainers import (
+    ALONE,
+    DEFAULT,
+    LARGE,
+    OURS,
+    WORKLOADS,
+    Trainer,
+    Workload,
+    expected_gradients,
+    verify_gradients,
+    verify_replicas,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for one model: seconds of a step per repetition for each contestant, the slowest rank each time."""
+
+    model: str
+    purpose: str
+    tensors: int
+    size: int
+    """Bytes of all gradients."""
+    steps: int
+    """Steps in a row whose mean is one repetition."""
+    seconds: dict[str, list[float]]
+
+    @property
+    def overheads(self) -> dict[str, list[float]]:
+        """Seconds above the floor of the same repetition, of all but the floor."""
+        floor = self.seconds[ALONE]
+        return {name: overheads(each, floor) for name, each in self.seconds.items() if name != ALONE}
+
+    @property
+    def relative(self) -> dict[str, Summary]:
+        """The same as fractions of the floor, summarised."""
+        return {name: relative(self.seconds[name], self.seconds[ALONE]) for name in self.overheads}
+
+    @property
+    def ratios(self) -> dict[str, OverheadRatio | None]:
+        """hvlike's overhead as a part of each other contestant's."""
+        found = self.overheads
+        return {f"{OURS}/{name}": overhead_ratio(found[OURS], found[name]) for name in found if name != OURS}
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines."""
+        return {
+            "model": self.model,
+            "tensors": self.tensors,
+            "bytes": self.size,
+            "steps": self.steps,
+            "seconds": {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.seconds.items()},
+            "overhead": {name: asdict(Summary.of(each)) for name, each in self.overheads.items()},
+            "relative": {name: asdict(each) for name, each in self.relative.items()},
+            "ratios": {name: asdict(each) if each else None for name, each in self.ratios.items()},
+        }
+
+
+def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
+    """One table a model, with head and foot."""
+    parts = [f"training step, float32, SGD, {heading(conditions)}"]
+    for result in results:
+        amount = f"{result.tensors} tensors, {format_size(result.size)} of gradients"
+        parts.append(f"{result.model}: {result.purpose}\n{amount}\n{table(_HEADER, _rows(result))}")
+    foot = (
+        "step: median over repetitions of the slowest rank [interquartile range]; n: repetitions x steps in each.\n"
+        "overhead: step minus the step without communication in the same repetition, median [quartiles].\n"
+        "hvlike / it: ratio of the median overheads [90 % interval by resampling repetitions]."
+    )
+    return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
+
+
+def panels(results: list[Result]) -> list[Bars]:
+    """What a step costs more than without communication, and hvlike's part of what others cost."""
+    models = [result.model for result in results]
+    costs = {
+        name: [100 * result.relative[name].median for result in results] for name in results[0].seconds if name != ALONE
+    }
+    ratios = {}
+    for name in results[0].ratios:
+        found = [result.ratios[name] for result in results]
+        ratios[name] = [math.nan if each is None else each.value for each in found]
+    drawn = [Bars("a step's overhead over no communication", "% of the step", models, costs)]
+    if ratios:
+        drawn.append(Bars("ratio of overheads, lower is better", "ratio", models, ratios, line=1.0))
+    return drawn
+
+
+_HEADER = ["contestant", "n", "step", "overhead", "of step", "hvlike / it"]
+
+
+def _rows(result: Result) -> list[list[str]]:
+    rows = []
+    count = f"{len(result.seconds[ALONE])} x {result.steps}"
+    for name, samples in result.seconds.items():
+        step = Summary.of(samples)
+        row = [name, count, f"{format_seconds(step.median)} [{step.spread:.0%}]", "", "", ""]
+        if name != ALONE:
+            over = Summary.of(result.overheads[name])
+            low, median, high = (
+                f"{1e3 * each:.3g}" for each in (over.first_quartile, over.median, over.third_quartile)
+            )
+            row[3] = f"{median} [{low}, {high}] ms"
+            row[4] = f"{result.relative[name].median:.1%}"
+        if name not in (ALONE, OURS):
+            ratio = result.ratios[f"{OURS}/{name}"]
+            row[5] = "-" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        rows.append(row)
+    return rows
+
 
 # A turn is long enough to be told from noise; a model takes about so long in all.
 _TURN_SECONDS = 0.04
@@ -114,7 +235,7 @@ def measure(
     entered: list[Entrant] = [_contestant(each, steps) for each in contestants]
     if peers.horovod is not None:
         peers.horovod.ask({"work": "step", "cold": False, "model": workload.name, "seed": seed})
-        entered.append(Elsewhere(peers.horovod, steps))
+        entered.append(HorovodEntrant(peers.horovod, steps))
     seconds = compare(raw, entered, repetitions or affordable, warmups=1, seed=seed)
     for trainer in contestants[1:]:
         verify_replicas(trainer, raw)

@@ -1,19 +1,251 @@
-"""The contestants of bench step: the same training step with a different communication, each on its own model."""
+"""The training steps of bench step: models, batches, ways to train, and the check that they compute the same.
+
+Random data, pure torch, nothing is downloaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import hvlike
-from hvlike.bench.bare import BARE, BareLoop
-from hvlike.bench.devices import settle
-from hvlike.bench.torch_group import GLOO
-from hvlike.bench.workloads import Workload
+from hvlike.bench.harness.benchmark import settle
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.reducers import BARE, GLOO_BACKEND, BareLoop
+from hvlike.errors import HvlikeError
 from hvlike.nn import DistributedDataParallel
+
+
+class Perceptron(nn.Module):
+    """`layers` square linear layers of `width` with ReLU between them; mean squared error."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        steps: list[nn.Module] = []
+        for _ in range(layers):
+            steps += [nn.Linear(width, width), nn.ReLU()]
+        self.layers = nn.Sequential(*steps[:-1])
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """inputs, targets: (batch, width). Returns the loss, a scalar."""
+        loss: Tensor = nn.functional.mse_loss(self.layers(inputs), targets)
+        return loss
+
+
+class Transformer(nn.Module):
+    """A small language model: embeddings, encoder layers with causal attention, a head; cross entropy."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, length: int, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        # Without dropout: all contestants are to compute the same gradients.
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+        self.mask: Tensor
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets: (batch, length) int64. Returns the loss, a scalar."""
+        hidden = self.tokens(tokens) + self.positions.weight
+        logits = self.head(self.layers(hidden, mask=self.mask, is_causal=True))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+_DEPTHS = (3, 4, 6, 3)
+_EXPANSION = 4
+
+
+class Bottleneck(nn.Module):
+    """1 x 1 down, 3 x 3, 1 x 1 up, added to the input or to what a projection makes of it."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * _EXPANSION
+        self.body = nn.Sequential(
+            *_convolution(inputs, width, 1, 1),
+            nn.ReLU(),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(),
+            *_convolution(width, outputs, 1, 1),
+        )
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, inputs, H, W) to (N, 4 width, H / stride, W / stride)."""
+        return functional.relu(self.body(images) + self.shortcut(images))
+
+
+class ResNet50(nn.Module):
+    """25.6 million parameters in 161 tensors; cross entropy."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+        channels = 64
+        for stage, depth in enumerate(_DEPTHS):
+            width = 64 << stage
+            for position in range(depth):
+                layers.append(Bottleneck(channels, width, 2 if stage and not position else 1))
+                channels = width * _EXPANSION
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """images: (batch, 3, H, W); labels: (batch) int64. Returns the loss, a scalar."""
+        return functional.cross_entropy(self.layers(images), labels)
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [layer, nn.BatchNorm2d(outputs)]
+
+
+Shape = tuple[int, ...]
+
+
+def resnet_50() -> list[Shape]:
+    """161 tensors, 25 557 032 elements. Source: He et al. 2016, with torchvision's stride and classifier."""
+    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            outputs = 4 * width
+            convolutions = [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
+            if block == 0:
+                convolutions.append((outputs, inputs, 1, 1))
+            for convolution in convolutions:
+                # Each is followed by a batch normalisation.
+                shapes += [convolution, (convolution[0],), (convolution[0],)]
+            inputs = outputs
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def bert(width: int, layers: int) -> list[Shape]:
+    """The encoder with its pooler: 16 tensors a layer and 7. BERT-base: bert(768, 12), 199 tensors.
+
+    Source: Devlin et al. 2019; vocabulary of 30 522 tokens, 512 positions.
+    """
+    norm: list[Shape] = [(width,), (width,)]
+    shapes: list[Shape] = [(30522, width), (512, width), (2, width), *norm]
+    for _ in range(layers):
+        for _ in ("query", "key", "value", "output"):
+            shapes += [(width, width), (width,)]
+        shapes += [*norm, (4 * width, width), (4 * width,), (width, 4 * width), (width,), *norm]
+    return [*shapes, (width, width), (width,)]
+
+
+def small(count: int) -> list[Shape]:
+    """`count` tensors of 1, 2, 4, 8 and 16 KiB of float32 in turn."""
+    return [(256 << index % 5,) for index in range(count)]
+
+
+class Shaped(nn.Module):
+    """Parameters of given shapes; the loss is the sum of their inner products with the batch.
+
+    Forward reads each parameter once, backward writes each gradient once: nearly nothing to hide communication behind,
+    and the last parameter's gradient comes first, as in a real network.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    @staticmethod
+    def longest(shapes: Sequence[Shape]) -> int:
+        """Number of elements that a batch needs."""
+        return max(math.prod(shape) for shape in shapes)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """values: (longest,). Returns the loss, a scalar."""
+        loss = torch.zeros(())
+        for weight in self.weights:
+            loss = loss + torch.dot(weight.flatten(), values[: weight.numel()])
+        return loss
+
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model. `build` draws its weights and `batch` its data from torch's global generator."""
+
+    name: str
+    purpose: str
+    build: Callable[[], nn.Module]
+    """Returns a module that maps a batch to its loss."""
+    batch: Callable[[], Batch]
+    device: torch.device | str = "cpu"
+    """Where both are; drawn on the CPU, so the same everywhere."""
+
+    def model(self, seed: int) -> nn.Module:
+        """Return the model with weights that depend on the seed alone."""
+        torch.manual_seed(seed)
+        return self.build().to(self.device)
+
+    def data(self, seed: int) -> Batch:
+        """Return a batch that depends on the seed alone."""
+        torch.manual_seed(seed)
+        return tuple(each.to(self.device) for each in self.batch())
+
+
+def _perceptron(name: str, purpose: str, width: int, layers: int, batch: int) -> Workload:
+    return Workload(
+        name,
+        purpose,
+        lambda: Perceptron(width, layers),
+        lambda: (torch.randn(batch, width), torch.randn(batch, width)),
+    )
+
+
+def _transformer(name: str, purpose: str, width: int, layers: int, batch: int, length: int) -> Workload:
+    vocabulary = 512
+    return Workload(
+        name,
+        purpose,
+        lambda: Transformer(width, layers, vocabulary, length),
+        lambda: (torch.randint(vocabulary, (batch, length)), torch.randint(vocabulary, (batch, length))),
+    )
+
+
+def _shaped(name: str, purpose: str, shapes: Sequence[Shape]) -> Workload:
+    return Workload(name, purpose, lambda: Shaped(shapes), lambda: (torch.randn(Shaped.longest(shapes)),))
+
+
+_CHEAP = "gradients by one elementwise operation each"
+
+WORKLOADS: dict[str, Workload] = {
+    each.name: each
+    for each in (
+        _perceptron("mlp", "four layers of 2048 x 2048, batch 64", 2048, 4, 64),
+        _transformer("transformer", "width 256, 4 layers, batch 8 x 64 tokens", 256, 4, 8, 64),
+        _perceptron("small", "eight layers of 256 x 256, batch 32", 256, 8, 32),
+        _shaped("tensors400", f"400 tensors of 1 to 16 KiB; {_CHEAP}", small(400)),
+        _shaped("resnet", f"ResNet-50's shapes; {_CHEAP}", resnet_50()),
+        _shaped("bert", f"BERT-base's shapes; {_CHEAP}", bert(768, 12)),
+        _shaped("bert400", f"BERT-large's 391 tensors at a quarter of its width; {_CHEAP}", bert(256, 24)),
+    )
+}
+LARGE: dict[str, Workload] = {
+    "resnet50": Workload(
+        "resnet50",
+        "ResNet-50 itself, batch 32 x 3 x 224 x 224: meant for a GPU, a step takes a CPU many seconds",
+        ResNet50,
+        lambda: (torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))),
+    )
+}
+"""Measured when they are asked for by name."""
+
+DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
+
 
 ALONE = "no communication"
 OURS = "hvlike"
@@ -96,7 +328,7 @@ def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:
     return trainer
 
 
-def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = GLOO) -> Trainer:
+def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = GLOO_BACKEND) -> Trainer:
     """torch's DistributedDataParallel over the default process group, with its default buckets. Collective.
 
     view: with gradient_as_bucket_view. backend: of that group.
@@ -105,3 +337,41 @@ def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = 
     parallel: Any = torch.nn.parallel.DistributedDataParallel
     trainer.network = parallel(trainer.model, gradient_as_bucket_view=view)
     return trainer
+
+
+# Sums of a few ranks' float32 values in different orders.
+_TOLERANCE = 1e-4
+
+
+def expected_gradients(model: nn.Module, batch: Batch, raw: RawMpi) -> list[Tensor]:
+    """Return the means over ranks of the gradients of a model before its first step, by plain MPI. Collective."""
+    model(*batch).backward()
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            raise HvlikeError("A model of the benchmark has a parameter without a gradient.")
+        mean = parameter.grad.cpu()
+        raw.allreduce(mean.numpy())
+        gradients.append(mean.div_(raw.size).to(parameter.device))
+    return gradients
+
+
+def verify_gradients(trainer: Trainer, expected: list[Tensor], rank: int) -> None:
+    """Compare the gradients that the first step has left with the expected ones. Raises: HvlikeError."""
+    for index, (parameter, right) in enumerate(zip(trainer.parameters, expected, strict=True)):
+        found = parameter.grad
+        # Relative to the largest element: small ones are what large ones leave when they cancel.
+        allowed = _TOLERANCE * float(right.abs().max())
+        if found is None or not torch.allclose(found, right, rtol=0.0, atol=allowed):
+            raise HvlikeError(
+                f"rank {rank}: {trainer.name} did not leave the mean gradient in parameter {index} "
+                f"of shape {tuple(parameter.shape)}."
+            )
+
+
+def verify_replicas(trainer: Trainer, raw: RawMpi) -> None:
+    """Check that all ranks have trained to the same weights. Collective. Raises: HvlikeError on every rank."""
+    mine = trainer.checksum()
+    highest, lowest = raw.maximum([mine, -mine])
+    if highest != -lowest:
+        raise HvlikeError(f"{trainer.name} left different weights on different ranks: {-lowest} to {highest}.")

@@ -1,7 +1,7 @@
 """bench waiting: what a rank's waiting costs its own computation, and how soon it notices that the wait is over.
 
-Rank 0 starts an operation for which rank 1 comes late, and computes meanwhile: any slowdown is the doing of its
-own waiting. Once where the system puts the threads, once with the main thread and the background thread of a rank
+Rank 0 starts an operation for which rank 1 comes late, and computes meanwhile: any slowdown is due to its own
+waiting. Once where the system puts the threads, once with the main thread and the background thread of a rank
 on one core, the hard case. Rank 1 sleeps in a system call and uses no core.
 """
 
@@ -9,25 +9,258 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
+import shutil
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import hvlike
-from hvlike.bench.benchmark import Benchmark
-from hvlike.bench.comparison import Summary
-from hvlike.bench.conditions import describe_alone, heading, runs_on_two_ranks
-from hvlike.bench.options import add_common
-from hvlike.bench.plot import Bars, draw
-from hvlike.bench.report import table
-from hvlike.bench.sizes import format_seconds
-from hvlike.bench.waiting_measure import AGAIN, NAMED, PLANNED, latencies, ratios, slowdowns
-from hvlike.bench.waiting_peer import Bell
-from hvlike.bench.waiting_work import works
-from hvlike.collectives.context import current
+from hvlike.bench.harness.benchmark import Benchmark, add_common, describe_alone, heading, runs_on_two_ranks
+from hvlike.bench.harness.comparison import Summary
+from hvlike.bench.harness.report import Bars, draw, format_seconds, table
+from hvlike.collectives.requests.request import Request, signature_of
+from hvlike.collectives.session.context import current
+from hvlike.collectives.session.submission import submit
+
+
+class Bell:
+    """A named pipe from rank 0 to rank 1 of one host: not through hvlike nor MPI, whose waiting is what is measured."""
+
+    def __init__(self) -> None:
+        """Collective."""
+        folder = tempfile.mkdtemp(prefix="hvlike-bench-") if hvlike.rank() == 0 else None
+        path: str = hvlike.broadcast_object(folder and str(Path(folder) / "bell"), name="bench waiting: bell")
+        if folder is not None:
+            os.mkfifo(path)
+        hvlike.barrier()
+        # Each open waits for the other one.
+        self._file = os.open(path, os.O_WRONLY if hvlike.rank() == 0 else os.O_RDONLY)
+        if folder is not None:
+            shutil.rmtree(folder)
+
+    def ring(self) -> None:
+        """Let rank 1 come. On rank 0."""
+        os.write(self._file, b".")
+
+    def wait(self) -> None:
+        """Sleep until rank 0 rings. On rank 1."""
+        os.read(self._file, 1)
+
+    def close(self) -> None:
+        """Close this end."""
+        os.close(self._file)
+
+
+Work = Callable[[], None]
+
+
+def works() -> dict[str, Work]:
+    """One short piece of work of each kind, well below a millisecond where that is possible."""
+    return {
+        "matmul": _matmul(),
+        "forward and backward": _training(),
+        "small operations": _small_operations(),
+        "pure Python": _python,
+    }
+
+
+def repeated(work: Work, seconds: float) -> Work:
+    """Work that takes about so long: the piece so many times."""
+    for _ in range(3):
+        work()
+    start = time.perf_counter()
+    pieces = 0
+    while time.perf_counter() - start < seconds:
+        work()
+        pieces += 1
+    count = max(1, math.ceil(pieces))
+
+    def run() -> None:
+        for _ in range(count):
+            work()
+
+    return run
+
+
+def _matmul() -> Work:
+    a, b, product = torch.randn(256, 256), torch.randn(256, 256), torch.empty(256, 256)
+
+    def work() -> None:
+        torch.mm(a, b, out=product)
+
+    return work
+
+
+def _training() -> Work:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    batch = torch.randn(32, 64)
+
+    def work() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    return work
+
+
+def _small_operations() -> Work:
+    x = torch.zeros(64)
+
+    def work() -> None:
+        for _ in range(50):
+            x.add_(1.0)
+
+    return work
+
+
+def _python() -> None:
+    total = 0
+    for number in range(2000):
+        total += number * number
+
+
+NOTHING, AGAIN = "nothing", "nothing, again"
+NAMED, PLANNED = "a named allreduce", "a bucket of gradients"
+WAITS = (NOTHING, AGAIN, NAMED, PLANNED)
+IN_SYNCHRONIZE = "(waits in synchronize)"
+
+_WORK_SECONDS = 0.04
+_NAME = "bench waiting"
+_ELEMENTS = 1 << 18
+
+
+class Named:
+    """An allreduce by name."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(_ELEMENTS)
+
+    def run(self, between: Callable[[], None]) -> None:
+        """Start it, do what is to be done while it is in flight, and wait for it."""
+        handle = hvlike.allreduce_async_(self._tensor, op=hvlike.Sum, name=_NAME)
+        between()
+        hvlike.synchronize(handle)
+
+
+class Planned:
+    """A step of a DistributedOptimizer whose only bucket starts in backward."""
+
+    def __init__(self) -> None:
+        """Collective: takes the step in which the plan is made."""
+        self._parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS))
+        self._optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([self._parameter], lr=0.0))
+        self.run(lambda: None)
+
+    def run(self, between: Callable[[], None]) -> None:
+        """Start it in backward, do what is to be done meanwhile, and wait in step()."""
+        self._optimizer.zero_grad()
+        loss: Any = self._parameter.sum()
+        loss.backward()
+        between()
+        self._optimizer.step()
+
+
+def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, dict[str, list[float]]]:
+    """Time each work while its rank waits for each of WAITS. Collective; two ranks.
+
+    Returns on rank 0 seconds[work][wait], one value a repetition; the others sleep and return nothing.
+    """
+    operations: dict[str, Named | Planned] = {NAMED: Named(), PLANNED: Planned()}
+    order = random.Random(seed)
+    long = {name: repeated(work, _WORK_SECONDS) for name, work in works.items()} if hvlike.rank() == 0 else {}
+    seconds: dict[str, dict[str, list[float]]] = {name: {wait: [] for wait in WAITS} for name in long}
+    for _ in range(repetitions):
+        for name in works:
+            for wait in order.sample(WAITS, len(WAITS)):
+                if hvlike.rank() == 0:
+                    seconds[name][wait].append(_timed(long[name], operations.get(wait), bell))
+                elif wait in operations:
+                    bell.wait()
+                    operations[wait].run(lambda: None)
+    return seconds
+
+
+def _timed(work: Work, operation: Named | Planned | None, bell: Bell) -> float:
+    """Seconds of the work with an operation in flight for which rank 1 is let come only afterwards."""
+    taken = [0.0]
+
+    def timed() -> None:
+        # What starting costs is no matter of waiting: the background thread has picked it up and sleeps by now.
+        time.sleep(0.005)
+        start = time.perf_counter()
+        work()
+        taken[0] = time.perf_counter() - start
+        if operation is not None:
+            bell.ring()
+
+    if operation is None:
+        timed()
+    else:
+        operation.run(timed)
+    return taken[0]
+
+
+def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, list[float]]:
+    """Time from the call of rank 1, which comes late, to the end of the operation on rank 0. Collective; two ranks.
+
+    Rank 0 computes meanwhile, or waits in synchronize. Returns on rank 0 the seconds of each repetition.
+    """
+    pause = random.Random(seed)
+    tensor = torch.zeros(16)
+    found: dict[str, list[float]] = {}
+    for name, work in {IN_SYNCHRONIZE: None, **works}.items():
+        moments = []
+        for _ in range(repetitions):
+            late = 0.003 + 0.004 * pause.random()
+            if hvlike.rank() == 0:
+                moments.append(_completion(tensor, work, bell))
+            else:
+                bell.wait()
+                time.sleep(late)
+                moments.append(time.monotonic())
+                _begin(tensor, lambda request: None).result()
+        everybody: list[list[float]] = hvlike.allgather_object(moments, name=f"{_NAME}: moments")
+        found[name] = [ended - called for ended, called in zip(*everybody, strict=True)]
+    return found
+
+
+def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> hvlike.Handle:
+    """An allreduce by name, as allreduce_async_ starts it; finish is called in the loop when it ends."""
+    signature = signature_of("allreduce", [tensor], op=int(hvlike.Sum))
+    set_state = current().set_state(None, "Allreduce")
+    # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread shall take it up.
+    return submit(set_state, signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
+
+
+def _completion(tensor: torch.Tensor, work: Work | None, bell: Bell) -> float:
+    """Start the operation, compute until it has ended, and return when that was."""
+    handle = _begin(tensor, lambda request: time.monotonic())
+    time.sleep(0.001)
+    bell.ring()
+    while work is not None and not handle.done():
+        work()
+    moment: float = handle.result()
+    return moment
+
+
+def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Each wait's seconds to those of waiting for nothing, within a repetition."""
+    alone = seconds[NOTHING]
+    return {
+        wait: [one / other for one, other in zip(each, alone, strict=True)]
+        for wait, each in seconds.items()
+        if wait != NOTHING
+    }
+
 
 FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
 _REPETITIONS = 15

@@ -1,21 +1,209 @@
-"""Starting the job step by step, as init() and a first reduction do; the records show how far it came."""
+"""Start the job step by step, as init() and a first reduction do; the records show how far it came.
+
+A Case holds all facts that the checks judge: of each rank (RankFacts), of the job (Job), and of the launchers.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 import hvlike
-from hvlike.collectives.context import current
-from hvlike.config import KNOBS
-from hvlike.doctor import timing
-from hvlike.doctor.facts.rank import RankFacts
-from hvlike.doctor.facts.shared_memory import mapped_by_hvlike
+from hvlike.collectives.session.context import current
+from hvlike.config import SETTINGS
+from hvlike.doctor import gpu_facts, machine_facts
+from hvlike.doctor import gpu_facts as nccl
+from hvlike.doctor import machine_facts as files
+from hvlike.doctor import machine_facts as processor
+from hvlike.doctor import software_facts as software
+from hvlike.doctor import software_facts as surroundings
+from hvlike.doctor.gpu_facts import Gpus, NcclState
+from hvlike.doctor.machine_facts import Files, Model, Processor, SharedMemory, mapped_by_hvlike
 from hvlike.doctor.probe import Answers, Gap, Prober
-from hvlike.doctor.timing import Timings
-from hvlike.transport.roll_call import Place, RollCall
+from hvlike.doctor.software_facts import Programs, Software, Surroundings, Trial
+from hvlike.transport.host import find_mpirun as library
+from hvlike.transport.host.find_mpirun import MpiLibrary
+from hvlike.transport.host.launch_probe import LaunchProbe, RankReport
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank says to the first one. A Gap: it could not find out."""
+
+    host: str
+    software: Software | Gap
+    surroundings: Surroundings
+    library: MpiLibrary | Gap
+    processor: Processor | Gap
+    memory: SharedMemory | Gap
+    files: Files | Gap
+    gpus: Gpus | Gap
+    nccl: NcclState | Gap
+
+
+def collect_rank_facts(prober: Prober) -> RankFacts:
+    """Look at this process and its machine, every question in a process of its own. Local."""
+    launcher = os.getppid()
+    return RankFacts(
+        host=socket.gethostname(),
+        software=prober.ask(software.collect_software),
+        surroundings=surroundings.collect_surroundings(os.environ),
+        library=prober.ask(lambda: library.ask_mpi_library(os.environ)),
+        processor=prober.ask(lambda: processor.collect_processor(launcher)),
+        memory=prober.ask(machine_facts.collect_shared_memory),
+        files=prober.ask(files.collect_files),
+        gpus=prober.ask(gpu_facts.collect_gpus),
+        nccl=prober.ask(nccl.collect_nccl_state),
+    )
+
+
+SIZES = (4 << 10, 1 << 20, 16 << 20)
+"""Bytes."""
+_WARM = 3
+_REPEATS = 7
+_FLOAT_BYTES = 4
+_HOST = torch.device("cpu")
+
+Nodes = Sequence[Sequence[int]]
+
+
+class Way(NamedTuple):
+    """Some ranks, and the plane that reduces among them."""
+
+    plane: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The times of one size, in seconds."""
+
+    nbytes: int
+    median: float
+    low: float
+    high: float
+    right: bool
+    """Every element of every result was the sum."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The figures of one way, as its first rank saw them."""
+
+    way: Way
+    rows: tuple[Row, ...]
+    reason: str = ""
+    """Why it is this plane, where there was a choice."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """All ways, and what a copy in memory takes."""
+
+    timings: tuple[Timing, ...]
+    copy: float
+    """Seconds for a copy of the largest size on rank 0."""
+
+
+def ways(nodes: Nodes) -> list[Way]:
+    """The ways of a job of host memory. nodes: the ranks of each node.
+
+    [[0, 1]]           shared [0 1]
+    [[0], [1]]         network [0 1]
+    [[0, 1], [2, 3]]   shared [0 1], network [0 2], hierarchical [0 1 2 3]
+    """
+    everybody = tuple(sorted(rank for node in nodes for rank in node))
+    firsts = tuple(node[0] for node in nodes)
+    if len(everybody) == 1:
+        return []
+    if len(nodes) == 1:
+        return [Way("shared", everybody)]
+    if firsts == everybody:
+        return [Way("network", everybody)]
+    inside = [Way("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
+    return [*inside, Way("network", firsts), Way("hierarchical", everybody)]
+
+
+def add_process_sets(plan: Sequence[Way]) -> list[hvlike.ProcessSet]:
+    """The sets that these ways need: one for each that has not all ranks. Collective: every rank; blocks."""
+    partial = (way for way in plan if len(way.ranks) < hvlike.size())
+    return [hvlike.add_process_set(list(way.ranks)) for way in partial]
+
+
+def own_gpu() -> torch.device | None:
+    """A GPU of this rank, where every rank has one; else None. Collective: every rank; blocks."""
+    count = torch.cuda.device_count()
+    if not all(hvlike.allgather_object(count > 0)):
+        return None
+    device = torch.device("cuda", hvlike.local_rank() % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def measure_ways(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: torch.device | None) -> Timings:
+    """Time every way, one after the other. hvlike runs. Collective: every rank; blocks.
+
+    gpu: where tensors of a GPU are reduced too; None: nowhere.
+    """
+    partial = iter(sets)
+    timings = []
+    for way in plan:
+        chosen = hvlike.global_process_set if len(way.ranks) == hvlike.size() else next(partial)
+        if hvlike.rank() in way.ranks:
+            timings.append(Timing(way, tuple(_rows(way, chosen, _HOST))))
+        hvlike.barrier()
+    if gpu is not None and hvlike.size() > 1:
+        everybody = Way("cuda", tuple(range(hvlike.size())))
+        rows = tuple(_rows(everybody, hvlike.global_process_set, gpu))
+        # Which plane it is was decided when the first tensor came.
+        choice = current().set_state(None, "doctor").executor.device_choice
+        if choice is not None:
+            timings.append(Timing(everybody._replace(plane=choice.plane), rows, choice.reason))
+    return Timings(tuple(timings), _copy_seconds())
+
+
+def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
+    total = sum(rank + 1 for rank in way.ranks)
+    for nbytes in SIZES:
+        tensor = torch.empty(nbytes // _FLOAT_BYTES, device=device)
+        seconds = []
+        right = True
+        for _ in range(_WARM + _REPEATS):
+            tensor.fill_(hvlike.rank() + 1)
+            _settle(device)
+            hvlike.barrier(process_set=process_set)
+            start = time.perf_counter()
+            hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.plane}.{nbytes}", process_set=process_set)
+            _settle(device)
+            seconds.append(time.perf_counter() - start)
+            right = right and bool((tensor == total).all())
+        kept = seconds[_WARM:]
+        yield Row(nbytes, statistics.median(kept), min(kept), max(kept), right)
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what was asked of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _copy_seconds() -> float:
+    source = torch.ones(SIZES[-1] // _FLOAT_BYTES, device=_HOST)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
 
 _TIMING_LIMITS = 3.0
 
@@ -26,7 +214,7 @@ class Meeting:
 
     nodes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankFacts, ...]
-    places: tuple[Place, ...]
+    places: tuple[RankReport, ...]
     wall_times: tuple[float, ...]
     """Of all ranks at the same moment."""
 
@@ -43,7 +231,7 @@ class Running:
 class Job:
     """How far the job came. A Gap: there it ended. None: not reached."""
 
-    place: Place | Gap
+    place: RankReport | Gap
     meeting: Meeting | Gap | None
     running: Running | Gap | None
     timings: Timings | Gap | None
@@ -51,23 +239,23 @@ class Job:
     """What went wrong at the very end."""
 
 
-def start(own: RankFacts, prober: Prober) -> Job:
+def start_job(own: RankFacts, prober: Prober) -> Job:
     """Start MPI and hvlike in a child, and reduce something. Collective: every rank of the job; blocks."""
     patience = {3: _TIMING_LIMITS}
-    return read(prober.follow(lambda: _steps(own), lambda number: prober.limit * patience.get(number, 1.0)))
+    return read_job(prober.follow(lambda: _steps(own), lambda number: prober.limit * patience.get(number, 1.0)))
 
 
-def read(answers: Answers[Any]) -> Job:
+def read_job(answers: Answers[Any]) -> Job:
     """The records in their order, as a job."""
     place, meeting, running, timings, end = [*answers.records, answers.gap, None, None, None, None][:5]
     return Job(place, meeting, running, timings, end)
 
 
 def _steps(own: RankFacts) -> Iterator[Any]:
-    for name in KNOBS["timeline"].spellings:
+    for name in SETTINGS["timeline"].spellings:
         # A timeline of the user's is not to be written over.
         os.environ.pop(name, None)
-    roll_call = RollCall()
+    roll_call = LaunchProbe()
     yield roll_call.place
     nodes = roll_call.meet()
     ranks = roll_call.gather(own) or []
@@ -75,10 +263,61 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     wall_times = roll_call.gather(roll_call.wall_time()) or []
     yield Meeting(nodes, tuple(ranks), tuple(places), tuple(wall_times))
     hvlike.init()
-    plan = timing.ways(current().world.nodes)
-    sets = timing.add_process_sets(plan)
+    plan = ways(current().world.nodes)
+    sets = add_process_sets(plan)
     mine = mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield Running(tuple(hvlike.allgather_object(mine)))
-    yield timing.measure(plan, sets, timing.own_gpu())
+    yield measure_ways(plan, sets, own_gpu())
     hvlike.shutdown()
     roll_call.end()
+
+
+T = TypeVar("T")
+
+
+class Unanswered(Exception):
+    """A rung needs what could not be found out."""
+
+    def __init__(self, gap: Gap) -> None:
+        super().__init__(gap.reason)
+        self.gap = gap
+
+
+def known(value: T | Gap) -> T:
+    """The answer. Raises: Unanswered when there is none; the ladder then says why."""
+    if isinstance(value, Gap):
+        raise Unanswered(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was found out, on one rank alone or on all."""
+
+    ranks: tuple[RankFacts, ...]
+    """Of all ranks where they came together, else of this one."""
+    job: Job
+    programs: Programs | Gap | None
+    """None: not looked at."""
+    trial: Trial | Gap | None
+    """None: not tried."""
+    model: Model | Gap | None
+    """None: the user named none."""
+
+    @property
+    def me(self) -> RankFacts:
+        """The first of the ranks."""
+        return self.ranks[0]
+
+    @property
+    def unmet(self) -> int:
+        """How many ranks the launcher was asked for, where they did not come together; else 0."""
+        launcher = self.me.surroundings.launcher
+        asked = 0 if launcher is None else launcher.size
+        return asked if asked > len(self.ranks) else 0
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node; this rank alone where they did not come together."""
+        meeting = self.job.meeting
+        return ((0,),) if meeting is None or isinstance(meeting, Gap) else meeting.nodes

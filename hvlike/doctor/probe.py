@@ -1,4 +1,4 @@
-"""Asking a question that may never be answered: in a child process, with a limit.
+"""Ask a question that may never be answered: in a child process, with a limit.
 
 The call that is looked into can hang, crash, or end the process (MPI_Init does all three), with the interpreter's lock
 held. So it runs in a forked child, which sends one record after the other; the parent waits for each up to the limit,
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from hvlike.errors import HvlikeError
-from hvlike.transport.parents import ParentWatch
+from hvlike.transport.host.launchers import LauncherWatch
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Prober:
         """limit: seconds for each record."""
         self.limit = limit
         self.interruption = Interruption()
-        self._parents = ParentWatch()
+        self._parents = LauncherWatch()
 
     def ask(self, question: Callable[[], T]) -> T | Gap:
         """The answer to a question, or why there is none. Blocks, at most for the limit.

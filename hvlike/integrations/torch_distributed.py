@@ -1,16 +1,244 @@
-"""torch.distributed over hvlike: for libraries that gather metrics, broadcast objects or save checkpoints with it."""
+"""torch.distributed over hvlike: for libraries that gather metrics, broadcast objects or save checkpoints with it.
+
+Every collective returns when it is done: the work that torch.distributed returns for async_op=True is complete. As
+with every backend of torch.distributed, all ranks make the same calls in the same order.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from hvlike.collectives import lifecycle
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce_
+from hvlike.collectives.api.alltoall import alltoall
+from hvlike.collectives.api.barrier_join import barrier
+from hvlike.collectives.api.broadcast import broadcast_
+from hvlike.collectives.api.gather_scatter import allgather, reducescatter
+from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
-from hvlike.integrations.process_group import NAME, ProcessGroup
+
+BACKEND_NAME = "hvlike"
+"""What torch.distributed calls this backend."""
+
+# Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
+_ProcessGroupBase: Any = dist.ProcessGroup
+_c10d: Any = torch._C._distributed_c10d
+
+_groups = itertools.count()
+
+
+class ProcessGroup(_ProcessGroupBase):
+    """All ranks of hvlike as a group of torch.distributed. Made by torch.distributed, on all ranks alike.
+
+    Methods get what torch.distributed's functions pass to a backend: lists of tensors, and options.
+    Source: torch/csrc/distributed/c10d/ProcessGroup.hpp.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place = rank
+        self._ranks = size
+        self._prefix = f"torch.distributed.{next(_groups)}"
+        self._calls = itertools.count()
+
+    def getBackendName(self) -> str:
+        """As torch.distributed.get_backend says it."""
+        return BACKEND_NAME
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce each tensor over the ranks, in place."""
+        op = _op(opts)
+        for tensor in tensors:
+            allreduce_(tensor.detach(), op=op, name=self._name())
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """As `allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Reduce each tensor over the ranks, in place on the root; those of others stay as they are."""
+        op = _op(opts)
+        for tensor in tensors:
+            reduced = allreduce_(tensor.detach().clone(), op=op, name=self._name())
+            if self._place == opts.rootRank:
+                tensor.detach().copy_(reduced)
+        return _done(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Copy the root's tensors into those of all ranks."""
+        for tensor in tensors:
+            broadcast_(tensor.detach(), opts.rootRank, name=self._name())
+        return _done(tensors)
+
+    def allgather(
+        self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Fill each list with the tensors of all ranks, in rank order."""
+        for outputs, tensor in zip(output_tensors, input_tensors, strict=True):
+            _fill(outputs, allgather(tensor.detach().reshape(-1), name=self._name()))
+        return _done(output_tensors)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Put the tensors of all ranks, one after the other, into one."""
+        _fill([output], allgather(tensor.detach().reshape(-1), name=self._name()))
+        return _done([output])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """As `all_gather_single`, of several."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, tensor)
+        return _done(outputs)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Put input number j of rank i into the list number i, at place j."""
+        return self.allgather([list(column) for column in zip(*output_lists, strict=True)], inputs)
+
+    def gather(
+        self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        """Fill the root's list with the tensors of all ranks, in rank order."""
+        (tensor,) = input_tensors
+        rows = self._exchange(tensor, {opts.rootRank: tensor.numel()})
+        if self._place == opts.rootRank:
+            _fill(output_tensors[0], rows)
+        return _done(output_tensors)
+
+    def scatter(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]], opts: Any
+    ) -> dist.Work:
+        """Give every rank its tensor from the root's list."""
+        (output,) = output_tensors
+        if self._place == opts.rootRank:
+            rows = self._exchange(_flat(input_tensors[0]), dict.fromkeys(range(self._ranks), output.numel()))
+        else:
+            rows = self._exchange(output.new_empty(0), {})
+        _fill([output], rows)
+        return _done(output_tensors)
+
+    def reduce_scatter(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce lists of as many tensors as there are ranks; each rank gets that of its place."""
+        for output, inputs in zip(output_tensors, input_tensors, strict=True):
+            self.reduce_scatter_single(output, _flat(inputs), opts)
+        return _done(output_tensors)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce over the ranks; each rank gets its part."""
+        parts = tensor.detach().reshape(self._ranks, -1)
+        _fill([output], reducescatter(parts, op=_op(opts), name=self._name()).reshape(-1))
+        return _done([output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """As `reduce_scatter_single`, of several."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, tensor, opts)
+        return _done(outputs)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Send tensor number i to rank i; the shapes may differ."""
+        splits = {place: tensor.numel() for place, tensor in enumerate(inputs)}
+        _fill(outputs, self._exchange(_flat(inputs), splits))
+        return _done(outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send rows to every rank: so many to each, or equally many."""
+        row = tensor[0].numel() if len(tensor) else 0
+        rows = input_splits or [len(tensor) // self._ranks] * self._ranks
+        _fill([output], self._exchange(tensor, {place: count * row for place, count in enumerate(rows)}))
+        return _done([output])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait until all ranks have come."""
+        barrier()
+        return _done([])
+
+    def send(self, *arguments: Any) -> dist.Work:
+        """Not there. Raises: UsageError."""
+        raise UsageError(
+            "torch.distributed over hvlike has collectives only: no send, recv or batch_isend_irecv. Use hvlike.rpc, "
+            "or hvlike.alltoall with splits."
+        )
+
+    recv = recv_anysource = send
+
+    # What torch.distributed called some of them before 2.10.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _name(self) -> str:
+        """Calls are matched by their order, apart from those that the program makes by hvlike's own names."""
+        return f"{self._prefix}.{next(self._calls)}"
+
+    def _exchange(self, tensor: Tensor, splits: dict[int, int]) -> Tensor:
+        """Send elements to some ranks, as many as said; return those that came, in rank order."""
+        counts = [splits.get(place, 0) for place in range(self._ranks)]
+        rows: Any = alltoall(tensor.detach().reshape(-1), counts, name=self._name())
+        came: Tensor = rows[0]
+        return came
+
+
+def _fill(outputs: Sequence[Tensor], elements: Tensor) -> None:
+    """Deal elements out to tensors, one after the other."""
+    sizes = [output.numel() for output in outputs]
+    for output, part in zip(outputs, torch.split(elements, sizes), strict=True):
+        output.detach().copy_(part.view(output.shape))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _done(result: object) -> dist.Work:
+    """The work that is complete."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    work: dist.Work = _c10d._create_work_from_future(future)
+    return work
+
+
+_OPS: tuple[tuple[Any, ReduceOp], ...] = (
+    (dist.ReduceOp.SUM, ReduceOp.SUM),
+    (dist.ReduceOp.AVG, ReduceOp.AVERAGE),
+    (dist.ReduceOp.MIN, ReduceOp.MIN),
+    (dist.ReduceOp.MAX, ReduceOp.MAX),
+    (dist.ReduceOp.PRODUCT, ReduceOp.PRODUCT),
+)
+
+
+def _op(opts: Any) -> ReduceOp:
+    """hvlike's name of a reduction. Raises: UsageError for those that it does not have."""
+    if opts is None:
+        return ReduceOp.SUM
+    for torch_op, op in _OPS:
+        if opts.reduceOp == torch_op:
+            return op
+    raise UsageError(f"torch.distributed over hvlike reduces by SUM, AVG, MIN, MAX or PRODUCT, not by {opts.reduceOp}.")
 
 
 def init_process_group() -> None:
@@ -23,24 +251,24 @@ def init_process_group() -> None:
     Raises: UsageError where torch.distributed runs with another backend; as hvlike.init otherwise.
     Source: torch.distributed.init_process_group.
     """
-    lifecycle.init()
+    basics.init()
     if dist.is_initialized():
-        if dist.get_backend() != NAME:
+        if dist.get_backend() != BACKEND_NAME:
             raise UsageError(
                 f"torch.distributed runs with the backend {dist.get_backend()!r} already. Call hvlike's "
                 "init_process_group() first, or torch.distributed.destroy_process_group() before it."
             )
         return
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
-    dist.init_process_group(NAME, store=_NO_STORE, rank=lifecycle.rank(), world_size=lifecycle.size())
+    if not hasattr(dist.Backend, BACKEND_NAME.upper()):
+        dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND_NAME, store=_NO_STORE, rank=basics.rank(), world_size=basics.size())
 
 
 # Its methods are typed one by one; here they are all alike.
-_Base: Any = Store
+_StoreBase: Any = Store
 
 
-class NoStore(_Base):
+class NoStore(_StoreBase):
     """What torch.distributed asks for, in which the ranks do not meet: they do by MPI.
 
     Another backend would wait in it for the other ranks, for half an hour.
@@ -60,9 +288,9 @@ _NO_STORE = NoStore()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    if size != lifecycle.size():
+    if size != basics.size():
         raise UsageError(
-            f"torch.distributed over hvlike has groups of all {lifecycle.size()} ranks only, got one of {size}. For "
+            f"torch.distributed over hvlike has groups of all {basics.size()} ranks only, got one of {size}. For "
             "some of the ranks use hvlike.add_process_set."
         )
     return ProcessGroup(rank, size)

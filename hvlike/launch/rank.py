@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvlike.errors import LaunchError
-from hvlike.launch.call import read_call
-from hvlike.launch.failure import write_failure
-from hvlike.launch.results import write_result
+from hvlike.launch.job_folder import read_call, write_failure, write_result
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 

@@ -1,24 +1,112 @@
-"""hvd.run: start a job from Python and get its results back."""
+"""hvd.run: start a job from Python and get its results back.
+
+The job is a child process: its output appears where the output of this process goes, and it never outlives its
+caller.
+"""
 
 from __future__ import annotations
 
+import codecs
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.call import Call, write_call
-from hvlike.launch.failure import first_failure, raise_again
-from hvlike.launch.job import run_to_its_end
-from hvlike.launch.results import result_of
-from hvlike.transport import launchers, library, starters
-from hvlike.transport.cores import available
-from hvlike.transport.starters import OPEN_MPI, Starter
+from hvlike.launch.job_folder import JobCall, first_failure, raise_again, result_of, write_call
+from hvlike.transport.host import find_mpirun, launchers
+from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
+from hvlike.transport.host.topology import available_cores
+
+GRACE_SECONDS = 10.0
+_DRAIN_SECONDS = 10.0
+_CHARACTERS_KEPT = 20_000
+
+
+class Pump:
+    """Copies what a job prints to this process's own stream, as it comes, and remembers the end of it.
+
+    Not by handing down the file: in a notebook that would lead to the terminal of the server.
+    """
+
+    def __init__(self, source: IO[bytes], stream: Callable[[], TextIO | None]) -> None:
+        """stream: where to print now; a notebook changes that."""
+        self._source = source
+        self._stream = stream
+        self._kept: deque[str] = deque()
+        self._length = 0
+        self._thread = threading.Thread(target=self._copy, name="hvlike-output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Wait for the rest, but not for ever: a process that outlives its launcher keeps the pipe open."""
+        self._thread.join(_DRAIN_SECONDS)
+        return "".join(self._kept)
+
+    def _copy(self) -> None:
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        while data := os.read(self._source.fileno(), 1 << 16):
+            text = decode(data)
+            self._kept.append(text)
+            self._length += len(text)
+            while self._length - len(self._kept[0]) > _CHARACTERS_KEPT:
+                self._length -= len(self._kept.popleft())
+            stream = self._stream()
+            if stream is not None:
+                stream.write(text)
+                stream.flush()
+
+
+def run_to_its_end(command: Sequence[str], environment: Mapping[str, str], timeout: float | None) -> tuple[int, str]:
+    """Run a launcher; returns its exit status and the end of what came on stderr. Blocks.
+
+    The job is ended when this is interrupted, and after `timeout` seconds.
+    Raises: subprocess.TimeoutExpired.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        # Ctrl-C reaches this process alone, which then ends the job in order.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        output = Pump(process.stdout, lambda: sys.stdout)
+        errors = Pump(process.stderr, lambda: sys.stderr)
+        try:
+            process.wait(timeout)
+        finally:
+            stop(process)
+            output.finish()
+            said = errors.finish()
+    return process.returncode, said
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher, which ends its ranks, if it still runs."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE_SECONDS)
+    except BaseException as error:
+        # Also after a second Ctrl-C.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+
 
 T = TypeVar("T")
 
@@ -61,11 +149,11 @@ def run(
     """
     np = _number_of_ranks(np, num_proc)
     _check(func, np, hosts, hostfile)
-    starter = starters.find(library.ask(os.environ), os.environ)
+    starter = find_mpirun.find_mpirun(find_mpirun.ask_mpi_library(os.environ), os.environ)
     everywhere = hosts is not None or hostfile is not None
     parent = folder if folder is not None else os.getcwd() if everywhere else None
     with tempfile.TemporaryDirectory(prefix="hvlike-run-", dir=parent) as place:
-        write_call(Path(place), Call(func, tuple(args), dict(kwargs or {})))
+        write_call(Path(place), JobCall(func, tuple(args), dict(kwargs or {})))
         added = _added(os.environ, np, everywhere=everywhere) | dict(env or {})
         flags = [*_where(starter, hosts, hostfile), *_exports(starter, added, everywhere=everywhere), *mpi_args]
         command = starter.command(np, [sys.executable, "-m", "hvlike.launch.rank", place], flags)
@@ -90,7 +178,7 @@ def _check(func: object, np: object, hosts: str | None, hostfile: object) -> Non
         raise UsageError(f"run expects np, the number of ranks, as a whole number above 0, got {np!r}.")
     if hosts is not None and hostfile is not None:
         raise UsageError("run: pass hosts or hostfile, not both.")
-    launcher = launchers.detect(os.environ)
+    launcher = launchers.detect_launcher(os.environ)
     if launcher is not None and launcher.size > 1:
         raise UsageError(
             f"run starts a job itself, and this process is a rank of a job of {launcher.name} "
@@ -104,18 +192,18 @@ def _added(environment: Mapping[str, str], np: int, *, everywhere: bool) -> dict
     path = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     added = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in environment and not everywhere:
-        added["OMP_NUM_THREADS"] = str(max(1, len(available()) // np))
+        added["OMP_NUM_THREADS"] = str(max(1, len(available_cores()) // np))
     return added
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the traces of a launcher that has started this process, alone: ours would obey them."""
-    if launchers.detect(environment) is None:
+    if launchers.detect_launcher(environment) is None:
         return dict(environment)
     return {name: value for name, value in environment.items() if not name.startswith(_OF_LAUNCHERS)}
 
 
-def _where(starter: Starter, hosts: str | None, hostfile: str | os.PathLike[str] | None) -> list[str]:
+def _where(starter: Mpirun, hosts: str | None, hostfile: str | os.PathLike[str] | None) -> list[str]:
     """The flags that say on which hosts ranks run."""
     of_open_mpi = starter.family == OPEN_MPI
     if hosts is not None:
@@ -125,7 +213,7 @@ def _where(starter: Starter, hosts: str | None, hostfile: str | os.PathLike[str]
     return []
 
 
-def _exports(starter: Starter, added: Mapping[str, str], *, everywhere: bool) -> list[str]:
+def _exports(starter: Mpirun, added: Mapping[str, str], *, everywhere: bool) -> list[str]:
     """The flags that take variables to other hosts; only Open MPI's launcher needs to be told."""
     if starter.family != OPEN_MPI or not everywhere:
         return []

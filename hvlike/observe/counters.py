@@ -1,9 +1,10 @@
-"""What a rank has done so far, in figures that only grow; always on."""
+"""What a rank has done since init(), as figures that only grow; and means of figures over ranks. Always on."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -91,6 +92,32 @@ class Counters:
             return {kind: Moved(*figures) for kind, figures in self._moved.items()}
 
     def waits(self) -> dict[str, Waits]:
-        """Exposed waits, by the name of what has waited."""
+        """ExposedWait waits, by the name of what has waited."""
         with self._lock:
             return {name: Waits(int(waits), *seconds) for name, (waits, *seconds) in self._waits.items()}
+
+
+Sums = Mapping[str, tuple[float, int]]
+"""For each quantity the sum of some values, and how many they are."""
+
+
+class Means:
+    """Means of named quantities."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, sums: Sums) -> None:
+        """More values have come."""
+        for name, (total, count) in sums.items():
+            before, counted = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (before + total, counted + count)
+
+    def means(self) -> dict[str, float]:
+        """The mean of each quantity over all values that have come, in the order of their first appearance."""
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """What has come since the last time, which is forgotten here."""
+        sums, self._sums = self._sums, {}
+        return sums

@@ -1,8 +1,8 @@
-"""The log: the logger "hvlike" of Python's logging, with the rank in every record.
+"""The log: Python's logger "hvlike", with the rank in every record.
 
-A program that configures logging decides what becomes of the records. One that does not finds them on stderr: those
-of INFO and above from rank 0, of WARNING and above from every rank. HVLIKE_LOG_LEVEL prints the records of its level
-and above from every rank, whatever the program configures.
+A program that configures logging decides what happens to the records. Without that they are printed on stderr: INFO
+and above from rank 0, WARNING and above from all ranks. HVLIKE_LOG_LEVEL prints its level and above from every rank,
+whatever the program configures.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import traceback
 from types import FrameType
 
 _FRAMES = 8
-_WAIT = os.path.join("hvlike", "transport", "loop.py")
+_WAIT = os.path.join("hvlike", "transport", "loop", "loop.py")
 
 
 def main_stack() -> str:

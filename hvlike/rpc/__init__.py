@@ -1,18 +1,26 @@
 """Remote procedure calls between the ranks of a job: torch.distributed.rpc's names, over MPI."""
 
 from hvlike.rpc import api, constants, functions
-from hvlike.rpc.accessors import _get_debug_info, _set_rpc_timeout, get_rpc_timeout, get_worker_info
-from hvlike.rpc.agent import is_running as _is_current_rpc_agent_set
-from hvlike.rpc.calls import rpc_async, rpc_sync
-from hvlike.rpc.gathering import _all_gather, _barrier, _wait_all
+from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
+from hvlike.rpc.agent.calls import rpc_async, rpc_sync
+from hvlike.rpc.agent.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from hvlike.rpc.api import (
+    Statistics,
+    _all_gather,
+    _barrier,
+    _get_debug_info,
+    _set_rpc_timeout,
+    _wait_all,
+    get_rpc_timeout,
+    get_worker_info,
+    statistics,
+)
 from hvlike.rpc.lifecycle import init_rpc, shutdown
 from hvlike.rpc.optimizer import DistributedOptimizer
-from hvlike.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from hvlike.rpc.remote_module import RemoteModule
-from hvlike.rpc.rref import RRef
 from hvlike.rpc.rrefs import LiveRRef, remote
-from hvlike.rpc.statistics import Statistics, statistics
-from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.wire.message import WorkerInfo
 
 
 def is_available() -> bool:

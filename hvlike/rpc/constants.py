@@ -1,4 +1,6 @@
-"""Numbers that torch programs read from `rpc.constants`."""
+"""Numbers that programs read from `rpc.constants`."""
+
+from __future__ import annotations
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 """Seconds after which a call without a timeout of its own fails."""

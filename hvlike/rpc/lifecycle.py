@@ -1,4 +1,4 @@
-"""init_rpc and shutdown: the beginning and the end of a session of RPC."""
+"""init_rpc and shutdown: the beginning and the end of an RPC session."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import time
 from functools import partial
 from typing import Any
 
-from hvlike.collectives import context
-from hvlike.collectives.context import Context
-from hvlike.collectives.objects import allgather_object
+from hvlike.collectives.api.objects import allgather_object
+from hvlike.collectives.session import context
+from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, RpcError, UsageError
-from hvlike.rpc import agent as agents
-from hvlike.rpc import calls, contexts, rrefs
-from hvlike.rpc.agent import Agent, current
-from hvlike.rpc.devices.device_map import Offer, check_offers
-from hvlike.rpc.devices.devices import Devices
-from hvlike.rpc.options import RpcBackendOptions, checked_timeout, settle_options
-from hvlike.rpc.state import describe_state, in_words
-from hvlike.rpc.switchboard import Switchboard
-from hvlike.rpc.worker_info import WorkerInfo
-from hvlike.transport import forks
+from hvlike.rpc import rrefs
+from hvlike.rpc.agent import agent as agents
+from hvlike.rpc.agent import calls
+from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
+from hvlike.rpc.agent.routing import SessionRouter
+from hvlike.rpc.agent.shutdown import status_report, worker_status
+from hvlike.rpc.wire import autograd_hooks
+from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
+from hvlike.rpc.wire.message import WorkerInfo
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.host import mpi_library
 
 logger = logging.getLogger("hvlike")
 
@@ -34,7 +35,7 @@ class _Sessions:
     """What outlives a session."""
 
     fabric: Fabric | None = None
-    switchboard: Switchboard
+    switchboard: SessionRouter
     number = 0
     """Of the last session; the same on all workers."""
     running: Context
@@ -60,28 +61,28 @@ def init_rpc(
         two have the same name; UsageError (a ValueError) for wrong arguments, on every rank when one has them.
     Source: torch.distributed.rpc.init_rpc.
     """
-    forks.check()
+    mpi_library.check_not_forked()
     if agents.is_running():
-        raise RpcError(f"RPC is already initialized: worker {current().me.name} runs. Call shutdown() first.")
-    contexts.let_autograd_in()
+        raise RpcError(f"RPC is already initialized: worker {current_agent().me.name} runs. Call shutdown() first.")
+    autograd_hooks.let_autograd_in()
     options, wrong = _settle(name, backend, rpc_backend_options, num_worker_threads, rpc_timeout)
-    context.start(None, [])
+    context.start_context(None, [])
     running = context.current()
     wrong = wrong or _wrong_place(running.world.rank, running.world.size, rank, world_size)
     answers = allgather_object((wrong, name, _Sessions.number, options.offer()), name="hvlike.rpc.init_rpc")
     _check_answers(answers, running.world.rank)
     _Sessions.number = max(number for _, _, number, _ in answers) + 1
     if _Sessions.fabric is not running.fabric:
-        _Sessions.fabric, _Sessions.switchboard = running.fabric, Switchboard(running.fabric)
+        _Sessions.fabric, _Sessions.switchboard = running.fabric, SessionRouter(running.fabric)
     workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
-    devices = Devices(
+    devices = DeviceMaps(
         running.world.rank, [each.name for each in workers], [each[3] for each in answers], options.devices
     )
     agent = Agent(running.fabric, _Sessions.switchboard, _Sessions.number, workers, options, devices)
-    calls.install(agent)
+    calls.serve_calls(agent)
     rrefs.install(agent)
-    contexts.installed().begin(agent)
-    agents.install(agent)
+    autograd_hooks.autograd_hooks().begin(agent)
+    agents.set_agent(agent)
     _Sessions.running = running
     running.before_close.append(_end_with_hvlike)
     running.when_lost.append(partial(_lose, agent))
@@ -99,7 +100,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         session has then ended on this worker).
     Source: torch.distributed.rpc.shutdown.
     """
-    agent = current()
+    agent = current_agent()
     limit = checked_timeout("shutdown: timeout", timeout)
     deadline = time.monotonic() + limit if limit else None
     if not graceful:
@@ -142,7 +143,7 @@ def _wrong_place(rank: int, size: int, given_rank: int | None, given_size: int |
     return ""
 
 
-def _check_answers(answers: list[tuple[str, str, int, Offer]], rank: int) -> None:
+def _check_answers(answers: list[tuple[str, str, int, DeviceOffer]], rank: int) -> None:
     wrong = {each: text for each, (text, *_) in enumerate(answers) if text}
     if wrong:
         if rank in wrong:
@@ -184,7 +185,7 @@ def _who_is_missing(agent: Agent) -> str:
     # Who leaves meanwhile does not answer.
     agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.parting.states}, _ANSWER_SECONDS)
     names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
-    return in_words(names, {**agent.parting.states, agent.rank: describe_state(agent)})
+    return status_report(names, {**agent.parting.states, agent.rank: worker_status(agent)})
 
 
 def _end(agent: Agent, *, tell: bool) -> None:
@@ -194,13 +195,13 @@ def _end(agent: Agent, *, tell: bool) -> None:
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
     rrefs.uninstall()
-    contexts.installed().end()
-    agents.install(None)
+    autograd_hooks.autograd_hooks().end()
+    agents.set_agent(None)
 
 
 def _end_with_hvlike() -> None:
     """hvlike is shut down, or the program ends, in the middle of a session."""
-    _end(current(), tell=True)
+    _end(current_agent(), tell=True)
 
 
 def _lose(agent: Agent, errors: dict[int, HorovodInternalError]) -> None:

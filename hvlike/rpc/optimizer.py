@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hvlike.errors import UsageError, WrongTypeError
-from hvlike.rpc import contexts
-from hvlike.rpc.calls import rpc_async
-from hvlike.rpc.rref import RRef
-from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.rpc.agent.calls import rpc_async
+from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.wire import autograd_hooks
+from hvlike.rpc.wire.message import WorkerInfo
 
 _stepping = threading.Lock()
 """Held by the one optimizer that steps on this worker: `.grad` of a parameter belongs to it meanwhile."""
@@ -59,10 +59,10 @@ class DistributedOptimizer:
                 f"step(): incompatible function arguments: context_id must be an int, got {context_id!r}; pass what "
                 "`with hvlike.autograd.context() as context_id` gives."
             )
-        contexts.installed().gradients(context_id)
+        autograd_hooks.autograd_hooks().gradients(context_id)
         calls = [(rref.owner(), (rref, context_id)) for rref in self.remote_optimizers]
         # An owner that the forward pass has not reached learns of the context by this call.
-        with contexts.inside(context_id):
+        with autograd_hooks.in_context(context_id):
             _ask_all("could not step", _step, calls)
 
 
@@ -75,7 +75,7 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Step with the gradients of a context; `.grad` has them for that long."""
-        gradients = contexts.installed().gradients(context_id)
+        gradients = autograd_hooks.autograd_hooks().gradients(context_id)
         with _stepping:
             before = [parameter.grad for parameter in self.parameters]
             try:

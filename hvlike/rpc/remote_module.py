@@ -1,18 +1,60 @@
-"""RemoteModule: a module that lives on another worker and is called as if it were here."""
+"""RemoteModule: a module that lives on another worker and is called as if it were local."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from hvlike.errors import RpcError, UsageError
-from hvlike.rpc.agent import current
-from hvlike.rpc.calls import rpc_async, rpc_sync
-from hvlike.rpc.pickler import Incoming, Outgoing, carry
-from hvlike.rpc.placement import parse_placement
-from hvlike.rpc.rref import RRef
+from hvlike.rpc.agent.agent import current_agent
+from hvlike.rpc.agent.calls import rpc_async, rpc_sync
 from hvlike.rpc.rrefs import remote
+from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry
+
+FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
+
+
+class Placement(NamedTuple):
+    """A worker, by name or by rank, and a device of it."""
+
+    on: str | int
+    device: str
+
+
+def parse_placement(text: str) -> Placement:
+    """Read a placement.
+
+    Returns the worker as a name or an int rank, unchecked against the workers that exist, and its device.
+    Raises: UsageError for any other form, for a device without a worker, and for a device that is no CPU and no GPU.
+    Source: the forms that torch.distributed.nn.RemoteModule takes.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"a remote device is a string such as {FORMS}, got {text!r}")
+    worker, slash, device = text.partition("/")
+    if not slash and is_device(worker):
+        raise UsageError(f"remote device {text!r} names no worker; write {FORMS}")
+    rank = worker.removeprefix("rank:")
+    by_rank = worker.startswith("rank:") and rank.isdecimal()
+    if not worker or (":" in worker and not by_rank) or (slash and not is_device(device)):
+        raise UsageError(f"Could not parse remote_device: {text!r}. The valid forms are {FORMS}")
+    device = device or "cpu"
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise UsageError(f"remote device {text!r}: modules are placed on a CPU or a GPU; write {FORMS}")
+    return Placement(int(rank) if by_rank else worker, device)
+
+
+def is_device(text: str) -> bool:
+    """Whether torch knows a device of this name."""
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
 
 # What torch refuses too: a remote module's parts are not here, and hooks set here would not run there.
 REFUSED = (
@@ -80,14 +122,14 @@ class RemoteModule(nn.Module):
         self.module_rref = remote(self.on, _create, args=(module_cls, args or (), kwargs or {}, self.device))
 
     @staticmethod
-    def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> "RemoteModule":
+    def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
         """Another RemoteModule around a module that exists already.
 
         remote_device: as for the constructor; must name the owner of the RRef.
         Raises: UsageError (form, device, or a worker that is not the owner).
         """
         on, device = parse_placement(remote_device)
-        named, owner = current().worker(on), module_rref.owner()
+        named, owner = current_agent().worker(on), module_rref.owner()
         if named != owner:
             raise UsageError(f"the module of this RRef lives on {owner}, not on {named}; name its owner as the device")
         return _assemble(on, device, module_rref)
@@ -106,7 +148,7 @@ class RemoteModule(nn.Module):
     def _way(self) -> tuple[str, bool]:
         """The module's device, and whether its results have to travel from the CPU."""
         device = torch.device(self.device)
-        targets = current().devices.of_requests(self.module_rref.owner().id).values()
+        targets = current_agent().devices.of_requests(self.module_rref.owner().id).values()
         return self.device, device.type != "cpu" and all((each.type, each.index) != _place(device) for each in targets)
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -120,17 +162,17 @@ class RemoteModule(nn.Module):
         )
         return found
 
-    def train(self, mode: bool = True) -> "RemoteModule":
+    def train(self, mode: bool = True) -> RemoteModule:
         """Set the training mode of the module where it lives. Blocks; returns self."""
         rpc_sync(self.module_rref.owner(), _train, args=(self.module_rref, mode))
         self.training = mode
         return self
 
-    def eval(self) -> "RemoteModule":
+    def eval(self) -> RemoteModule:
         """Set the module to evaluation where it lives. Blocks; returns self."""
         return self.train(False)
 
-    def to(self, *args: Any, **kwargs: Any) -> "RemoteModule":
+    def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Convert the module's floating-point parameters and buffers where it lives. Blocks; returns self.
 
         Takes a floating-point or complex dtype, as Module.to does, and the device "cpu".

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
-from hvlike.collectives.context import current, is_running
-from hvlike.collectives.gazette import gazette_of
+from hvlike.collectives.api.statistics import metrics_of
+from hvlike.collectives.session.context import current, is_running
 from hvlike.errors import UsageError
-from hvlike.transport.terminal import columns_of_terminal
+from hvlike.transport.host.launchers import columns_of_terminal
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Progress(Generic[T]):
         self._iterable = iterable
         self._bar = bar
         self._context = current()
-        self._gazette = gazette_of(self._context)
+        self._gazette = metrics_of(self._context)
         self._column = self._gazette.open(desc)
         self._sums: dict[str, tuple[Any, int]] = {}
         self._due = 0.0

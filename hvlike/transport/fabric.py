@@ -1,27 +1,38 @@
-"""Everything through which one process talks to the others: world, doorbells, loop, messages."""
+"""The fabric: everything through which one process talks to the others: world, doorbells, loop, messages, clock."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 from hvlike.observe.counters import Counters
 from hvlike.observe.recorder import Recorder
-from hvlike.transport import cores, segment, stack_signal
-from hvlike.transport.allocations import Allocations
-from hvlike.transport.channel import Channel, MessageCounters
-from hvlike.transport.clock import agree_on_clock
-from hvlike.transport.direct_copy import SLOT_WORDS, DirectCopies
-from hvlike.transport.doorbell import BELL_BYTES, Doorbell
-from hvlike.transport.group import Group
-from hvlike.transport.loop import Loop
-from hvlike.transport.mailbox import Mailbox
-from hvlike.transport.routine import Routine, Wait
-from hvlike.transport.segment import Offer, Segment
-from hvlike.transport.semaphore import Fence
-from hvlike.transport.traffic import CountedComm, Traffic
-from hvlike.transport.world import World
+from hvlike.transport.failure import watchdog
+from hvlike.transport.host import topology
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.loop import Loop
+from hvlike.transport.memory import segment
+from hvlike.transport.memory.allocations import Allocations
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
+from hvlike.transport.memory.segment import Offer, Segment
+from hvlike.transport.messages.channel import Channel, Mailbox, MessageCounters
+from hvlike.transport.messages.direct_copy import SLOT_WORDS, DirectCopies
+from hvlike.transport.messages.traffic import CountedComm, Traffic
+from hvlike.transport.world import Group, World
+
+
+def agree_on_clock(world: World) -> int:
+    """Nanoseconds to add to time.monotonic_ns() for the time since the job began.
+
+    Collective and blocking. Ranks of one node share the monotonic clock of the machine and get the same offset; nodes
+    are as far apart as their wall clocks.
+    """
+    offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
+    began: int = world.comm.bcast(time.time_ns(), root=0)
+    return offset - began
+
 
 _LETTERS_TOPIC = 1
 
@@ -53,19 +64,19 @@ class Fabric:
         direct = DirectCopies(
             segment.words(board, slots, SLOT_WORDS * size), places, self.bells, world.rank, self.fence
         )
-        affinities = world.node_comm.allgather(cores.available())
+        affinities = world.node_comm.allgather(topology.available_cores())
         world.comm.Barrier()
         reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
         self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
         """Whether all ranks of the node can read and write each other's memory."""
-        self.cores = cores.cores_per_rank(affinities, world.local_rank)
-        self.node_is_crowded = cores.any_crowded(affinities)
+        self.cores = topology.cores_per_rank(affinities, world.local_rank)
+        self.node_is_crowded = topology.any_crowded(affinities)
         self.recorder = Recorder(world.rank, world.size, world.host, agree_on_clock(world))
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
         self.loop = Loop(
             self.bell,
-            spins=cores.SPINS,
-            crowded=cores.is_crowded(self.cores),
+            spins=topology.SPINS_BEFORE_SLEEP,
+            crowded=topology.is_crowded(self.cores),
             remote=size < world.size,
             tick=self._tick,
         )
@@ -73,7 +84,7 @@ class Fabric:
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
         self.mailbox = Mailbox(self.channel, _LETTERS_TOPIC)
 
-    def share(self, group: Group, key: Any, nbytes: int) -> Routine[Segment | None]:
+    def share(self, group: Group, key: Any, nbytes: int) -> Coroutine[Segment | None]:
         """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.
 
         key: names this exchange; used once among these ranks. All members on the node run this.
@@ -96,7 +107,7 @@ class Fabric:
                 return shared
         return None
 
-    def _offer(self, others: list[int], key: Any, nbytes: int, attempt: int) -> Routine[Segment | None]:
+    def _offer(self, others: list[int], key: Any, nbytes: int, attempt: int) -> Coroutine[Segment | None]:
         made = segment.make_offer(nbytes, attempt)
         for rank in others:
             self.mailbox.send(rank, (*key, "offer"), made.offer if made else None)
@@ -110,7 +121,7 @@ class Fabric:
             self.mailbox.send(rank, (*key, "agreed"), agreed)
         return made.segment if made and agreed else None
 
-    def duplicate(self, comm: Any) -> Routine[Any]:
+    def duplicate(self, comm: Any) -> Coroutine[Any]:
         """A duplicate of a communicator for data, without blocking; counts what is sent through it.
 
         Collective over `comm`, in the same order on all members.
@@ -131,7 +142,7 @@ class Fabric:
         places = self.local_ranks
         if many_look and places[(places.index(rank) + 1) % len(places)] != self.world.rank:
             return ""
-        return stack_signal.ask(self.bells[rank].process)
+        return watchdog.request_stacks(self.bells[rank].process)
 
     def _tick(self) -> None:
         for each in self.ticks:

@@ -1,8 +1,8 @@
-"""World: the ranks of a job, who they are and where they run. Owns the MPI communicators of hvlike.
+"""The world and its groups: the ranks of a job, who they are and where they run. Owns hvlike's communicators.
 
 A World duplicates the communicator it starts from, so no message of hvlike can meet one of the user's own mpi4py
-code. MPI itself stays up when a World is closed (it can be started only once in a process), so a World can be
-started, closed and started again.
+code. Closing a World does not end MPI (a process can start MPI only once), so a World can be started, closed and
+started again. A Group is some ranks of the world in rising order, with their positions on the nodes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport import forks, guard, launchers, leftovers, topology
-from hvlike.transport import mpi as mpi_library
-from hvlike.transport.impatience import impatience
+from hvlike.transport.failure import guard
+from hvlike.transport.failure.watchdog import init_watchdog
+from hvlike.transport.host import launchers, mpi_library, topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
 
 _INVALID_COMM = "Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object."
 # Open MPI sends messages with this tag on COMM_WORLD, where the user may receive too: an unlikely one.
@@ -78,7 +79,7 @@ class World:
         Raises: LaunchError, ForkedProcessError, UsageError (all before anything is sent); what `check` raises.
         """
         try:
-            with impatience(patience, limit, guard.give_up):
+            with init_watchdog(patience, limit, guard.give_up):
                 return cls._start(comm, ranks_per_node, serialized, check)
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
@@ -93,9 +94,9 @@ class World:
         check: Callable[[MPI.Intracomm], None] | None,
     ) -> World:
         _check_process()
-        mpi = mpi_library.load(serialized=serialized)
+        mpi = mpi_library.load_mpi(serialized=serialized)
         library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
-        launchers.check(os.environ, mpi.COMM_WORLD.Get_size(), library)
+        launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
         source = _check_comm(mpi, comm)
         if ranks_per_node is not None and ranks_per_node < 1:
             raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
@@ -109,10 +110,10 @@ class World:
                 raise
         node = _split_by_node(mpi, private, ranks_per_node)
         rank = private.Get_rank()
-        place = topology.describe(_gather_node_ids(mpi, private, node), rank)
+        place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
         _prime(node)
         if node.Get_rank() == 0:
-            leftovers.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
+            mpi_library.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
         return cls(
             mpi=mpi,
             comm=private,
@@ -145,9 +146,9 @@ class World:
 
 
 def _check_process() -> None:
-    forks.check()
+    mpi_library.check_not_forked()
     # A spawned child inherits the rank's place in the job: MPI_Init there kills the rank.
-    if multiprocessing.parent_process() is not None and launchers.detect(os.environ) is not None:
+    if multiprocessing.parent_process() is not None and launchers.detect_launcher(os.environ) is not None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, a child that multiprocessing started from a rank. MPI "
             "started there would end the whole job. Call init() in the main process only; if this is a DataLoader "
@@ -237,3 +238,52 @@ def _prime(comm: MPI.Intracomm) -> None:
     # mpi4py issue 784: the first pickled collective can deadlock while other threads run; here none of ours does.
     comm.bcast(None, root=0)
     comm.allgather(None)
+
+
+# Open MPI sends messages with this tag on the parent communicator, where the channel uses tag 1 and those from 16.
+_FIRST_GROUP_TAG, _GROUP_TAGS = 2, 14
+
+
+class Group:
+    """The members of one process set, seen from one of them. Positions count within the group."""
+
+    def __init__(self, world: World, number: int, ranks: Sequence[int]) -> None:
+        """Local. `number` is the same on all members and differs from that of every other group."""
+        self.world = world
+        self.number = number
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(world.rank)
+        position = {rank: index for index, rank in enumerate(self.ranks)}
+        nodes = (tuple(position[rank] for rank in node if rank in position) for node in world.nodes)
+        self.nodes = tuple(node for node in nodes if node)
+        self.node = next(node for node in self.nodes if self.rank in node)
+        self.local_rank = self.node.index(self.rank)
+        self.local_size = len(self.node)
+        self.homogeneous = len({len(node) for node in self.nodes}) == 1
+        self.comm: Any = None
+        self.cross_comm: Any = None
+
+    def connect(self) -> None:
+        """Make the communicators that traffic between nodes needs; nothing on one node.
+
+        Collective over the group and blocking; groups that share ranks are connected in the same order everywhere.
+        """
+        if len(self.nodes) == 1:
+            return
+        world = self.world.comm.Get_group()
+        members = world.Incl(self.ranks)
+        self.comm = self.world.comm.Create_group(members, tag=_FIRST_GROUP_TAG + self.number % _GROUP_TAGS)
+        members.Free()
+        world.Free()
+        self.comm.Set_errhandler(self.world.mpi.ERRORS_RETURN)
+        # Nodes of different size have no matching local ranks: there the first rank of each node crosses for all.
+        crosses = self.homogeneous or self.local_rank == 0
+        self.cross_comm = self.comm.Split(self.local_rank if crosses else self.world.mpi.UNDEFINED, self.rank)
+
+    def disconnect(self) -> None:
+        """Free the communicators. Collective over the group."""
+        for comm in (self.cross_comm, self.comm):
+            if comm is not None and comm != self.world.mpi.COMM_NULL:
+                comm.Free()
+        self.comm = self.cross_comm = None

@@ -6,8 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from hvlike.config import IGNORED, KNOBS  # noqa: E402
-from hvlike.knob import Knob  # noqa: E402
+from hvlike.config import IGNORED, SETTINGS, Setting  # noqa: E402
 
 PAGE = ROOT / "docs" / "knobs.md"
 KNOBS_HEAD = "| name | default | values | Horovod has it | effect |\n|---|---|---|---|---|\n"
@@ -15,7 +14,7 @@ IGNORED_HEAD = "| variable | why |\n|---|---|\n"
 OWN_CHOICE = "What each rank may choose for itself: "
 
 
-def row(entry: Knob) -> str:
+def row(entry: Setting) -> str:
     """How a knob stands there."""
     value = entry.default
     default = "unset" if value is None else f"{int(value)}" if isinstance(value, bool) else f"{value}"
@@ -32,10 +31,10 @@ def replaced(page: str, head: str, rows: list[str]) -> str:
 
 def page_of(page: str) -> str:
     """The page as it should be."""
-    page = replaced(page, KNOBS_HEAD, [row(entry) for entry in KNOBS.values()])
+    page = replaced(page, KNOBS_HEAD, [row(entry) for entry in SETTINGS.values()])
     page = replaced(page, IGNORED_HEAD, [f"| `{variable}` | {reason} |" for variable, reason in IGNORED.items()])
     before, _, after = page.partition(OWN_CHOICE)
-    names = ", ".join(f"`{entry.name}`" for entry in KNOBS.values() if not entry.same)
+    names = ", ".join(f"`{entry.name}`" for entry in SETTINGS.values() if not entry.same)
     return before + OWN_CHOICE + names + "." + after[after.index("\n") :]
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hvlike.autograd.letter import Gradients, Letter
-from hvlike.autograd.protocol import Mode, Part, State
+from hvlike.autograd.protocol import BackwardMessage, BackwardState, Gradients, Mode, Phase
 
 Key = tuple[int, int]
 """A backward: its root, its number."""
@@ -78,7 +77,7 @@ class SimulatedMachine:
     """The local part: a message that came gets its gradient when all that it leads to have got theirs."""
 
     def __init__(self, world: World, rank: int, key: Key) -> None:
-        self.part: Part
+        self.part: BackwardState
         self.resolved: dict[int, int] = {}
         self._world = world
         self._rank = rank
@@ -152,10 +151,10 @@ class World:
         self.released: set[int] = set()
         self.news: list[tuple[int, int]] = []
         """Survivors that have to hear of a lost worker."""
-        self.parts: dict[tuple[int, Key], Part] = {}
+        self.parts: dict[tuple[int, Key], BackwardState] = {}
         self.machines: dict[tuple[int, Key], SimulatedMachine] = {}
-        self.flying: dict[tuple[int, int], deque[tuple[Key, Letter]]] = {}
-        self.sent: list[Letter] = []
+        self.flying: dict[tuple[int, int], deque[tuple[Key, BackwardMessage]]] = {}
+        self.sent: list[BackwardMessage] = []
 
     def message(self, number: int) -> Message:
         return self.program.messages[number - 1]
@@ -181,22 +180,22 @@ class World:
                 {"open": self._open, "lose": self._lose, "release": self._release, "news": self._tell}[what]()
         raise AssertionError("it never ends")
 
-    def root_of(self, key: Key) -> Part:
+    def root_of(self, key: Key) -> BackwardState:
         return self.parts[key[0], key]
 
-    def _part(self, rank: int, key: Key) -> Part:
+    def _part(self, rank: int, key: Key) -> BackwardState:
         part = self.parts.get((rank, key))
         if part is None:
             machine = self.machines[rank, key] = SimulatedMachine(self, rank, key)
-            part = self.parts[rank, key] = machine.part = Part(rank, self.mode, machine)
+            part = self.parts[rank, key] = machine.part = BackwardState(rank, self.mode, machine)
         return part
 
-    def _deliver(self, source: int, to: int, key: Key, letter: Letter) -> None:
+    def _deliver(self, source: int, to: int, key: Key, letter: BackwardMessage) -> None:
         if to in self.lost:
             return
         if to in self.released:
             if letter.asks or letter.marks:
-                self._post(to, source, key, Letter(error="no such context"))
+                self._post(to, source, key, BackwardMessage(error="no such context"))
             return
         if (to, key) in self.parts or letter.opens:
             self._turn(to, key, lambda: self._part(to, key).hear(source, letter))
@@ -213,10 +212,10 @@ class World:
             self._post(rank, to, key, letter)
         for to in set(letters) & self.lost:
             self._turn(rank, key, partial(part.lost, to, "it is gone"))
-        if rank == key[0] and part.state is State.FINISHED:
+        if rank == key[0] and part.state is Phase.FINISHED:
             self._check_over(key)
 
-    def _post(self, source: int, to: int, key: Key, letter: Letter) -> None:
+    def _post(self, source: int, to: int, key: Key, letter: BackwardMessage) -> None:
         self.sent.append(letter)
         self.flying.setdefault((source, to), deque()).append((key, letter))
 
@@ -224,13 +223,13 @@ class World:
         """The root returns: nobody works on it any more, and nothing is on its way that could begin anything."""
         for (rank, each), part in self.parts.items():
             if each == key and rank not in self.lost | self.released:
-                assert part.state is State.FINISHED, f"worker {rank} is {part.state}"
+                assert part.state is Phase.FINISHED, f"worker {rank} is {part.state}"
         for queue in self.flying.values():
             assert not any(each == key and letter.opens for each, letter in queue)
 
     # -- what may happen at any time --------------------------------------------------------------
 
-    def _running(self, rank: int) -> list[tuple[Key, Part]]:
+    def _running(self, rank: int) -> list[tuple[Key, BackwardState]]:
         return [(key, part) for (each, key), part in self.parts.items() if each == rank]
 
     def _open(self) -> None:

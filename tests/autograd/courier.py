@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent import Agent
+from hvlike.rpc.agent.agent import Agent
 
 Post = Callable[[], None]
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from hvlike.autograd.distributed_context import Recv, Send, new_recv, new_send
+from hvlike.autograd.context import Recv, Send, attach, new_recv, new_send
 from hvlike.autograd.local_backward import LocalBackward
-from hvlike.autograd.recording import attach
 
 
 class LocalWorker:

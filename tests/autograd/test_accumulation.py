@@ -9,8 +9,8 @@ import torch
 from autograd.local_world import LocalWorld
 from torch import Tensor
 
-from hvlike.autograd import accumulation
-from hvlike.autograd.accumulation import accumulate, is_sole
+from hvlike.autograd import accumulate_grad
+from hvlike.autograd.accumulate_grad import accumulate, is_sole
 
 pytestmark = pytest.mark.pure
 
@@ -107,7 +107,7 @@ def test_a_view_is_nobody_elses_when_only_it_refers_to_what_it_is_a_view_of() ->
 
 def test_the_gradients_of_a_linear_layer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     world, layer = LocalWorld(), torch.nn.Linear(5, 7)
-    monkeypatch.setattr(accumulation, "_copy", None)
+    monkeypatch.setattr(accumulate_grad, "_copy", None)
     world.backward([layer(torch.ones(3, 5)).exp().sum()])
     gradients = world.workers[0].gradients
     layer(torch.ones(3, 5)).exp().sum().backward()

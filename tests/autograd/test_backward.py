@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd.backward_functions import (
-    call_on,
-    gradient_of_weight,
-    parts,
-    square,
-    times_weight,
-    twice,
-    weight,
-)
+from autograd.backward_functions import call_on, gradient_of_weight, parts, square, times_weight, twice, weight
 from autograd.sights import in_another_thread
 
 import hvlike.autograd

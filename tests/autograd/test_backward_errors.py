@@ -11,8 +11,8 @@ import torch
 from autograd.backward_functions import call_on, failing, let_fail, square, twice, waiting
 from rpc.doors import open_door
 
-from hvlike.autograd.messages import LETTER
-from hvlike.rpc.agent import current
+from hvlike.autograd.messages import BACKWARD_MESSAGE
+from hvlike.rpc.agent.agent import current_agent
 
 MODES = ["fast", "safe", "smart"]
 
@@ -179,7 +179,7 @@ def wait_for_runs(context: int) -> None:
 
 def ignore_letters() -> None:
     """This worker takes no part in backwards until the end of the session, and nobody knows."""
-    current().take(LETTER, lambda source, wire, storages: None)
+    current_agent().take(BACKWARD_MESSAGE, lambda source, wire, storages: None)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,7 +11,7 @@ import torch
 from autograd.backward_functions import gradient_of_weight, nothing, square, times_weight, twice
 from rpc.doors import open_door, pass_door
 
-from hvlike.rpc.agent import current
+from hvlike.rpc.agent.agent import current_agent
 
 COMPLETE = ["safe", "smart"]
 
@@ -68,10 +68,10 @@ def test_a_call_that_has_not_been_opened_yet(
 
 def open_when_crowded(door: str) -> None:
     """Open the door when calls wait for a thread because all of them stand at it."""
-    crew = current().fabric.loop.crew
+    thread_pool = current_agent().fabric.loop.thread_pool
 
     def wait() -> None:
-        while not crew.queued:
+        while not thread_pool.queued:
             time.sleep(1e-3)
         open_door(door)
 

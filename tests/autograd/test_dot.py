@@ -4,24 +4,28 @@ import re
 
 import pytest
 
-from hvlike.autograd.dot import Node, Part, quote, write_dot
+from hvlike.autograd.graphviz import DotNode, WorkerGraph, quote, write_dot
 
 pytestmark = pytest.mark.pure
 
 # worker0: root -> recv 5, a leaf          worker1: send 5 -> node -> leaf
 PARTS = [
-    Part(
+    WorkerGraph(
         1,
         "trainer",
-        (Node(0, "send", "to master", (1,)), Node(1, "node", "AddBackward0"), Node(2, "leaf", "leaf\n[2]")),
+        (DotNode(0, "send", "to master", (1,)), DotNode(1, "node", "AddBackward0"), DotNode(2, "leaf", "leaf\n[2]")),
         ((0, 1), (1, 2)),
         sends={5: 0, 6: 0},
         segments=("final, nodes: 3",),
     ),
-    Part(
+    WorkerGraph(
         0,
         "master",
-        (Node(0, "root", 'a "root"'), Node(1, "recv", "from trainer", (1, 2)), Node(2, "recv", "from elsewhere")),
+        (
+            DotNode(0, "root", 'a "root"'),
+            DotNode(1, "recv", "from trainer", (1, 2)),
+            DotNode(2, "recv", "from elsewhere"),
+        ),
         ((0, 1),),
         recvs={5: 1, 7: 2},
     ),

@@ -9,7 +9,7 @@ import torch
 from autograd.local_world import LocalWorld
 from torch import Tensor
 
-from hvlike.autograd.leaf_hooks import hooks_of
+from hvlike.autograd.accumulate_grad import hooks_of
 
 pytestmark = pytest.mark.pure
 

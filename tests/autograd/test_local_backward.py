@@ -13,10 +13,10 @@ from autograd.local_world import LocalWorld, OneProcess
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from hvlike.autograd.distributed_context import Recv
+from hvlike.autograd.context import Recv
+from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward
 from hvlike.autograd.local_graph import LocalGraph
-from hvlike.autograd.segment import Segment
 
 pytestmark = pytest.mark.pure
 
@@ -288,7 +288,7 @@ def test_segments_tell_what_ran() -> None:
     assert (first.kind, first.nodes, first.leaves) == ("plain", 2, 0)
     assert (second.kind, second.nodes, second.leaves) == ("final", 2, 1)
     assert first.start <= first.end <= second.start <= second.end
-    assert isinstance(first, Segment)
+    assert isinstance(first, SegmentRecord)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 8])

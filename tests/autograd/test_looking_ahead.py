@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvlike.autograd.distributed_context import DistributedContext, new_recv, new_send
+from hvlike.autograd.context import DistributedContext, attach, new_recv, new_send
 from hvlike.autograd.local_backward import LocalBackward
-from hvlike.autograd.recording import attach
 
 pytestmark = pytest.mark.pure
 

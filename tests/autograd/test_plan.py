@@ -7,8 +7,7 @@ import random
 import pytest
 from autograd.test_graph import graph
 
-from hvlike.autograd.graph import Scan, clear
-from hvlike.autograd.plan import Plan, plan
+from hvlike.autograd.graph import Plan, Scan, clear, plan
 
 pytestmark = pytest.mark.pure
 

@@ -14,8 +14,7 @@ from rpc.doors import open_door, pass_door
 
 import hvlike.autograd
 import hvlike.rpc
-from hvlike.autograd.contexts import RELEASE, WITHDRAW, Contexts
-from hvlike.autograd.identifiers import giver_of
+from hvlike.autograd.contexts import RELEASE, WITHDRAW, Contexts, rank_of_id
 
 UNKNOWN = "Could not find autograd context with id: "
 
@@ -313,7 +312,7 @@ def test_ten_thousand_contexts_leave_nothing() -> None:
     other, its_agent = worker(1)
     for number in range(10_000):
         made = creator.create()
-        assert giver_of(made.id) == 0
+        assert rank_of_id(made.id) == 0
         note = creator.sent(made.id, 1, "", [leaf()] if number % 100 == 0 else ())
         assert note is not None
         other.came(note, 0, [leaf()] if note[1] else ())

@@ -9,10 +9,20 @@ import torch
 from bench.some_conditions import CONDITIONS
 from torch import Tensor
 
-from hvlike.bench.autograd import NODES, STEPS
-from hvlike.bench.autograd_analysis import Analysis, analyse
-from hvlike.bench.autograd_report import ALONE, SAFE, SMART, TENSORPIPE, Result, as_text, panels
-from hvlike.bench.autograd_work import Step, alone, as_message, from_message, half
+from hvlike.bench.autograd import (
+    ALONE,
+    NODES,
+    SAFE,
+    SMART,
+    STEPS,
+    TENSORPIPE,
+    Analysis,
+    Result,
+    analyse,
+    as_text,
+    panels,
+)
+from hvlike.bench.rpc_work import Step, half, step_as_message, step_from_message, steps_alone
 from hvlike.errors import HvlikeError
 
 pytestmark = pytest.mark.pure
@@ -61,7 +71,7 @@ def modules(local: Local) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
 def test_a_step_comes_back_from_its_message_as_it_was(step: Step) -> None:
-    assert from_message(as_message(step)) == step
+    assert step_from_message(step_as_message(step)) == step
 
 
 @pytest.mark.parametrize("unused", [0, 2])
@@ -82,7 +92,7 @@ def test_wrong_gradients_are_no_result() -> None:
 
 
 def test_the_same_step_runs_in_one_process() -> None:
-    assert all(each > 0 for each in alone(STEP))
+    assert all(each > 0 for each in steps_alone(STEP))
 
 
 def test_the_analysis_is_of_graphs_of_the_size_asked_for() -> None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from hvlike.bench.comparison import Contestant, Ratio, Summary, compare
+from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare
 
 pytestmark = pytest.mark.pure
 

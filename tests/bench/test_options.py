@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvlike.bench import allreduce, command, step
-from hvlike.bench.workloads import DEFAULT
+from hvlike.bench.trainers import DEFAULT
 from hvlike.errors import UsageError
 
 pytestmark = pytest.mark.pure

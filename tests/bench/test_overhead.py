@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvlike.bench.overhead import overhead_ratio, overheads, relative
-from hvlike.bench.step_report import Result, as_text, panels
+from hvlike.bench.harness.comparison import overhead_ratio, overheads, relative
+from hvlike.bench.step import Result, as_text, panels
 
 pytestmark = pytest.mark.pure
 

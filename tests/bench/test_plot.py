@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.bench.options import positive
-from hvlike.bench.plot import Bars, Curves, draw
-from hvlike.observe.picture import png
+from hvlike.bench.harness.benchmark import positive
+from hvlike.bench.harness.report import Bars, Curves, draw
+from hvlike.observe.pictures import png
 
 pytestmark = pytest.mark.pure
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bench.some_conditions import CONDITIONS
 
-from hvlike.bench.rpc_report import MPI, OURS, TENSORPIPE, Result, as_text, panels
+from hvlike.bench.rpc import MPI, OURS, TENSORPIPE, Result, as_text, panels
 from hvlike.bench.rpc_session import tensorpipe
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work, as_message, from_message
 from hvlike.errors import HvlikeError

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hvlike.bench.launching import refuse_inside_a_job
-from hvlike.bench.scaling_report import Rank, Result, Way, as_text, panels, summarise
+from hvlike.bench.harness.processes import refuse_inside_a_job
+from hvlike.bench.scaling import Rank, Result, Way, as_text, panels, summarise
 from hvlike.errors import UsageError
-from hvlike.transport.traffic import Sent
+from hvlike.transport.messages.traffic import Sent
 
 pytestmark = pytest.mark.pure
 

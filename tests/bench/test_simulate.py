@@ -9,8 +9,7 @@ import pytest
 from bench.loggp_constants import CONSTANTS, WORK
 
 from hvlike.bench.loggp import Job
-from hvlike.bench.simulate import BENCHMARK, above_zero, override, read_constants
-from hvlike.bench.simulate_report import panels, simulate
+from hvlike.bench.simulate import BENCHMARK, above_zero, override, panels, read_constants, simulate
 from hvlike.errors import UsageError
 
 pytestmark = pytest.mark.pure

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 
-from hvlike.bench.report import table
-from hvlike.bench.sizes import format_seconds, format_size, parse_size, parse_sizes
+from hvlike.bench.harness.report import format_seconds, format_size, parse_size, parse_sizes, table
 
 pytestmark = pytest.mark.pure
 

@@ -3,9 +3,7 @@
 import pytest
 from bench.some_conditions import CONDITIONS
 
-from hvlike.bench.waiting import FREE, as_json, as_text, panels
-from hvlike.bench.waiting_measure import AGAIN, NAMED, NOTHING, PLANNED, ratios
-from hvlike.bench.waiting_work import repeated, works
+from hvlike.bench.waiting import AGAIN, FREE, NAMED, NOTHING, PLANNED, as_json, as_text, panels, ratios, repeated, works
 
 pytestmark = pytest.mark.pure
 

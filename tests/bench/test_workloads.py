@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from hvlike.bench.shapes import bert, resnet_50, small
-from hvlike.bench.workloads import WORKLOADS
+from hvlike.bench.trainers import WORKLOADS, bert, resnet_50, small
 
 pytestmark = pytest.mark.pure
 

@@ -3,8 +3,7 @@
 import pytest
 from bench.some_conditions import CONDITIONS
 
-from hvlike.bench.zero import shapes_of
-from hvlike.bench.zero_report import ADAM, ALONE, ZERO, Result, as_text, panels
+from hvlike.bench.zero import ADAM, ALONE, ZERO, Result, as_text, panels, shapes_of
 
 pytestmark = pytest.mark.pure
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hvlike import Average, Max, Min, Product, Sum
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,7 +12,7 @@ from collectives.inputs import LAYOUTS, contribution, reduced, same
 from torch import Tensor
 
 from hvlike import ProcessSet
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 
 REDUCING = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_")
 SCATTERING = ("reducescatter", "grouped_reducescatter")

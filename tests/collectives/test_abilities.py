@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.planes.nccl import describe
+from hvlike.backends.cuda.nccl import describe
 
 
 def test_mpi_carries_everything_and_nothing_else_does(hvd: ModuleType) -> None:

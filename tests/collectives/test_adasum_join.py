@@ -7,7 +7,7 @@ import torch
 from adasum_reference import adasum
 from torch import nn
 
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

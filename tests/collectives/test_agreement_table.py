@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from hvlike.collectives.agreement import Agreement, find_mismatch, name_ranks, summarise
-from hvlike.collectives.request import Signature
+from hvlike.collectives.requests.message_table import MessageTable, find_mismatch, name_ranks, summarise
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.errors import MismatchError, ShapeMismatchError
 
 pytestmark = pytest.mark.pure
 
 RANKS = (0, 3, 5)
-GRAD = Signature("allreduce", ("float32",), ((2, 3),), op=1, strides=(None,))
+GRAD = RequestSpec("allreduce", ("float32",), ((2, 3),), op=1, strides=(None,))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_name_ranks(ranks: Any, text: str) -> None:
 
 
 def test_the_last_member_brings_the_verdict() -> None:
-    agreement = Agreement(RANKS)
+    agreement = MessageTable(RANKS)
     key = ("allreduce", "grad")
     assert agreement.submit(2, key, GRAD) is None
     assert agreement.missing(key) == [0, 3]
@@ -42,16 +42,16 @@ def test_the_last_member_brings_the_verdict() -> None:
 
 
 def test_a_withdrawn_request_starts_anew() -> None:
-    agreement = Agreement(RANKS)
+    agreement = MessageTable(RANKS)
     key = ("barrier", "noname.0")
-    agreement.submit(0, key, Signature("barrier"))
+    agreement.submit(0, key, RequestSpec("barrier"))
     agreement.withdraw(key)
     agreement.withdraw(key)
     assert agreement.missing(key) == list(RANKS)
 
 
 def test_requests_of_several_names_do_not_touch() -> None:
-    agreement = Agreement((0, 1))
+    agreement = MessageTable((0, 1))
     agreement.submit(0, ("allreduce", "a"), GRAD)
     agreement.submit(1, ("allreduce", "b"), GRAD)
     agreement.submit(1, ("broadcast", "a"), GRAD._replace(kind="broadcast"))
@@ -101,10 +101,10 @@ def test_strides_may_differ_and_then_rows_are_the_order() -> None:
 
 
 def test_rows_of_an_allgather_may_differ() -> None:
-    signatures = [Signature("allgather", ("int8",), (shape,), strides=(None,)) for shape in ((4, 2), (0, 2), (1, 2))]
+    signatures = [RequestSpec("allgather", ("int8",), (shape,), strides=(None,)) for shape in ((4, 2), (0, 2), (1, 2))]
     assert find_mismatch("rows", RANKS, signatures) is None
     assert summarise(signatures) == ((4,), (0,), (1,))
-    scalars = [Signature("allgather", ("int8",), ((),), strides=(None,))] * 3
+    scalars = [RequestSpec("allgather", ("int8",), ((),), strides=(None,))] * 3
     assert summarise(scalars) == ((1,), (1,), (1,))
     wrong = [*signatures[:2], signatures[2]._replace(shapes=((1, 3),))]
     found = find_mismatch("rows", RANKS, wrong)

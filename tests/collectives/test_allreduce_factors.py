@@ -7,7 +7,7 @@ import pytest
 import torch
 from collectives.inputs import COMPLEX, FLOATS, INTEGERS, OPS, contribution, defined, reduced, same
 
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 
 
 def contributions(hvd: ModuleType, dtype: torch.dtype) -> list[torch.Tensor]:

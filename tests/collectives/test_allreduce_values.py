@@ -8,7 +8,7 @@ import torch
 from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from torch import Tensor
 
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 
 SHAPE = (5, 3)
 CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]

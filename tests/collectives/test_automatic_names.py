@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.collectives.names import AutomaticNames
+from hvlike.collectives.controller.tensor_queue import AutomaticNames
 
 pytestmark = pytest.mark.pure
 

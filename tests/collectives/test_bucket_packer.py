@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hvlike.collectives.bucket_packer import BucketPacker
-from hvlike.collectives.picking import pick
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import SoloPlane
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import SoloBackend
+from hvlike.collectives.fusion.bucket_packer import BucketPacker, pick
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.pure
 
@@ -18,13 +17,13 @@ LARGE = 20_000
 """Elements of a float32 tensor that is not packed."""
 
 
-class RecordingPlane(SoloPlane):
+class RecordingPlane(SoloBackend):
     """Notes what it is asked to reduce."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         self.seen = list(tensors)
         yield from super().allreduce(tensors, arithmetic)
 

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvlike.collectives.compression import (
-    CastCompressor,
-    Compression,
-    Compressor,
-    NoneCompressor,
-    check_compressor,
-)
+from hvlike.collectives.compression import CastCompressor, Compression, Compressor, NoneCompressor, check_compressor
 from hvlike.errors import UsageError
 
 ALL = [Compression.none, Compression.fp16, Compression.bf16]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 
-from hvlike.collectives.express import ways
+from hvlike.backends.shared_memory.algorithm_choice import ROUNDS
+from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.errors import MismatchError
-from hvlike.planes.trial import ROUNDS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -29,7 +29,7 @@ OF_EACH_KIND = (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.co
 def express(hvd):
     """The express way of all ranks, open and not waiting after refusals."""
     for _ in range(MOST_CALLS):
-        way = ways.get(0)
+        way = inline_allreduces.get(0)
         before = 0 if way is None else way.served
         hvd.allreduce_(torch.zeros(3), name="to open the express way")
         if way is not None and way.served > before:
@@ -216,7 +216,7 @@ def test_reduced_tensors_of_process_sets(hvd):
         if members.included():
             for _ in range(8):
                 assert hvd.allreduce_(torch.ones(3), op=hvd.Sum, name="set", process_set=members)[0] == 2
-            way = ways.get(members.process_set_id)
+            way = inline_allreduces.get(members.process_set_id)
             assert way is None or way.served > 0
     finally:
         hvd.remove_process_set(members)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hvlike.collectives.agreement import Verdict
-from hvlike.collectives.execution import fuse
-from hvlike.collectives.jobs.site import Agreed
-from hvlike.collectives.request import Request, signature_of
+from hvlike.collectives.controller.execution import fuse
+from hvlike.collectives.controller.operations import Agreed
+from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.request import Request, signature_of
 
 pytestmark = pytest.mark.pure
 
@@ -15,7 +15,7 @@ def ask(name: str, *lengths: int, kind: str = "allreduce", op: int = 1) -> Agree
     """An operation on tensors of so many bytes."""
     tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
     request = Request(name, signature_of(kind, tensors, op=op), tensors, lambda request: None)
-    return request, Verdict(request.key, request.signature)
+    return request, Response(request.key, request.signature)
 
 
 def names(batches: list[list[Agreed]]) -> list[str]:

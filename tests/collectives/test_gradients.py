@@ -8,7 +8,7 @@ import torch
 from collectives.inputs import OPS, same
 from torch import Tensor
 
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 
 STEP = 1e-5
 FACTORS = [(1.0, 1.0), (0.5, 3.0)]

@@ -9,7 +9,7 @@ import torch
 from collectives.inputs import DTYPES, LAYOUTS, reduced, same
 from torch import Tensor
 
-from hvlike.collectives.operand import Operand
+from hvlike.collectives.requests.reduction import Operand
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.005], ids=["this thread", "the loop's thread"])

@@ -2,33 +2,33 @@
 
 import torch
 
-from hvlike.collectives.agreement import Agreement
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.joining import (
+from hvlike.collectives.requests.join_protocol import (
     JOIN_KEY,
     LEAVE_KEY,
-    Failure,
+    JoinFailure,
     JoinRequest,
+    JoinScope,
     LeaveEnd,
     LeaveRequest,
-    Scope,
     neutral_tensors,
 )
-from hvlike.collectives.lane_proposal import LaneProposal
-from hvlike.collectives.request import Signature
+from hvlike.collectives.requests.message_table import MessageTable
+from hvlike.collectives.requests.plan import QueueProposal
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.ops import ReduceOp
 
-GRAD = Signature("allreduce", ("float32",), ((2,),), op=1, strides=(None,))
+GRAD = RequestSpec("allreduce", ("float32",), ((2,),), op=1, strides=(None,))
 X = ("allreduce", "x")
 
 
-def joins(plans: tuple[int, ...] = (), spare: tuple[int, ...] = (), **counts: int) -> Signature:
-    return Signature("join", detail=JoinRequest(counts, frozenset(plans), frozenset(spare)))
+def joins(plans: tuple[int, ...] = (), spare: tuple[int, ...] = (), **counts: int) -> RequestSpec:
+    return RequestSpec("join", detail=JoinRequest(counts, frozenset(plans), frozenset(spare)))
 
 
 def test_a_request_that_lacked_only_the_rank_that_joins_is_decided() -> None:
-    agreement = Agreement((0, 1, 2))
+    agreement = MessageTable((0, 1, 2))
     assert agreement.submit(0, X, GRAD) is None
     assert agreement.submit(2, X, GRAD) is None
     assert agreement.missing(X) == [1]
@@ -39,9 +39,9 @@ def test_a_request_that_lacked_only_the_rank_that_joins_is_decided() -> None:
 
 
 def test_what_cannot_do_without_a_rank_fails_once_all_active_ranks_have_asked() -> None:
-    agreement = Agreement((4, 5, 6))
+    agreement = MessageTable((4, 5, 6))
     agreement.join(0, joins())
-    gather = Signature("allgather", ("float32",), ((2,),), strides=(None,))
+    gather = RequestSpec("allgather", ("float32",), ((2,),), strides=(None,))
     assert agreement.submit(1, ("allgather", "y"), gather) is None
     verdict = agreement.submit(2, ("allgather", "y"), gather)
     assert verdict is not None
@@ -49,7 +49,7 @@ def test_what_cannot_do_without_a_rank_fails_once_all_active_ranks_have_asked() 
 
 
 def test_the_end_names_the_last_rank_and_aligns_the_counts() -> None:
-    agreement = Agreement((4, 5, 6))
+    agreement = MessageTable((4, 5, 6))
     assert agreement.join(1, joins((1, 2), (7, 8), allreduce=3)) == []
     assert agreement.join(2, joins((1, 2, 3), (8,), barrier=1)) == []
     (verdict,) = agreement.join(0, joins((2, 3), (8, 9), allreduce=5))
@@ -63,7 +63,7 @@ def test_the_end_names_the_last_rank_and_aligns_the_counts() -> None:
 
 
 def test_plans_made_after_a_rank_has_joined_are_its_own_too() -> None:
-    agreement = Agreement((0, 1))
+    agreement = MessageTable((0, 1))
     agreement.join(0, joins((1,)))
     agreement.joins.planned(2)
     (verdict,) = agreement.join(1, joins((2,)))
@@ -71,23 +71,23 @@ def test_plans_made_after_a_rank_has_joined_are_its_own_too() -> None:
 
 
 def test_a_lane_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and_once() -> None:
-    agreement = Agreement((0, 1, 2))
+    agreement = MessageTable((0, 1, 2))
     agreement.join(0, joins(spare=(3, 4)))
     agreement.join(1, joins(spare=(4,)))
     assert agreement.joins.take_lane(3) == -1
     assert agreement.joins.take_lane(4) == 4
     assert agreement.joins.take_lane(4) == -1
-    assert Agreement((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
+    assert MessageTable((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
 
 
-def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -> Signature:
-    return Signature("join", detail=LeaveRequest(counts, frozenset(spare), failed))
+def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -> RequestSpec:
+    return RequestSpec("join", detail=LeaveRequest(counts, frozenset(spare), failed))
 
 
 def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
-    agreement = Agreement((0, 1))
-    request = JoinRequest({}, frozenset(), scope=Scope.PLANS, marks={"known": Mark()})
-    agreement.join(0, Signature("join", detail=request))
+    agreement = MessageTable((0, 1))
+    request = JoinRequest({}, frozenset(), scope=JoinScope.PLANS, marks={"known": Mark()})
+    agreement.join(0, RequestSpec("join", detail=request))
     assert list(agreement.joined) == []
     assert list(agreement.away) == [0]
     assert agreement.submit(1, X, GRAD) is None
@@ -98,9 +98,9 @@ def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
 
 
 def test_a_lane_is_agreed_without_a_rank_that_knows_it() -> None:
-    agreement = Agreement((0, 1))
-    agreement.join(0, Signature("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
-    lane = Signature("lane", detail=LaneProposal((("length", "3"),), ""))
+    agreement = MessageTable((0, 1))
+    agreement.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
+    lane = RequestSpec("lane", detail=QueueProposal((("length", "3"),), ""))
     known = agreement.submit(1, ("lane", "known"), lane)
     assert known is not None
     assert (known.error, known.extra.serial) == (None, 1)
@@ -110,10 +110,10 @@ def test_a_lane_is_agreed_without_a_rank_that_knows_it() -> None:
 
 
 def test_ranks_that_join_in_different_ways_are_told() -> None:
-    agreement = Agreement((4, 5))
+    agreement = MessageTable((4, 5))
     agreement.join(0, joins())
     other = JoinRequest({}, frozenset(), how="left its Join context of Counter")
-    (verdict,) = agreement.join(1, Signature("join", detail=other))
+    (verdict,) = agreement.join(1, RequestSpec("join", detail=other))
     assert str(verdict.error) == (
         "Mismatched join: rank 4 called hvd.join(), rank 5 left its Join context of Counter. Join in the same way on "
         "every rank, with the same joinables."
@@ -121,7 +121,7 @@ def test_ranks_that_join_in_different_ways_are_told() -> None:
 
 
 def test_all_leave_together() -> None:
-    agreement = Agreement((0, 1, 2))
+    agreement = MessageTable((0, 1, 2))
     assert agreement.submit(1, LEAVE_KEY, leave((1, 2), allreduce=3)) is None
     assert agreement.submit(0, LEAVE_KEY, leave((2, 3), failed=True)) is None
     verdict = agreement.submit(2, LEAVE_KEY, leave((2,), allreduce=1, barrier=1))
@@ -130,7 +130,7 @@ def test_all_leave_together() -> None:
 
 
 def test_steps_that_a_failed_rank_has_taken_part_in_can_be_completed() -> None:
-    failure = Failure(HorovodInternalError("gone"), {"a": 3})
+    failure = JoinFailure(HorovodInternalError("gone"), {"a": 3})
     assert [failure.misses("a", step) for step in (2, 3, 4)] == [False, False, True]
     assert failure.misses("b", 1)
 
@@ -138,7 +138,7 @@ def test_steps_that_a_failed_rank_has_taken_part_in_can_be_completed() -> None:
 def test_neutral_tensors() -> None:
     def neutral(op: ReduceOp, dtype: str, prescale: float = 1.0) -> object:
         (tensor,) = neutral_tensors(
-            Signature("allreduce", (dtype,), ((1,),), op=op, prescale=prescale, strides=(None,))
+            RequestSpec("allreduce", (dtype,), ((1,),), op=op, prescale=prescale, strides=(None,))
         )
         assert tensor.dtype is getattr(torch, dtype)
         return tensor.item()

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hvlike.collectives import latecomers
-from hvlike.collectives.inspection import StallLimits
-from hvlike.collectives.latecomers import Latecomers
+from hvlike.collectives.health import shutdown_barrier
+from hvlike.collectives.health.shutdown_barrier import MissingRanksReport
+from hvlike.collectives.health.stall_inspector import StallLimits
 from hvlike.errors import StalledError
 
 pytestmark = pytest.mark.pure
@@ -25,12 +25,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(latecomers, "time", clock)
+    monkeypatch.setattr(shutdown_barrier, "time", clock)
     assert time.monotonic() != clock.now
     return clock
 
 
-def inspect(late: Latecomers, missing: list[int], clock: Clock, answers: dict[int, str]) -> StalledError | None:
+def inspect(late: MissingRanksReport, missing: list[int], clock: Clock, answers: dict[int, str]) -> StalledError | None:
     routine = late.inspect(lambda: missing)
     next(routine)
     for rank, place in answers.items():
@@ -48,7 +48,7 @@ def inspect(late: Latecomers, missing: list[int], clock: Clock, answers: dict[in
 
 def test_it_asks_and_reports_where_they_are(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
-    late = Latecomers(StallLimits(60.0), asked.append, lambda rank: f"seen {rank}")
+    late = MissingRanksReport(StallLimits(60.0), asked.append, lambda rank: f"seen {rank}")
     clock.now += 59
     assert not late.is_due
     clock.now += 1
@@ -62,7 +62,7 @@ def test_it_asks_and_reports_where_they_are(clock: Clock, caplog: pytest.LogCapt
 
 
 def test_past_the_limit_it_is_an_error(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    late = Latecomers(StallLimits(None, 5.0), lambda rank: None, lambda rank: "")
+    late = MissingRanksReport(StallLimits(None, 5.0), lambda rank: None, lambda rank: "")
     clock.now += 4
     assert not late.is_due
     clock.now += 1
@@ -74,7 +74,7 @@ def test_past_the_limit_it_is_an_error(clock: Clock, caplog: pytest.LogCaptureFi
 
 
 def test_who_has_come_meanwhile_is_not_reported(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    late = Latecomers(StallLimits(1.0, 2.0), lambda rank: None, lambda rank: "")
+    late = MissingRanksReport(StallLimits(1.0, 2.0), lambda rank: None, lambda rank: "")
     clock.now += 50
     missing = [1]
     routine = late.inspect(lambda: missing)
@@ -87,6 +87,6 @@ def test_who_has_come_meanwhile_is_not_reported(clock: Clock, caplog: pytest.Log
 
 
 def test_without_limits_nobody_is_asked(clock: Clock) -> None:
-    late = Latecomers(StallLimits(None, 0.0), lambda rank: None, lambda rank: "")
+    late = MissingRanksReport(StallLimits(None, 0.0), lambda rank: None, lambda rank: "")
     clock.now += 1e9
     assert not late.is_due

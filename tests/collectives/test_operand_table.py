@@ -7,8 +7,8 @@ import torch
 from collectives.inputs import DTYPES, LAYOUTS, OPS, SHAPES, contribution, transposed
 from torch import Tensor
 
-from hvlike.collectives.operand import Operand, is_dense, row_by_row, working_dtype
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.requests.reduction import Operand, is_dense, row_by_row, working_dtype
 
 pytestmark = pytest.mark.pure
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.collectives.pinning import device_index
+from hvlike.collectives.session.basics import device_index
 from hvlike.errors import LaunchError, UsageError
 
 

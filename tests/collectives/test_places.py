@@ -4,20 +4,20 @@ import sys
 
 import pytest
 
-from hvlike.collectives.places import Place, place_of_caller
+from hvlike.collectives.requests.request import CallSite, find_call_site
 
 pytestmark = pytest.mark.pure
 
 
 def test_it_is_the_line_of_the_call() -> None:
-    place, line = place_of_caller(0), sys._getframe().f_lineno
+    place, line = find_call_site(0), sys._getframe().f_lineno
     assert str(place) == f"{__file__}:{line}"
 
 
 def test_it_is_that_of_each_call_in_a_loop_over_lines() -> None:
     first = sys._getframe().f_lineno
-    places: list[Place] = [
-        place_of_caller(0),
-        place_of_caller(0),
+    places: list[CallSite] = [
+        find_call_site(0),
+        find_call_site(0),
     ]
     assert [str(each) for each in places] == [f"{__file__}:{first + 2}", f"{__file__}:{first + 3}"]

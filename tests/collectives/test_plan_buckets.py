@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.collectives.plan import fill_buckets
+from hvlike.collectives.requests.plan import fill_buckets
 
 pytestmark = pytest.mark.pure
 

@@ -5,20 +5,20 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.collectives.planned_lane import PlannedLane
-from hvlike.collectives.reductions import arithmetic_of
-from hvlike.collectives.shadow import CountingJob
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.requests.reduction import arithmetic_of
+from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 
 def adding(tensor: torch.Tensor, size: int, *, active: bool) -> CountingJob:
     """A job that sums a tensor up over the ranks."""
     arithmetic = arithmetic_of(tensor.dtype, ReduceOp.SUM, size, 1.0, 1.0)
 
-    def run(plane: Plane) -> Routine[int]:
+    def run(plane: Backend) -> Coroutine[int]:
         plane.begin_count(active=active)
         yield from plane.allreduce([tensor], arithmetic)
         return (yield from plane.end_count())
@@ -32,7 +32,7 @@ class Adder:
     def __init__(self, size: int) -> None:
         self.size = size
         self.seen: list[torch.Tensor] = []
-        self.lane = PlannedLane("Adder", described={"length": 3})
+        self.lane = PlannedQueue("Adder", described={"length": 3})
         self.lane.stand_in = self.stand_in
         self.lane.agree()
 
@@ -61,7 +61,7 @@ def test_a_rank_that_has_joined_sees_what_the_others_do(hvd: ModuleType) -> None
         # The last step has nobody.
         assert seen == [size - 1 - step for step in range(rank, size)]
         adder.seen.clear()
-        lanes.append(len(hvd.collectives.context.current().membership(None, "test").lanes.all()))
+        lanes.append(len(hvd.collectives.context.current().set_state(None, "test").lanes.all()))
     assert lanes[-1] == lanes[0]
 
 
@@ -80,12 +80,12 @@ def test_what_differs_is_named_on_every_rank(hvd: ModuleType) -> None:
     rank = hvd.rank()
     text = r"Mismatched shape of 'w' in 'Thing\.\d+': rank 0 has \[3\], rank 1 has \[4\]\. Shape it alike\."
     described = {"shape of 'v'": [2], "shape of 'w'": [3 if rank == 0 else 4]}
-    lane = PlannedLane("Thing", described=described, advice="Shape it alike.")
+    lane = PlannedQueue("Thing", described=described, advice="Shape it alike.")
     with pytest.raises(MismatchError, match=text):
         lane.agree()
     order = ["a", "b"] if rank == 0 else ["b", "a"]
     with pytest.raises(MismatchError, match=r"Mismatched order .* rank 0 lists a, b, rank 1 lists b, a\."):
-        PlannedLane("Thing", described=dict.fromkeys(order, 1)).agree()
+        PlannedQueue("Thing", described=dict.fromkeys(order, 1)).agree()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -93,7 +93,7 @@ def test_after_an_error_the_next_step_opens_another_lane(hvd: ModuleType) -> Non
     adder = Adder(hvd.size())
     adder.step()
 
-    def failing(plane: Plane) -> Routine[int]:
+    def failing(plane: Backend) -> Coroutine[int]:
         yield Wait.AGAIN
         raise ZeroDivisionError("in the job")
 
@@ -104,7 +104,7 @@ def test_after_an_error_the_next_step_opens_another_lane(hvd: ModuleType) -> Non
 
 @pytest.mark.mpi(min_size=2)
 def test_a_lane_that_cannot_stand_in_refuses_the_join_on_every_rank(hvd: ModuleType) -> None:
-    lane = PlannedLane("Rigid")
+    lane = PlannedQueue("Rigid")
     lane.agree()
     with pytest.raises(ValueError, match=r"'Rigid\.\d+' is in use"):
         hvd.join()

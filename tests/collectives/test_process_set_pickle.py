@@ -4,7 +4,7 @@ import copy
 import pickle
 from types import ModuleType
 
-from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet
 
 
 def test_a_registered_set_comes_back_as_itself(hvd: ModuleType) -> None:

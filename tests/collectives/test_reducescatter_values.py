@@ -8,8 +8,8 @@ import torch
 from collectives.inputs import DTYPES, LAYOUTS, OPS, contribution, defined, reduced, same
 from torch import Tensor
 
-from hvlike.collectives.jobs.reducescatter import even_rows
-from hvlike.planes.ops import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.controller.operations import even_rows
 
 CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
 

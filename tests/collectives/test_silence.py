@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.collectives.inspection import StallLimits
-from hvlike.collectives.silence import PING, Silence, answer_of
+from hvlike.collectives.health.stall_inspector import PING, PeerProbe, StallLimits, answer_of
 from hvlike.errors import StalledError
 
 pytestmark = pytest.mark.pure
@@ -32,7 +31,7 @@ class Job:
         self.answering = answering
         self.asked: list[int] = []
         loop: Any = Loop()
-        self.silence = Silence(loop, 2, 0, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
+        self.silence = PeerProbe(loop, 2, 0, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
 
     def send(self, rank: int, what: str, asked: float) -> None:
         assert what == PING

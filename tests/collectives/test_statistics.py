@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hvlike.collectives.statistics import Statistics
+from hvlike.collectives.api.statistics import Statistics
 from hvlike.observe.counters import Counters, Moved, Waits
 
 

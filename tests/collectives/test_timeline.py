@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.observe.trace_file import path_of_rank
+from hvlike.observe.recorder import path_of_rank
 
 Event = dict[str, Any]
 

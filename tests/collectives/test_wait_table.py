@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvlike.collectives.request import Key
-from hvlike.collectives.waits import STEP, Waiting, WaitTable
+from hvlike.collectives.health.wait_for_graph import STEP, WaitForGraph, WaitReport
+from hvlike.collectives.requests.request import RequestKey
 
 pytestmark = pytest.mark.pure
 
@@ -11,12 +11,12 @@ X, Y, Z = ("allreduce", "x"), ("allreduce", "y"), ("broadcast", "x")
 MODEL = (STEP, "model")
 
 
-def waiting(key: Key, *, steps: int = 0, certain: bool = True, since: float = 0.0, **counts: int) -> Waiting:
-    return Waiting(key, counts, {"model": steps}, certain, since)
+def waiting(key: RequestKey, *, steps: int = 0, certain: bool = True, since: float = 0.0, **counts: int) -> WaitReport:
+    return WaitReport(key, counts, {"model": steps}, certain, since)
 
 
-def table(*waits: Waiting | None) -> WaitTable:
-    found = WaitTable(tuple(range(len(waits))))
+def table(*waits: WaitReport | None) -> WaitForGraph:
+    found = WaitForGraph(tuple(range(len(waits))))
     for position, each in enumerate(waits):
         if each is not None:
             found.report(position, each)
@@ -45,7 +45,7 @@ def table(*waits: Waiting | None) -> WaitTable:
         ([waiting(MODEL, steps=4), waiting(MODEL, steps=4)], {}, False),
     ],
 )
-def test_deadlocked(waits: list[Waiting | None], missing: dict[Key, list[int]], deadlock: bool) -> None:
+def test_deadlocked(waits: list[WaitReport | None], missing: dict[RequestKey, list[int]], deadlock: bool) -> None:
     assert table(*waits).deadlocked(lambda key: missing.get(key, [])) is deadlock
 
 

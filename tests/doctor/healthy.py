@@ -3,27 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from hvlike.doctor.case import Case
-from hvlike.doctor.facts.files import Files, Folder
-from hvlike.doctor.facts.gpu import Gpus
-from hvlike.doctor.facts.nccl import NcclState
-from hvlike.doctor.facts.processor import Processor
-from hvlike.doctor.facts.programs import Programs, Trial
-from hvlike.doctor.facts.rank import RankFacts
-from hvlike.doctor.facts.shared_memory import SharedMemory
-from hvlike.doctor.facts.software import Software
-from hvlike.doctor.facts.surroundings import Surroundings
-from hvlike.doctor.job import Job, Meeting, Running
-from hvlike.doctor.timing import Row, Timing, Timings, Way
-from hvlike.planes.nccl import NcclFacts
-from hvlike.transport import launchers
-from hvlike.transport.library import Library
-from hvlike.transport.roll_call import Place
-from hvlike.transport.starters import OPEN_MPI, Starter
+from hvlike.backends.cuda.nccl import NcclFacts
+from hvlike.doctor.gpu_facts import Gpus, NcclState
+from hvlike.doctor.job import Case, Job, Meeting, RankFacts, Row, Running, Timing, Timings, Way
+from hvlike.doctor.machine_facts import Files, Folder, Processor, SharedMemory
+from hvlike.doctor.software_facts import Programs, Software, Surroundings, Trial
+from hvlike.transport.host import launchers
+from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
+from hvlike.transport.host.launch_probe import RankReport
 
 MIB = 1 << 20
-LIBRARY = Library("/env/lib/libmpi.so.40", "Open MPI", "5.0.11", "Open MPI v5.0.11")
-MPICH = Library("/env/lib/libmpi.so.12", "MPICH", "5.0.2", "MPICH Version: 5.0.2")
+LIBRARY = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11", "Open MPI v5.0.11")
+MPICH = MpiLibrary("/env/lib/libmpi.so.12", "MPICH", "5.0.2", "MPICH Version: 5.0.2")
 SOFTWARE = Software(
     python="3.11.7",
     executable="/env/bin/python",
@@ -43,12 +34,12 @@ NCCL = NcclState(
     ("cupy-cuda12x 14.2.0",),
     ("nvidia-nccl-cu12 2.21.5",),
 )
-RIGHT = Starter("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
+RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 
 
 def surroundings(environment: dict[str, str] | None = None) -> Surroundings:
     """What these variables say, and nothing else."""
-    launcher = launchers.detect(environment or {})
+    launcher = launchers.detect_launcher(environment or {})
     return Surroundings(launcher, None, (), "1", (), None, ())
 
 
@@ -68,9 +59,9 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
     return replace(facts, **changes)
 
 
-def place(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> Place:
+def place(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
     """Of a rank on alpha."""
-    return Place(number, size, "alpha", level, LIBRARY.text, claims_cuda=False)
+    return RankReport(number, size, "alpha", level, LIBRARY.text, claims_cuda=False)
 
 
 def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:

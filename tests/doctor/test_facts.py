@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.doctor.facts import files, gpu, model, nccl, processor, programs, shared_memory, software, surroundings
-from hvlike.doctor.rungs import gpu as gpu_rung
-from hvlike.doctor.rungs import library as library_rung
-from hvlike.doctor.rungs import wording
-from hvlike.doctor.timing import Way, ways
+from hvlike.doctor import finding, gpu_facts, machine_facts, software_facts
+from hvlike.doctor import gpu_checks as gpu_rung
+from hvlike.doctor import software_checks as library_rung
+from hvlike.doctor.job import Way, ways
 from hvlike.errors import UsageError
-from hvlike.transport.library import Library
-from hvlike.transport.starters import HYDRA, UNKNOWN, Starter
+from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
 
 pytestmark = pytest.mark.pure
 
@@ -44,7 +42,7 @@ def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tu
 
 @pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])
 def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
-    made = model.collect(text)
+    made = machine_facts.collect_model(text)
     assert sum(made.sizes) == 4 * count
     assert set(made.dtypes) == {"float32"}
 
@@ -52,7 +50,7 @@ def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
 def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
-    made = model.collect(f"{path}:small")
+    made = machine_facts.collect_model(f"{path}:small")
     # In the order in which backward brings them, without what needs no gradient.
     assert made.sizes == (80, 48)
     assert "Sequential" in made.name
@@ -61,7 +59,7 @@ def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "net.py", "no/such/file.py:f", "0", "-3", "many"])
 def test_what_is_no_model_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"FILE\.py:function"):
-        model.collect(text)
+        machine_facts.collect_model(text)
 
 
 @pytest.mark.parametrize("name", ["nothing", "missing"])
@@ -69,11 +67,11 @@ def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -
     path = tmp_path / "net.py"
     path.write_text(MODEL)
     with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        model.collect(f"{path}:{name}")
+        machine_facts.collect_model(f"{path}:{name}")
 
 
 def test_the_environment_is_read() -> None:
-    seen = surroundings.collect(
+    seen = software_facts.collect_surroundings(
         {
             "SLURM_JOB_ID": "17",
             "OMPI_COMM_WORLD_SIZE": "4",
@@ -94,7 +92,7 @@ def test_the_environment_is_read() -> None:
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    assert surroundings.collect({}) == surroundings.Surroundings(None, None, (), None, (), None, ())
+    assert software_facts.collect_surroundings({}) == software_facts.Surroundings(None, None, (), None, (), None, ())
 
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homework", "tmpfs")]
@@ -112,15 +110,15 @@ MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homewor
     ],
 )
 def test_a_path_lies_on_the_innermost_mount(path: str, kind: str) -> None:
-    assert files.kind_of(path, MOUNTS) == kind
+    assert machine_facts.kind_of(path, MOUNTS) == kind
 
 
 def test_a_folder_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    (temporary,) = [each for each in files.collect().folders if each.purpose == "temporary files"]
+    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
     assert "No such file" in (temporary.wrong or "")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (temporary,) = [each for each in files.collect().folders if each.purpose == "temporary files"]
+    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
     assert temporary.wrong is None
     assert list(tmp_path.iterdir()) == []
 
@@ -143,31 +141,31 @@ def test_the_limit_of_a_container_in_cores(tree: dict[str, str], cores: float | 
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert processor.quota(tmp_path) == cores
+    assert machine_facts.quota(tmp_path) == cores
 
 
 def test_how_hvlike_shares_memory_is_seen_in_the_map(tmp_path: Path) -> None:
     path = tmp_path / "maps"
     for text, expected in (("", None), ("7f /memfd:hvlike (deleted)", "memfd"), ("7f /dev/shm/hvlike-x", "/dev/shm")):
         path.write_text(text)
-        assert shared_memory.mapped_by_hvlike(path) == expected
+        assert machine_facts.mapped_by_hvlike(path) == expected
 
 
 def test_the_driver_says_its_version(tmp_path: Path) -> None:
     path = tmp_path / "version"
-    assert gpu.driver_version(path) is None
+    assert gpu_facts.driver_version(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version: 12\n")
-    assert gpu.driver_version(path) == "550.54.15"
+    assert gpu_facts.driver_version(path) == "550.54.15"
 
 
 def test_every_copy_of_nccl_is_seen_once() -> None:
     line = "7f00-7f01 r-xp 00000000 fe:00 17                         "
     maps = "\n".join([f"{line}/a/libnccl.so.2", f"{line}/a/libnccl.so.2", f"{line}/b c/libnccl.so.2.21", "7f00 rw-p"])
-    assert nccl.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
+    assert gpu_facts.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
 
 
 def test_the_software_of_this_process_is_found() -> None:
-    found = software.collect()
+    found = software_facts.collect_software()
     assert found.mpi4py_path is not None
     assert found.version("numpy") is not None
     assert found.version("no-such-package") is None
@@ -177,7 +175,7 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = programs.try_out(Starter(str(twice), HYDRA, "1", ()), 60)
+    trial = software_facts.try_out(Mpirun(str(twice), HYDRA, "1", ()), 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
     assert trial.said == ("ranks: 1", "ranks: 1", "some noise")
 
@@ -186,7 +184,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = programs.try_out(Starter(str(slow), UNKNOWN, "1", ()), 0.1)
+    trial = software_facts.try_out(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 
@@ -200,20 +198,20 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_library_comes_from(path: str, wheels: list[str], origin: str) -> None:
-    library = Library(path, "Open MPI", "5.0.11", "")
+    library = MpiLibrary(path, "Open MPI", "5.0.11", "")
     assert library_rung.origin_of(library, Path("/env/bin/python"), wheels) == origin
 
 
 def test_numbers_in_words() -> None:
-    assert wording.numbers("2.13.0+cpu") == (2, 13, 0)
-    assert wording.numbers("unknown") == ()
-    assert [wording.in_bytes(each) for each in (7, 4096, 1_500_000, 64 << 20, 3 << 40)] == [
+    assert finding.numbers("2.13.0+cpu") == (2, 13, 0)
+    assert finding.numbers("unknown") == ()
+    assert [finding.in_bytes(each) for each in (7, 4096, 1_500_000, 64 << 20, 3 << 40)] == [
         "7 bytes",
         "4 KiB",
         "1.4 MiB",
         "64 MiB",
         "3072 GiB",
     ]
-    assert [wording.in_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
-    assert (wording.nccl_version(22703), wording.nccl_version(0)) == ("2.27.3", "none")
+    assert [finding.in_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
+    assert (finding.nccl_version(22703), finding.nccl_version(0)) == ("2.27.3", "none")
     assert gpu_rung.in_cuda(12040) == "12.4"

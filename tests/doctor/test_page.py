@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.doctor import ladder
+from hvlike.doctor import runner
 
 pytestmark = pytest.mark.pure
 
@@ -21,7 +21,7 @@ FAILED = {
 
 def test_every_rung_is_explained_in_its_order() -> None:
     table = PAGE.partition("| rung |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(ladder.RUNGS)
+    assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(runner.CHECKS)
 
 
 def test_the_screens_are_those_of_the_issue() -> None:
@@ -31,7 +31,7 @@ def test_the_screens_are_those_of_the_issue() -> None:
 @pytest.mark.parametrize("name", FAILED)
 def test_a_screen_has_every_rung_and_fails_where_it_should(name: str) -> None:
     rungs = re.findall(r"^ *(ok|warn|FAIL|skip)  (.{14})", SCREENS[name], flags=re.MULTILINE)
-    assert [rung.rstrip() for _, rung in rungs] == list(ladder.RUNGS)
+    assert [rung.rstrip() for _, rung in rungs] == list(runner.CHECKS)
     assert {rung.rstrip() for verdict, rung in rungs if verdict == "FAIL"} == FAILED[name]
     status = SCREENS[name].rstrip().splitlines()[-1]
     assert (status == "0") == (name == "healthy")

@@ -8,24 +8,19 @@ import pytest
 from doctor.healthy import GPUS, LIBRARY, MIB, MPICH, NCCL, RIGHT, SOFTWARE, alone, case, job, place, rank, rows
 from doctor.healthy import surroundings as seen
 
-from hvlike.doctor import ladder
-from hvlike.doctor.case import Case
-from hvlike.doctor.facts.files import Files, Folder
-from hvlike.doctor.facts.model import Model
-from hvlike.doctor.facts.processor import Processor
-from hvlike.doctor.facts.programs import Programs, Trial
-from hvlike.doctor.facts.shared_memory import SharedMemory
+from hvlike.backends.cuda.nccl import NcclFacts
+from hvlike.doctor import runner
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Job, Meeting, Running
+from hvlike.doctor.job import Case, Job, Meeting, Running, Timing, Timings, Way
+from hvlike.doctor.machine_facts import Files, Folder, Model, Processor, SharedMemory
 from hvlike.doctor.probe import Gap
-from hvlike.doctor.timing import Timing, Timings, Way
-from hvlike.planes.nccl import NcclFacts
-from hvlike.transport.starters import HYDRA, UNKNOWN, Starter
+from hvlike.doctor.software_facts import Programs, Trial
+from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 
 pytestmark = pytest.mark.pure
 
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
-OTHER = Starter("/other/mpirun", HYDRA, "Version:    5.0.2", ())
+OTHER = Mpirun("/other/mpirun", HYDRA, "Version:    5.0.2", ())
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 GPU_SOFTWARE = replace(SOFTWARE, torch="2.13.0+cu124", torch_cuda="12.4")
 
@@ -66,12 +61,12 @@ def singletons(**environment: str) -> Case:
     return case(own, nodes=((0,),), job=started)
 
 
-def programs(*starters: Starter, **changes: Any) -> Case:
+def programs(*starters: Mpirun, **changes: Any) -> Case:
     """A machine with these launchers."""
     return case(programs=replace(Programs(starters, (), RIGHT, None), **changes))
 
 
-def outside(*starters: Starter, **changes: Any) -> Case:
+def outside(*starters: Mpirun, **changes: Any) -> Case:
     """The same without a job."""
     return replace(alone(), programs=programs(*starters, **changes).programs)
 
@@ -319,7 +314,7 @@ RIGHT_TOO: list[tuple[str, Case]] = [
 
 
 def ask(rung: str, given: Case) -> tuple[Verdict, str, str]:
-    (answer,) = [each for each in ladder.climb(given) if each.rung == rung]
+    (answer,) = [each for each in runner.run_checks(given) if each.rung == rung]
     return answer.finding.verdict, "\n".join(answer.finding.found), "\n".join(answer.finding.advice)
 
 
@@ -358,14 +353,14 @@ def test_mpi_has_proved_itself_on_a_gpu_only_by_right_sums(plane: str, right: bo
 
 
 def test_a_healthy_job_has_no_complaint() -> None:
-    answers = ladder.climb(case())
+    answers = runner.run_checks(case())
     assert {each.finding.verdict for each in answers} == {Verdict.OK, Verdict.SKIP}
-    assert not ladder.has_failed(answers)
+    assert not runner.has_failed(answers)
 
 
 def test_every_rung_has_a_wrong_case() -> None:
     # CUDA in MPI is what the library says of itself; hvlike does not rely on it.
-    assert {rung for rung, *_ in WRONG} == set(ladder.RUNGS) - {"CUDA in MPI"}
+    assert {rung for rung, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
 
 
 BLOCKED: list[tuple[str, Callable[[], Case]]] = [
@@ -388,4 +383,4 @@ def test_a_question_that_blocked_fails_its_rung_and_no_other_is_lost(rung: str, 
     assert "given up after 20 s" in found
     assert "| the last line" in found
     assert "--limit" in told
-    assert [each.rung for each in ladder.climb(given())] == list(ladder.RUNGS)
+    assert [each.rung for each in runner.run_checks(given())] == list(runner.CHECKS)

@@ -22,7 +22,7 @@ from collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 from collectives.operations import KINDS, SCATTERING, Operation
 
 import hvlike as hvd
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, MismatchError, UsageError
 
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 3, 4), (31, 7), (6, 0, 2)]
@@ -156,7 +156,7 @@ def opened() -> dict[str, int]:
     """What this process holds open."""
     gc.collect()
     return {
-        "sets": len(current().registry.memberships),
+        "sets": len(current().registry.set_states),
         "files": len(os.listdir("/proc/self/fd")),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:hvlike"),
         "in /dev/shm": sum("hvlike" in each for each in os.listdir("/dev/shm")),
@@ -173,14 +173,16 @@ def resident() -> float:
 def in_flight() -> dict[str, int]:
     """What has not ended in this process, or has broken."""
     context = current()
-    memberships = list(context.registry.memberships.values())
-    coordinators = [each.negotiator._coordinator for each in memberships if each.negotiator._coordinator is not None]
+    set_states = list(context.registry.set_states.values())
+    coordinators = [each.controller._coordinator for each in set_states if each.controller._coordinator is not None]
     return {
-        "requests": sum(len(each.negotiator.ledger.requests) + len(each.negotiator._outbox) for each in memberships),
+        "requests": sum(
+            len(each.controller.tensor_queue.requests) + len(each.controller._outbox) for each in set_states
+        ),
         "pending": sum(len(each.agreement.pending) + len(each.agreement.since) for each in coordinators),
         "waiting": sum(len(each.waits.waited_for()) for each in coordinators),
-        "busy lanes": sum(not lane.idle for each in memberships for lane in each.lanes.all()),
-        "broken lanes": sum(lane.broken is not None for each in memberships for lane in each.lanes.all()),
+        "busy lanes": sum(not lane.idle for each in set_states for lane in each.lanes.all()),
+        "broken lanes": sum(lane.broken is not None for each in set_states for lane in each.lanes.all()),
     }
 
 

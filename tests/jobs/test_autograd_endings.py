@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import hvlike as hvd
 from hvlike import autograd, rpc
-from hvlike.rpc.agent import current
+from hvlike.rpc.agent.agent import current
 
 hvd.init()
 rank = hvd.rank()

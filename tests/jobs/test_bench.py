@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from job import MODULE, job_environment, run_job
 
-from hvlike.bench.allreduce_report import RATIOS
+from hvlike.bench.allreduce import RATIOS
 
 pytestmark = pytest.mark.job
 

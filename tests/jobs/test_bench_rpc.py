@@ -9,7 +9,7 @@ import pytest
 from job import MODULE, run_job
 from torch.distributed import rpc as torch_rpc
 
-from hvlike.bench.rpc_pair import Pair
+from hvlike.bench.rpc_session import TensorPipePair
 from hvlike.bench.rpc_work import Trip
 
 pytestmark = pytest.mark.job
@@ -31,7 +31,7 @@ def stopped(pid: int) -> bool:
 @needs_tensorpipe
 def test_the_pair_works_in_its_turns_and_is_stopped_between_them() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    pair = Pair([cores, cores])
+    pair = TensorPipePair([cores, cores])
     try:
         pids = pair.pids
         assert all(stopped(pid) for pid in pids)

@@ -104,15 +104,15 @@ import signal
 import threading
 import torch
 import hvlike as hvd
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
 
 hvd.init()
 processes = hvd.allgather_object(os.getpid())
 tensor = torch.ones(64 << 20)
 if hvd.rank() == 1:
     handle = hvd.allreduce_async_(tensor, name="large", op=hvd.Sum)
-    negotiator = current().membership(None, "test").negotiator
-    while not negotiator.ledger.may_begin(("allreduce", "large")):
+    controller = current().set_state(None, "test").controller
+    while not controller.tensor_queue.may_begin(("allreduce", "large")):
         hvd.poll(handle)
     os.kill(os.getpid(), signal.SIGSTOP)
 else:

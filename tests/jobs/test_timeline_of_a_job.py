@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from job import run_job, start_job
 
-from hvlike.observe.trace_file import path_of_rank
+from hvlike.observe.recorder import path_of_rank
 
 pytestmark = pytest.mark.job
 

@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch import call as call_module
+from hvlike.launch import job_folder as call_module
 from hvlike.launch import rank as rank_module
-from hvlike.launch.call import Call, read_call, write_call
-from hvlike.launch.failure import first_failure, raise_again, write_failure
+from hvlike.launch.job_folder import (
+    JobCall,
+    first_failure,
+    raise_again,
+    read_call,
+    result_of,
+    write_call,
+    write_failure,
+    write_result,
+)
 from hvlike.launch.rank import rank_of
-from hvlike.launch.results import result_of, write_result
 
 pytestmark = pytest.mark.pure
 
@@ -45,7 +52,7 @@ def failed(folder: Path, ranks: int) -> Any:
 
 
 def test_a_rank_calls_the_function_and_leaves_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_call(tmp_path, Call(add, (torch.ones(2),), {"number": 3}))
+    write_call(tmp_path, JobCall(add, (torch.ones(2),), {"number": 3}))
     act_as_rank(1, tmp_path, monkeypatch)
     left = result_of(tmp_path, 1)
     assert left is not None
@@ -56,21 +63,21 @@ def test_a_rank_calls_the_function_and_leaves_its_result(tmp_path: Path, monkeyp
 
 def test_a_function_without_a_name_travels_by_cloudpickle(tmp_path: Path) -> None:
     offset = 5
-    write_call(tmp_path, Call(lambda number: number + offset, (2,), {}))
+    write_call(tmp_path, JobCall(lambda number: number + offset, (2,), {}))
     call = read_call(tmp_path)
     assert call.func(*call.args) == 7
 
 
 def test_modules_are_found_where_the_caller_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    write_call(tmp_path, Call(add, (), {}))
+    write_call(tmp_path, JobCall(add, (), {}))
     monkeypatch.setattr(sys, "path", sys.path[1:])
     read_call(tmp_path)
     assert str(tmp_path / "modules") in sys.path
 
 
 def test_the_exception_of_a_rank_is_left_and_takes_its_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_call(tmp_path, Call(json.loads, ("{",), {}))
+    write_call(tmp_path, JobCall(json.loads, ("{",), {}))
     with pytest.raises(json.JSONDecodeError):
         act_as_rank(1, tmp_path, monkeypatch)
     with pytest.raises(json.JSONDecodeError) as caught:
@@ -85,7 +92,7 @@ def test_the_exception_of_a_rank_is_left_and_takes_its_course(tmp_path: Path, mo
 def test_the_first_exception_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {2: 10.0, 0: 11.0, 1: 10.0}
     for rank, seconds in times.items():
-        monkeypatch.setattr("hvlike.launch.failure.time.time", lambda seconds=seconds: seconds)
+        monkeypatch.setattr("hvlike.launch.job_folder.time.time", lambda seconds=seconds: seconds)
         write_failure(tmp_path, rank, ValueError(f"of rank {rank}"))
     with pytest.raises(ValueError, match="of rank 1"):
         raise_again(failed(tmp_path, 3))
@@ -103,7 +110,7 @@ def test_what_cannot_or_must_not_be_raised_here_is_told_in_words(error: BaseExce
 def test_a_function_that_exits(
     status: int | None, leaves_result: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_call(tmp_path, Call(sys.exit, (status,), {}))
+    write_call(tmp_path, JobCall(sys.exit, (status,), {}))
     with pytest.raises(SystemExit):
         act_as_rank(0, tmp_path, monkeypatch)
     assert (result_of(tmp_path, 0) is not None) == leaves_result
@@ -117,18 +124,18 @@ def test_a_result_that_does_not_pickle_is_an_error(tmp_path: Path) -> None:
 
 def test_arguments_that_do_not_pickle_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file, pytest.raises(UsageError, match=r"add or one of its arguments does"):
-        write_call(tmp_path, Call(add, (file,), {}))
+        write_call(tmp_path, JobCall(add, (file,), {}))
 
 
 def test_without_cloudpickle_a_function_of_the_program_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_module, "find_spec", lambda name: None)
-    write_call(tmp_path, Call(add, (), {}))
+    write_call(tmp_path, JobCall(add, (), {}))
     assert read_call(tmp_path).func is add
     monkeypatch.setattr(add, "__module__", "__main__")
     with pytest.raises(UsageError, match=r"add is defined in the program itself.*pip install cloudpickle"):
-        write_call(tmp_path, Call(add, (), {}))
+        write_call(tmp_path, JobCall(add, (), {}))
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"])

@@ -9,12 +9,10 @@ import pytest
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import run as run_module
-from hvlike.launch.failure import write_failure
-from hvlike.launch.results import write_result
+from hvlike.launch.job_folder import write_failure, write_result
 from hvlike.launch.run import run
-from hvlike.transport import library, starters
-from hvlike.transport.library import Library
-from hvlike.transport.starters import HYDRA, OPEN_MPI, Starter
+from hvlike.transport.host import find_mpirun
+from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, MpiLibrary, Mpirun
 
 pytestmark = pytest.mark.pure
 
@@ -46,8 +44,8 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     double = Started()
     family = getattr(request, "param", OPEN_MPI)
     monkeypatch.setattr(run_module, "run_to_its_end", double.run)
-    monkeypatch.setattr(library, "ask", lambda environment: Library("", "any", "1", "any 1"))
-    monkeypatch.setattr(starters, "find", lambda *_: Starter("mpirun", family, "1", ("--flag",)))
+    monkeypatch.setattr(find_mpirun, "ask", lambda environment: MpiLibrary("", "any", "1", "any 1"))
+    monkeypatch.setattr(find_mpirun, "find", lambda *_: Mpirun("mpirun", family, "1", ("--flag",)))
     for name in [*os.environ]:
         if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HVLIKE_", "HOROVOD_")) or name == "OMP_NUM_THREADS":
             monkeypatch.delenv(name)

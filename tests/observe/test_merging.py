@@ -7,8 +7,8 @@ import pytest
 
 from hvlike.__main__ import main
 from hvlike.errors import UsageError
-from hvlike.observe.merging import merge, read
 from hvlike.observe.recorder import Recorder
+from hvlike.observe.trace_reader import merge, read
 
 pytestmark = pytest.mark.pure
 

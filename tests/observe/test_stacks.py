@@ -25,7 +25,7 @@ def test_the_users_code_is_shown() -> None:
 
 def test_a_wait_inside_hvlike_is_no_place() -> None:
     # The loop's own wait, as a traceback knows it.
-    code = compile("def wait(look):\n    return look()\n", "/somewhere/hvlike/transport/loop.py", "exec")
+    code = compile("def wait(look):\n    return look()\n", "/somewhere/hvlike/transport/loop/loop.py", "exec")
     names: dict[str, object] = {}
     exec(code, names)
     wait = names["wait"]

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from observe.timelines import LANE, bucket, traces, wait
 
-from hvlike.observe.operations import calls, operations
-from hvlike.observe.spans import common, length, rank_traces, union
-from hvlike.observe.steps import Parts, trainings
+from hvlike.observe.analysis import Parts, calls, operations, trainings
+from hvlike.observe.trace_reader import common, length, rank_traces, union
 
 pytestmark = pytest.mark.pure
 

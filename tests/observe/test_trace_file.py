@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvlike.errors import UsageError
-from hvlike.observe.trace_file import TraceFile, check_writable, path_of_rank
+from hvlike.observe.recorder import TraceFile, check_writable, path_of_rank
 
 pytestmark = pytest.mark.pure
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvlike.observe.recorder import Recorder
-from hvlike.observe.spans import RankTrace, rank_traces
-from hvlike.observe.trace_file import path_of_rank
+from hvlike.observe.recorder import Recorder, path_of_rank
+from hvlike.observe.trace_reader import RankTrace, rank_traces
 
 Phase = tuple[str, str, float, float, dict[str, Any]]
 """Row, name, beginning and end in milliseconds, arguments."""

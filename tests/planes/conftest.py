@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from hvlike.collectives.context import current
-from hvlike.planes.shared import SharedPlane
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.session.context import current
 
 
 @pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
@@ -29,8 +29,8 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
 @pytest.fixture
 def reaching(hvd: ModuleType) -> Iterator[bool]:
     """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
-    plane = current().membership(None, "test").lanes.first.plane
-    if not isinstance(plane, SharedPlane) or not plane._fastest.memory.ranks:
+    plane = current().set_state(None, "test").lanes.first.plane
+    if not isinstance(plane, SharedBackend) or not plane._fastest.memory.ranks:
         yield False
         return
     before, plane._fastest.memory._least = plane._fastest.memory._least, 1

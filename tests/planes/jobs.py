@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvlike.collectives.context import current
-from hvlike.planes.plane import Plane
-from hvlike.transport.task import Task
+from hvlike.backends.base import Backend
+from hvlike.collectives.session.context import current
+from hvlike.transport.loop.coroutine import Task
 
 
-def run(job: Callable[[Plane], Any]) -> None:
+def run(job: Callable[[Backend], Any]) -> None:
     """Run `job(plane)` to its end. Collective."""
-    lane = current().membership(None, "test").lanes.first
+    lane = current().set_state(None, "test").lanes.first
     ended: list[Task[None]] = []
     lane.submit(job, ended.append, wake=False)
     assert current().fabric.loop.wait(lambda: bool(ended), 60.0)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvlike.planes.adasum import BLOCK_ELEMENTS, Adasum, coefficients, dot_products
-from hvlike.planes.arithmetic import Arithmetic
+from hvlike.backends.adasum import BLOCK_ELEMENTS, Adasum, coefficients, dot_products
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
 
 pytestmark = pytest.mark.pure
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.planes import transfer
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.network import pairwise_alltoall
+from hvlike.transport.loop.coroutine import Coroutine
 
 LENGTHS = {
     "nothing": lambda source, target: 0,
@@ -40,8 +40,8 @@ def test_every_pair_of_ranks(
     hvd: ModuleType, ranks_per_node: int | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that even these few bytes are more messages than may be in flight.
-    monkeypatch.setattr(transfer, "MESSAGE_BYTES", 50_000)
-    monkeypatch.setattr(transfer, "WINDOW", 3)
+    monkeypatch.setattr(pairwise_alltoall, "MESSAGE_BYTES", 50_000)
+    monkeypatch.setattr(pairwise_alltoall, "WINDOW", 3)
     sends, expected = pairs(hvd, kind)
     kept = [each.clone() for each in sends]
     for _ in range(3):
@@ -64,13 +64,13 @@ def test_between_reductions_and_gathers(hvd: ModuleType, ranks_per_node: int | N
         shown = torch.full((100_000,), hvd.rank(), dtype=torch.uint8)
 
         def job(
-            plane: Plane,
+            plane: Backend,
             before: torch.Tensor = before,
             after: torch.Tensor = after,
             shown: torch.Tensor = shown,
             sends: list[torch.Tensor] = sends,
             receives: list[torch.Tensor] = receives,
-        ) -> Routine[None]:
+        ) -> Coroutine[None]:
             yield from plane.allreduce([before], arithmetic)
             yield from plane.alltoall(sends, receives)
             yield from plane.allreduce([after], arithmetic)

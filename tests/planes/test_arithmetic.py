@@ -8,11 +8,11 @@ from fractions import Fraction
 import pytest
 import torch
 
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
 from hvlike.errors import UsageError
-from hvlike.planes.arithmetic import Arithmetic, early_factor
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.scratch import BLOCK_BYTES
-from hvlike.transport.dtypes import dtype_name
+from hvlike.transport.memory.dtypes import dtype_name
 
 pytestmark = pytest.mark.pure
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hvlike.planes.board import RING, WORDS, Board
+from hvlike.backends.shared_memory.board import RING, WORDS, Board
 
 pytestmark = pytest.mark.pure
 

@@ -6,17 +6,16 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.collectives.bucket_packer import BucketPacker
-from hvlike.collectives.context import current
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.views import fill
+from hvlike.backends.base import Backend
+from hvlike.backends.op_queue import open_queue
+from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
+from hvlike.collectives.fusion.bucket_packer import BucketPacker
+from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.bundle import fill
-from hvlike.planes.chunks import CHUNK_BYTES
-from hvlike.planes.lane import open_lane
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine
-from hvlike.transport.task import Task
+from hvlike.transport.loop.coroutine import Coroutine, Task
 
 SHAPES = [(7,), (3, 5), (), (100, 150), (0, 2), (16_000,), (60_000,), *[(2_000 + 17 * index,) for index in range(60)]]
 """More than a chunk of small ones, one large one, an empty one and a scalar."""
@@ -59,7 +58,7 @@ def test_every_tensor_is_reduced(
         # Another order in memory on every second rank: the agreed one is row by row.
         tensors[3] = tensors[3].t().contiguous().t() if rank % 2 else tensors[3]
 
-        def job(plane: Plane, tensors: list[torch.Tensor] = tensors) -> Routine[None]:
+        def job(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
             yield from packer.allreduce(plane, tensors)
 
         run(job)
@@ -72,8 +71,8 @@ def test_every_tensor_is_reduced(
 def test_ranks_with_other_tensors_are_told(hvd: ModuleType, ranks_per_node: int | None) -> None:
     if ranks_per_node is not None:
         pytest.skip("only ranks of one node compare")
-    fabric, group = current().fabric, current().membership(None, "test").group
-    opened = fabric.loop.start(open_lane(fabric, group, 77_000), wake=False)
+    fabric, group = current().fabric, current().set_state(None, "test").group
+    opened = fabric.loop.start(open_queue(fabric, group, 77_000), wake=False)
     assert fabric.loop.wait(lambda: opened.done, 30.0)
     lane = opened.result
     assert lane is not None

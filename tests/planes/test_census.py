@@ -6,10 +6,10 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine, Wait
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
 
@@ -19,7 +19,7 @@ def test_all_ranks_hear_how_many_are_active(hvd: ModuleType, ranks_per_node: int
     rank, size = hvd.rank(), hvd.size()
     heard = []
 
-    def job(plane: Plane) -> Routine[None]:
+    def job(plane: Backend) -> Coroutine[None]:
         for census in range(6):
             for _ in range((rank + census) % 3):
                 yield Wait.AGAIN

@@ -2,7 +2,15 @@
 
 import pytest
 
-from hvlike.planes.chunks import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Chunk, Turns, chunk_bytes, cut, cut_together
+from hvlike.backends.shared_memory.schedule import (
+    CHUNK_BYTES,
+    SMALLEST_CHUNK_BYTES,
+    Chunk,
+    Turns,
+    chunk_bytes,
+    cut,
+    cut_together,
+)
 
 pytestmark = pytest.mark.pure
 

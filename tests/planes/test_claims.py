@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from planes.test_board import Stage, Words
 
-from hvlike.planes.claims import LEAST_SHARED, Claims
+from hvlike.backends.shared_memory.work_stealing import LEAST_SHARED, WorkStealing
 
 pytestmark = pytest.mark.pure
 
@@ -33,7 +33,7 @@ class Rank:
         region: Any = SimpleNamespace(
             rank=rank, ranks=len(memory), counters=counters, mine=counters[rank], fence=stage.stores[rank].leave
         )
-        self._claims = Claims(region, runs, 0)
+        self._claims = WorkStealing(region, runs, 0)
 
     def run(self) -> None:
         self._stage.enter(self._rank)
@@ -74,7 +74,7 @@ def test_a_rank_that_has_not_begun_is_helped_and_a_short_list_is_not() -> None:
         memory = [[0] * WORDS for _ in range(2)]
         counters = [SimpleNamespace(words=words) for words in memory]
         region: Any = SimpleNamespace(rank=1, ranks=2, counters=counters, mine=counters[1], fence=list)
-        claims = Claims(region, [(0, start, start + 1) for start in range(chunks)], 0)
+        claims = WorkStealing(region, [(0, start, start + 1) for start in range(chunks)], 0)
         claims.begin(7)
         taken: list[Run] = []
         while claims.unfinished:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.direct import Direct, DirectReduction, Place, place_word
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.planes.region import Region
-from hvlike.transport.allocations import Allocation, Allocations, spread
-from hvlike.transport.routine import Routine
-from hvlike.transport.segment import Segment
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.shared_memory.in_place_shm import AllocationPlace, InPlaceReduction, SharedAllocations, place_word
+from hvlike.backends.shared_memory.region import Region
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.allocations import Allocation, Allocations, spread
+from hvlike.transport.memory.segment import Segment
 
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
 CHUNK = 64
@@ -47,7 +47,7 @@ def test_every_chunk_is_reduced_once(ranks: int, first_owner: int, lengths: list
             total += more
     words = [[0] * 16 for _ in range(ranks)]
     for rank in range(ranks):
-        reduction = DirectReduction(cast("Region", Node(rank, words)), SUM, cast("Any", copies), first_owner)
+        reduction = InPlaceReduction(cast("Region", Node(rank, words)), SUM, cast("Any", copies), first_owner)
         reduction.begin(5)
         while reduction.unfinished:
             reduction.advance()
@@ -64,11 +64,11 @@ def test_tensors_are_known_by_where_they_lie() -> None:
     table = Allocations()
     first, tensor = allocated(table, 1, (0, 1, 2))
     others, of_others = allocated(table, 2, (0, 2))
-    plane = Direct(table, [0, 1])
+    plane = SharedAllocations(table, [0, 1])
     found = plane.places([torch.ones(5), tensor[10:20], of_others, tensor[:0], tensor])
-    assert found == {1: Place(first, 40), 4: Place(first, 0)}
-    assert Direct(table, [0, 2]).places([of_others]) == {0: Place(others, 0)}
-    assert Direct(Allocations(), [0, 1]).places([tensor]) == {}
+    assert found == {1: AllocationPlace(first, 40), 4: AllocationPlace(first, 0)}
+    assert SharedAllocations(table, [0, 2]).places([of_others]) == {0: AllocationPlace(others, 0)}
+    assert SharedAllocations(Allocations(), [0, 1]).places([tensor]) == {}
 
 
 def test_copies_are_the_same_place_on_each_rank() -> None:
@@ -76,7 +76,7 @@ def test_copies_are_the_same_place_on_each_rank() -> None:
     made, _tensor = allocated(table, 1, (0, 1, 2))
     for rank in range(3):
         made.copy(rank).view(np.float32)[:] = np.arange(100) + 1000 * rank
-    copies = Direct(table, [0, 1, 2]).copies(Place(made, 40), 12, SUM)
+    copies = SharedAllocations(table, [0, 1, 2]).copies(AllocationPlace(made, 40), 12, SUM)
     assert [copy.tolist() for copy in copies] == [[10, 11, 12], [1010, 1011, 1012], [2010, 2011, 2012]]
 
 
@@ -87,11 +87,11 @@ def test_the_word_tells_places_apart() -> None:
         place_word(places)
         for places in (
             {},
-            {0: Place(first, 0)},
-            {1: Place(first, 0)},
-            {0: Place(first, 4)},
-            {0: Place(second, 0)},
-            {0: Place(first, 0), 1: Place(first, 4)},
+            {0: AllocationPlace(first, 0)},
+            {1: AllocationPlace(first, 0)},
+            {0: AllocationPlace(first, 4)},
+            {0: AllocationPlace(second, 0)},
+            {0: AllocationPlace(first, 0), 1: AllocationPlace(first, 4)},
         )
     ]
     assert words[0] == 0
@@ -103,7 +103,7 @@ def test_on_any_plane(hvd: ModuleType, ranks_per_node: int | None) -> None:
     tensor = hvd.empty_shared(3 * 65536 + 5).fill_(hvd.rank() + 1)
     other = hvd.empty_shared(40).fill_(hvd.rank() + 1)
 
-    def job(plane: Plane) -> Routine[None]:
+    def job(plane: Backend) -> Coroutine[None]:
         yield from plane.allreduce([tensor, torch.ones(70_000), other], SUM)
 
     run(job)

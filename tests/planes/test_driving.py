@@ -9,32 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.collectives.context import current
-from hvlike.collectives.planned import Entry, PlannedReducer
-from hvlike.collectives.reductions import Sum
-from hvlike.planes.hierarchical import HierarchicalPlane
-from hvlike.planes.lane import Lane
-from hvlike.planes.plane import SoloPlane
-from hvlike.planes.shared import SharedPlane
-from hvlike.transport.routine import Routine, Wait
-from hvlike.transport.task import Task
+from hvlike.backends.base import SoloBackend
+from hvlike.backends.hierarchical import HierarchicalBackend
+from hvlike.backends.op_queue import OpQueue
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.requests.reduction import Sum
+from hvlike.collectives.session.context import current
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 
 ELEMENTS = 1000
 
 
 @pytest.fixture
-def lane(hvd: ModuleType) -> Lane:
-    first = current().membership(None, "test").lanes.first
-    return Lane(current().fabric, first.group, -1, SoloPlane())
+def lane(hvd: ModuleType) -> OpQueue:
+    first = current().set_state(None, "test").lanes.first
+    return OpQueue(current().fabric, first.group, -1, SoloBackend())
 
 
-def counted(steps: int, wait: Wait, taken: list[int]) -> Routine[None]:
+def counted(steps: int, wait: Wait, taken: list[int]) -> Coroutine[None]:
     for _ in range(steps):
         taken.append(threading.get_ident())
         yield wait
 
 
-def test_what_moves_is_done_by_the_caller(lane: Lane) -> None:
+def test_what_moves_is_done_by_the_caller(lane: OpQueue) -> None:
     taken: list[int] = []
     ended: list[Task[None]] = []
     assert lane.drive(counted(1000, Wait.AGAIN, taken), ended.append)
@@ -43,10 +42,10 @@ def test_what_moves_is_done_by_the_caller(lane: Lane) -> None:
     assert not ended
 
 
-def test_what_has_to_wait_goes_on_in_the_loop(lane: Lane) -> None:
+def test_what_has_to_wait_goes_on_in_the_loop(lane: OpQueue) -> None:
     arrived, taken = threading.Event(), []
 
-    def waiting() -> Routine[None]:
+    def waiting() -> Coroutine[None]:
         while not arrived.is_set():
             taken.append(time.monotonic())
             yield Wait.POLL
@@ -61,8 +60,8 @@ def test_what_has_to_wait_goes_on_in_the_loop(lane: Lane) -> None:
     assert lane.idle
 
 
-def test_an_error_is_the_callers_or_the_tasks(lane: Lane) -> None:
-    def failing(still: int) -> Routine[None]:
+def test_an_error_is_the_callers_or_the_tasks(lane: OpQueue) -> None:
+    def failing(still: int) -> Coroutine[None]:
         yield from counted(still, Wait.POLL, [])
         raise KeyError("expected")
 
@@ -76,9 +75,9 @@ def test_an_error_is_the_callers_or_the_tasks(lane: Lane) -> None:
 
 
 def test_no_thread_but_the_loops_calls_mpi(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    lane = current().membership(None, "test").lanes.first
-    assert lane.drives == isinstance(lane.plane, SharedPlane)
-    assert not (lane.drives and isinstance(lane.plane, HierarchicalPlane))
+    lane = current().set_state(None, "test").lanes.first
+    assert lane.drives == isinstance(lane.plane, SharedBackend)
+    assert not (lane.drives and isinstance(lane.plane, HierarchicalBackend))
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
     assert reducer.schedule is not None
     lane = reducer.schedule.lane
 
-    def failing(routine: Routine[None], after: object) -> bool:
+    def failing(routine: Coroutine[None], after: object) -> bool:
         raise KeyboardInterrupt
 
     if lane.drives and not current().overlaps:

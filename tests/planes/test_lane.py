@@ -1,4 +1,4 @@
-"""Lanes on every plane: right sums, bitwise alike on all ranks, any dtype, many jobs in flight.
+"""OpQueues on every plane: right sums, bitwise alike on all ranks, any dtype, many jobs in flight.
 
 The ranks of this machine are also grouped into pretended nodes, so that the network and hierarchical planes run too.
 """
@@ -9,11 +9,11 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.collectives.context import current
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.hierarchical import HierarchicalPlane
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.shared import SharedPlane
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.hierarchical import HierarchicalBackend
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.session.context import current
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -22,11 +22,11 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_the_plane_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    plane = current().membership(None, "test").lanes.first.plane
+    plane = current().set_state(None, "test").lanes.first.plane
     if hvd.size() == 1:
         return
     several_nodes = ranks_per_node is not None and hvd.size() > ranks_per_node
-    assert isinstance(plane, HierarchicalPlane if several_nodes else SharedPlane)
+    assert isinstance(plane, HierarchicalBackend if several_nodes else SharedBackend)
     assert hvd.local_size() <= (ranks_per_node or hvd.size())
 
 
@@ -68,7 +68,7 @@ def test_gather_brings_every_owners_bytes_to_all(hvd: ModuleType, ranks_per_node
 
 
 def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    lane = current().membership(None, "test").lanes.first
+    lane = current().set_state(None, "test").lanes.first
     tensors = [torch.full((1 + 997 * number,), float(number)) for number in range(30)]
     order: list[int] = []
     for number, tensor in enumerate(tensors):

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.planes import network
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.network import Network
-from hvlike.planes.ops import ReduceOp, check_supported, op_name
-from hvlike.transport.dtypes import TABLE, dtype_name, raw_view
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
+from hvlike.backends.network import network
+from hvlike.backends.network.network import Network
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
 
 
 def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -29,7 +29,7 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
 WAYS = pytest.mark.parametrize("way", ["exchange", "slow exchange", "mpi", "chosen"])
 
 
-class Plane:
+class Backend:
     """A network plane on all ranks, driven by hand."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Plane:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.network = Network(self.comm.Dup())
 
-    def drive(self, routine: Routine[None]) -> None:
+    def drive(self, routine: Coroutine[None]) -> None:
         for _ in routine:
             pass
 
@@ -50,8 +50,8 @@ class Plane:
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Plane]:
-    made = Plane()
+def plane() -> Iterator[Backend]:
+    made = Backend()
     yield made
     made.network.close()
     made.comm.Free()
@@ -88,7 +88,7 @@ def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[tor
 )
 @pytest.mark.mpi
 def test_allreduce_follows_the_arithmetic(
-    plane: Plane,
+    plane: Backend,
     small_messages: None,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -113,7 +113,7 @@ def test_allreduce_follows_the_arithmetic(
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
 @pytest.mark.mpi
 def test_rounded_results_are_bitwise_the_same(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
+    plane: Backend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
 ) -> None:
     choose(monkeypatch, plane.network, way)
     generator = torch.Generator().manual_seed(plane.rank)
@@ -125,7 +125,7 @@ def test_rounded_results_are_bitwise_the_same(
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 @pytest.mark.mpi
-def test_nan_on_one_rank_reaches_all(plane: Plane, op: ReduceOp) -> None:
+def test_nan_on_one_rank_reaches_all(plane: Backend, op: ReduceOp) -> None:
     tensor = torch.ones(plane.size)
     tensor[plane.rank] = math.nan
     plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, op)))
@@ -134,7 +134,7 @@ def test_nan_on_one_rank_reaches_all(plane: Plane, op: ReduceOp) -> None:
 
 @WAYS
 @pytest.mark.mpi
-def test_nans_of_different_bits_give_the_same_nan(plane: Plane, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_nans_of_different_bits_give_the_same_nan(plane: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     choose(monkeypatch, plane.network, way)
     tensor = torch.full((1000,), 0x7FC00001 + plane.rank, dtype=torch.int32).view(torch.float32)
     plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
@@ -143,14 +143,14 @@ def test_nans_of_different_bits_give_the_same_nan(plane: Plane, monkeypatch: pyt
 
 
 @pytest.mark.mpi
-def test_sixteen_bit_average_is_rounded_once(plane: Plane) -> None:
+def test_sixteen_bit_average_is_rounded_once(plane: Backend) -> None:
     tensor = torch.full((100_000,), 60000.0, dtype=torch.float16)
     plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=plane.size)))
     assert (tensor == 60000.0).all()
 
 
 @pytest.mark.mpi
-def test_gather_writes_each_tensor_from_its_owner(plane: Plane) -> None:
+def test_gather_writes_each_tensor_from_its_owner(plane: Backend) -> None:
     owned = [(index % plane.size, torch.full((index * 1000,), float(plane.rank))) for index in range(7)]
     plane.drive(plane.network.gather(owned))
     for owner, tensor in owned:
@@ -158,7 +158,7 @@ def test_gather_writes_each_tensor_from_its_owner(plane: Plane) -> None:
 
 
 @pytest.mark.mpi
-def test_gather_of_any_dtype(plane: Plane) -> None:
+def test_gather_of_any_dtype(plane: Backend) -> None:
     for dtype in TABLE:
         tensor = torch.tensor([1, 0, 1]).to(dtype) if plane.rank == 0 else torch.zeros(3, dtype=dtype)
         plane.drive(plane.network.gather([(0, tensor)]))
@@ -166,7 +166,7 @@ def test_gather_of_any_dtype(plane: Plane) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_routine_that_is_given_up_keeps_its_memory(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_routine_that_is_given_up_keeps_its_memory(plane: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
     lost = Network(plane.comm.Dup())

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, identity, reduce_op
 from hvlike.errors import UsageError
-from hvlike.planes.ops import ReduceOp, check_supported, identity, reduce_op
-from hvlike.transport.dtypes import TABLE
+from hvlike.transport.memory.dtypes import TABLE
 
 pytestmark = pytest.mark.pure
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from hvlike.planes.pace import SLOW_BYTES_PER_SECOND, SMALLEST_SAMPLE, Pace
+from hvlike.backends.network.progress import SLOW_BYTES_PER_SECOND, SMALLEST_SAMPLE, BandwidthEstimator
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def exchange(pace: Pace, clock: Clock, seconds: Iterable[float]) -> bool:
+def exchange(pace: BandwidthEstimator, clock: Clock, seconds: Iterable[float]) -> bool:
     """An exchange of messages that arrive after so many seconds each; whether the network counts as slow after it."""
     pace.begin()
     for each in seconds:
@@ -29,9 +29,9 @@ def exchange(pace: Pace, clock: Clock, seconds: Iterable[float]) -> bool:
     return pace.slow
 
 
-def made() -> tuple[Pace, Clock]:
+def made() -> tuple[BandwidthEstimator, Clock]:
     clock = Clock()
-    return Pace(clock), clock
+    return BandwidthEstimator(clock), clock
 
 
 FAST = 0.5 * MESSAGE / SLOW_BYTES_PER_SECOND

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.packing import SMALL_BYTES, Packer, small_ones
-from hvlike.planes.plane import SoloPlane
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import SoloBackend
+from hvlike.backends.fusion_buffer import SMALL_BYTES, FusionBuffer, small_ones
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.pure
 
@@ -27,24 +27,24 @@ def test_small_tensors_are_found(lengths: list[int], expected: list[int]) -> Non
     assert small_ones(lengths, 4) == expected
 
 
-class RecordingPlane(SoloPlane):
+class RecordingPlane(SoloBackend):
     """Notes what it is asked to reduce."""
 
     def __init__(self) -> None:
         self.lengths: list[list[int]] = []
 
-    def allreduce(self, tensors: list[torch.Tensor], arithmetic: Arithmetic) -> Routine[None]:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:  # type: ignore[override]
         self.lengths.append([len(tensor) for tensor in tensors])
         yield from super().allreduce(tensors, arithmetic)
 
 
-def run(routine: Routine[None]) -> None:
+def run(routine: Coroutine[None]) -> None:
     for _ in routine:
         pass
 
 
 def test_results_come_back_into_the_tensors_and_the_buffer_follows_changed_lengths() -> None:
-    plane, packer = RecordingPlane(), Packer()
+    plane, packer = RecordingPlane(), FusionBuffer()
     double = Arithmetic(torch.float32, ReduceOp.SUM, postscale=2.0)
     for lengths in ([3, 70_000, 5], [3, 70_000, 5], [4, 4]):
         tensors = [torch.full((length,), float(length)) for length in lengths]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvlike.planes.pairing import pair_up
+from hvlike.backends.adasum import pair_up
 
 pytestmark = pytest.mark.pure
 

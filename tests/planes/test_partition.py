@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvlike.planes.partition import message_elements, message_length, messages, shards
+from hvlike.backends.network.partition import message_elements, message_length, messages, shards
 
 pytestmark = pytest.mark.pure
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.collectives.context import current
-from hvlike.planes import meeting
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.chunks import CHUNK_BYTES
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.peer_memory import CROWDED_LEAST_WORK, LEAST_WORK, PASSES, PeerMemory, PeerReduction
-from hvlike.planes.plane import Plane
-from hvlike.planes.region import ADDRESSES
-from hvlike.planes.shared import SharedPlane
-from hvlike.transport.process_memory import MOST_RANGES
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.shared_memory import work_sync
+from hvlike.backends.shared_memory.cma import CROWDED_LEAST_WORK, LEAST_WORK, PASSES, CmaMemory, CmaReduction
+from hvlike.backends.shared_memory.region import ADDRESSES
+from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.session.context import current
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.process_memory import MOST_RANGES
 
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
 CHUNK = CHUNK_BYTES // 4
@@ -58,7 +58,7 @@ def test_every_chunk_is_reduced_once(ranks: int, odd: int, lengths: list[int]) -
         peers = [peer for peer in range(ranks) if peer != rank]
         region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
         region.others, region.fence = [counters[peer] for peer in peers], lambda: None
-        reduction = PeerReduction(region, PeerMemory([os.getpid()] * ranks), SUM, lengths)
+        reduction = CmaReduction(region, CmaMemory([os.getpid()] * ranks), SUM, lengths)
         reduction.begin(5)
         while reduction.unfinished:
             reduction.advance()
@@ -79,8 +79,8 @@ def test_every_chunk_is_reduced_once(ranks: int, odd: int, lengths: list[int]) -
     ],
 )
 def test_only_tensors_of_large_work_are_reached_for(sizes: list[int], crowded: bool, expected: list[int]) -> None:
-    assert PeerMemory([1, 2], crowded=crowded).within_reach(sizes) == expected
-    assert PeerMemory([]).within_reach(sizes) == []
+    assert CmaMemory([1, 2], crowded=crowded).within_reach(sizes) == expected
+    assert CmaMemory([]).within_reach(sizes) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
@@ -92,8 +92,8 @@ def test_the_bits_are_those_of_staging(hvd: ModuleType, reaching: bool, dtype: t
     for within_reach in (True, False):
         tensors = [each.clone() for each in inputs]
 
-        def job(plane: Plane, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Routine[None]:
-            if reaching and far and isinstance(plane, SharedPlane):
+        def job(plane: Backend, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Coroutine[None]:
+            if reaching and far and isinstance(plane, SharedBackend):
                 plane._fastest.memory._least = 1 << 60
             yield from plane.allreduce(tensors, average)
 
@@ -108,16 +108,16 @@ def test_a_tensor_whose_reduction_was_given_up_lives_on(hvd: ModuleType, reachin
     if not reaching:
         pytest.skip("the system does not let the ranks reach each other's memory")
     context = current()
-    plane = context.membership(None, "test").lanes.first.plane
-    assert isinstance(plane, SharedPlane)
-    kept = len(meeting.kept)
+    plane = context.set_state(None, "test").lanes.first.plane
+    assert isinstance(plane, SharedBackend)
+    kept = len(work_sync.kept)
     with pytest.raises(KeyError), plane._meeting.exposed([torch.ones(3)], 0):
         raise KeyError
-    assert len(meeting.kept) == kept + 1
-    meeting.kept.pop()
+    assert len(work_sync.kept) == kept + 1
+    work_sync.kept.pop()
     with plane._meeting.exposed((), 0):
         pass
-    assert len(meeting.kept) == kept
+    assert len(work_sync.kept) == kept
     plane.at_once(SUM, CHUNK, 0).keep(torch.ones(CHUNK))
-    assert len(meeting.kept) == kept + 1
-    meeting.kept.pop()
+    assert len(work_sync.kept) == kept + 1
+    work_sync.kept.pop()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.planes import network
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.chunks import in_rounds
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.network import network
+from hvlike.backends.shared_memory.schedule import in_rounds
+from hvlike.transport.loop.coroutine import Coroutine
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_a_rank_that_owns_nothing_does_not_run_ahead(hvd: ModuleType, ranks_per_
     arithmetic = Arithmetic(torch.float32, ReduceOp.SUM)
     every = [[torch.full((length,), 1.0)] for length in range(1, 40)]
 
-    def job(plane: Plane) -> Routine[None]:
+    def job(plane: Backend) -> Coroutine[None]:
         for tensors in every:
             yield from plane.reduce_scatter(tensors, [0], arithmetic)
 

@@ -9,21 +9,19 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.collectives.bucket_packer import BucketPacker
-from hvlike.collectives.context import current
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.op_queue import OpQueue, open_queue
+from hvlike.backends.shared_memory import work_sync
+from hvlike.backends.shared_memory.algorithm_choice import LEAST_MEAN, ROUNDS, AlgorithmChoice
+from hvlike.backends.shared_memory.cma import CmaMemory, CmaReduction
+from hvlike.backends.shared_memory.region import ADDRESSES
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.fusion.bucket_packer import BucketPacker
+from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
-from hvlike.planes import meeting
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.fastest import LEAST_MEAN, Fastest
-from hvlike.planes.lane import Lane, open_lane
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.peer_memory import PeerMemory, PeerReduction
-from hvlike.planes.plane import Plane
-from hvlike.planes.region import ADDRESSES
-from hvlike.planes.shared import SharedPlane
-from hvlike.planes.trial import ROUNDS
-from hvlike.transport.routine import Routine
-from hvlike.transport.task import Task
+from hvlike.transport.loop.coroutine import Coroutine, Task
 
 SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) for index in range(300)]]
 """Short ones, a long one, a scalar and an empty one."""
@@ -45,7 +43,7 @@ def _lane_without_reach(hvd: ModuleType) -> Iterator[None]:
     """Planned work of this test goes where no rank reaches another one's memory."""
     plane = shared_plane()
     memory = plane._fastest.memory
-    plane._fastest.memory = PeerMemory([])
+    plane._fastest.memory = CmaMemory([])
     yield
     plane._fastest.memory = memory
 
@@ -62,7 +60,7 @@ def expected(size: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> l
 
 
 def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> None:
-    def job(plane: Plane) -> Routine[None]:
+    def job(plane: Backend) -> Coroutine[None]:
         yield from packer.allreduce(plane, tensors)
 
     run(job)
@@ -72,20 +70,20 @@ def equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
     return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
 
-def shared_plane() -> SharedPlane:
-    plane = current().membership(None, "test").lanes.first.plane
-    assert isinstance(plane, SharedPlane)
+def shared_plane() -> SharedBackend:
+    plane = current().set_state(None, "test").lanes.first.plane
+    assert isinstance(plane, SharedBackend)
     return plane
 
 
-def memory_of() -> PeerMemory:
+def memory_of() -> CmaMemory:
     return shared_plane()._fastest.memory
 
 
-def new_lane(number: int) -> Lane:
+def new_lane(number: int) -> OpQueue:
     """A lane that may be lost."""
-    fabric, group = current().fabric, current().membership(None, "test").group
-    opened = fabric.loop.start(open_lane(fabric, group, number), wake=False)
+    fabric, group = current().fabric, current().set_state(None, "test").group
+    opened = fabric.loop.start(open_queue(fabric, group, number), wake=False)
     assert fabric.loop.wait(lambda: opened.done, 30.0)
     assert opened.result is not None
     return opened.result
@@ -108,24 +106,24 @@ def test_all_ranks_take_the_way_that_was_faster_on_the_slowest(
     hvd: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: bool
 ) -> None:
     lane = new_lane(77_000 + chosen)
-    assert isinstance(lane.plane, SharedPlane)
+    assert isinstance(lane.plane, SharedBackend)
     lane.plane._fastest.memory._least = 1
     uses: list[bool] = []
     last = hvd.rank() == hvd.size() - 1
 
-    def stage(self: Fastest, addresses: list[int]) -> Routine[None]:
+    def stage(self: AlgorithmChoice, addresses: list[int]) -> Coroutine[None]:
         uses.append(True)
         time.sleep(0.01 if last and not chosen else 0)
         return original(self, addresses)
 
-    def reach(self: Fastest, make: Callable[[], PeerReduction], number: int) -> Routine[None]:
+    def reach(self: AlgorithmChoice, make: Callable[[], CmaReduction], number: int) -> Coroutine[None]:
         uses.append(False)
         time.sleep(0.01 if last and chosen else 0)
         return other(self, make, number)
 
-    original, other = Fastest._stage, Fastest._reach
-    monkeypatch.setattr(Fastest, "_stage", stage)
-    monkeypatch.setattr(Fastest, "_reach", reach)
+    original, other = AlgorithmChoice._stage, AlgorithmChoice._reach
+    monkeypatch.setattr(AlgorithmChoice, "_stage", stage)
+    monkeypatch.setattr(AlgorithmChoice, "_reach", reach)
     packer = BucketPacker([None], Arithmetic(torch.float32, ReduceOp.SUM))
     for step in range(STEPS + 2):
         tensor = torch.full((300_000,), float(hvd.rank() + step))
@@ -164,7 +162,7 @@ def test_a_long_tensor_beside_a_short_one_goes_the_same_way_where_it_is_announce
     for _ in range(STEPS):
         tensors = [torch.full((n,), float(hvd.rank())) for n in (9, 300_001)]
 
-        def announced(plane: Plane, tensors: list[torch.Tensor] = tensors) -> Routine[None]:
+        def announced(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
             yield from plane.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM))
 
         run(announced)
@@ -261,17 +259,17 @@ def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
 
 def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType) -> None:
     plane = new_lane(79_000).plane
-    assert isinstance(plane, SharedPlane)
+    assert isinstance(plane, SharedBackend)
     plane._fastest.memory._least = 1
     repeated = plane.repeated([5], Arithmetic(torch.float32, ReduceOp.SUM))
     assert repeated is not None
-    tensor, kept = torch.ones(5), len(meeting.kept)
+    tensor, kept = torch.ones(5), len(work_sync.kept)
     routine = repeated.allreduce([tensor], [tensor.data_ptr()])
     next(routine)
     routine.close()
-    assert len(meeting.kept) == kept + 1
+    assert len(work_sync.kept) == kept + 1
     # It stays: a peer may be about to write there.
-    assert meeting.kept[-1][0] is tensor
+    assert work_sync.kept[-1][0] is tensor
 
 
 def test_more_tensors_than_can_be_said_are_not_taken(hvd: ModuleType) -> None:
@@ -282,7 +280,7 @@ def test_more_tensors_than_can_be_said_are_not_taken(hvd: ModuleType) -> None:
 
 def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
     fabric, lane = current().fabric, new_lane(78_000)
-    assert isinstance(lane.plane, SharedPlane)
+    assert isinstance(lane.plane, SharedBackend)
     lane.plane._fastest.memory._least = 1
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]

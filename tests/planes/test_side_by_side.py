@@ -2,13 +2,13 @@
 
 import pytest
 
-from hvlike.planes.side_by_side import side_by_side
-from hvlike.transport.routine import Routine, Wait
+from hvlike.backends.hierarchical import side_by_side
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 pytestmark = pytest.mark.pure
 
 
-def waiting(waits: list[Wait], log: list[str], name: str) -> Routine[None]:
+def waiting(waits: list[Wait], log: list[str], name: str) -> Coroutine[None]:
     try:
         for wait in waits:
             log.append(name)
@@ -19,7 +19,7 @@ def waiting(waits: list[Wait], log: list[str], name: str) -> Routine[None]:
 
 def test_each_advances_once_in_a_turn() -> None:
     log: list[str] = []
-    both = side_by_side([waiting([Wait.BELL] * 3, log, "a"), waiting([Wait.BELL] * 1, log, "b")])
+    both = side_by_side([waiting([Wait.NOTIFY] * 3, log, "a"), waiting([Wait.NOTIFY] * 1, log, "b")])
     next(both)
     assert log == ["a", "b"]
     next(both)
@@ -27,15 +27,15 @@ def test_each_advances_once_in_a_turn() -> None:
 
 
 def test_the_most_urgent_wait_counts() -> None:
-    bell, poll, again = [Wait.BELL] * 2, [Wait.POLL] * 2, [Wait.AGAIN] * 2
-    for together, wait in (([bell, bell], Wait.BELL), ([poll, bell], Wait.POLL), ([bell, again, poll], Wait.AGAIN)):
+    bell, poll, again = [Wait.NOTIFY] * 2, [Wait.POLL] * 2, [Wait.AGAIN] * 2
+    for together, wait in (([bell, bell], Wait.NOTIFY), ([poll, bell], Wait.POLL), ([bell, again, poll], Wait.AGAIN)):
         assert next(side_by_side([waiting(each, [], "") for each in together])) is wait
 
 
 def test_what_has_ended_may_have_freed_another() -> None:
-    both = side_by_side([waiting([Wait.BELL] * 3, [], "a"), waiting([], [], "b")])
+    both = side_by_side([waiting([Wait.NOTIFY] * 3, [], "a"), waiting([], [], "b")])
     assert next(both) is Wait.AGAIN
-    assert next(both) is Wait.BELL
+    assert next(both) is Wait.NOTIFY
 
 
 def test_it_ends_with_the_last() -> None:
@@ -46,12 +46,12 @@ def test_it_ends_with_the_last() -> None:
 
 
 def test_an_error_closes_the_others() -> None:
-    def failing() -> Routine[None]:
-        yield Wait.BELL
+    def failing() -> Coroutine[None]:
+        yield Wait.NOTIFY
         raise OSError("broken")
 
     log: list[str] = []
-    both = side_by_side([waiting([Wait.BELL] * 9, log, "a"), failing(), waiting([Wait.BELL] * 9, log, "b")])
+    both = side_by_side([waiting([Wait.NOTIFY] * 9, log, "a"), failing(), waiting([Wait.NOTIFY] * 9, log, "b")])
     next(both)
     with pytest.raises(OSError, match="broken"):
         next(both)
@@ -60,7 +60,7 @@ def test_an_error_closes_the_others() -> None:
 
 def test_giving_up_closes_all() -> None:
     log: list[str] = []
-    both = side_by_side([waiting([Wait.BELL] * 9, log, "a"), waiting([Wait.BELL] * 9, log, "b")])
+    both = side_by_side([waiting([Wait.NOTIFY] * 9, log, "a"), waiting([Wait.NOTIFY] * 9, log, "b")])
     next(both)
     both.close()
     assert {"end of a", "end of b"} <= set(log)

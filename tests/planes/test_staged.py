@@ -10,20 +10,20 @@ import pytest
 import torch
 from planes.jobs import run
 
-from hvlike.collectives.context import current
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import SilentErrstate
+from hvlike.backends.base import Backend
+from hvlike.backends.shared_memory.inline_reduction import MOST_STAGED
+from hvlike.backends.shared_memory.region import APART, Slots, first_peer
+from hvlike.backends.shared_memory.schedule import SLOTS, Turns
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.backends.shared_memory.staging import StagedReduction
+from hvlike.backends.shared_memory.work_sync import WorkSync
+from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, MismatchError
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.at_once import MOST_STAGED
-from hvlike.planes.chunks import SLOTS, Turns
-from hvlike.planes.meeting import Meeting
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import Plane
-from hvlike.planes.quiet import Quiet
-from hvlike.planes.region import APART, Slots, first_peer
-from hvlike.planes.shared import SharedPlane
-from hvlike.planes.staged import StagedReduction
-from hvlike.transport.dtypes import Array
-from hvlike.transport.routine import Routine
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.dtypes import Array
 
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
 CHUNK_BYTES = 64 << 10
@@ -55,9 +55,9 @@ def regions(ranks: int) -> list[Any]:
             mine=counters[rank],
             others=[counters[peer] for peer in peers],
             order=lambda: None,
-            nudge=lambda peers: None,
+            notify_if_sleeping=lambda peers: None,
             sleepers=[],
-            quiet=Quiet(),
+            quiet=SilentErrstate(),
             slots=lambda arithmetic: table,
         )
 
@@ -65,7 +65,7 @@ def regions(ranks: int) -> list[Any]:
 
 
 def check_of(region: Any) -> None:
-    Meeting(region).check_peers()
+    WorkSync(region).check_peers()
 
 
 def reductions(everybody: list[Any], lengths: list[int], compare: Any = None) -> list[StagedReduction]:
@@ -164,15 +164,15 @@ def test_slots_that_an_alltoall_has_filled_are_left_until_they_are_read() -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_other_work_in_the_same_slots_comes_before_and_after(hvd: ModuleType, dtype: torch.dtype) -> None:
-    plane = current().membership(None, "test").lanes.first.plane
-    if not isinstance(plane, SharedPlane):
+    plane = current().set_state(None, "test").lanes.first.plane
+    if not isinstance(plane, SharedBackend):
         pytest.skip("the ranks are on several nodes, or there is one")
     arithmetic = Arithmetic(dtype, ReduceOp.SUM)
     total = sum(range(1, hvd.size() + 1))
     staged, others = ([torch.full((n,), hvd.rank() + 1, dtype=dtype) for n in (70_001, 9, 200_000)] for _ in range(2))
 
-    def job(plane: Plane) -> Routine[None]:
-        assert isinstance(plane, SharedPlane)
+    def job(plane: Backend) -> Coroutine[None]:
+        assert isinstance(plane, SharedBackend)
         for one, other in zip(staged, others, strict=True):
             reduction = plane.at_once(arithmetic, one.numel(), 7).staged
             assert reduction is not None

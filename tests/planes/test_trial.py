@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.planes.trial import MOST_KNOWN, PERIOD, ROUNDS, Trial, Trials
+from hvlike.backends.shared_memory.algorithm_choice import MOST_KNOWN, PERIOD, ROUNDS, Trial, Trials
 
 pytestmark = pytest.mark.pure
 

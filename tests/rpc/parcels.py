@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from hvlike.rpc.message import Packed
-from hvlike.rpc.pickler import Incoming, Outgoing, pack, table_of, unpack
+from hvlike.rpc.wire.message import Packed
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, table_of, unpack
 
 
 def travel(value: Any, outgoing: Outgoing | None = None, incoming: Incoming | None = None) -> Any:

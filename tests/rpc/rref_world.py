@@ -6,11 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from hvlike.rpc.rrefs.effects import DROPPED
-from hvlike.rpc.rrefs.entry import Entry
-from hvlike.rpc.rrefs.fork import Fork
-from hvlike.rpc.rrefs.identity import GlobalId, Ticket
 from hvlike.rpc.rrefs.lifetime import Lifetime
+from hvlike.rpc.rrefs.records import DROPPED, Fork, GlobalId, OwnedValue, Ticket
 
 
 class Step(NamedTuple):
@@ -26,11 +23,11 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.workers = [Lifetime(rank) for rank in range(size)]
-        self.held: list[tuple[int, Entry | Fork]] = []
+        self.held: list[tuple[int, OwnedValue | Fork]] = []
         """The RRef objects that programs hold, with their worker."""
         self.flying: list[Step] = []
         self.running: list[Step] = []
-        self.made: dict[GlobalId, Entry] = {}
+        self.made: dict[GlobalId, OwnedValue] = {}
         """The one entry each value ever had."""
         self.carried: list[tuple[GlobalId, int]] = []
         """RRefs inside messages that carry one, and their owners."""
@@ -45,7 +42,7 @@ class World:
 
     def local(self, rank: int) -> None:
         """RRef(value)."""
-        entry = Entry(self.workers[rank].new_id())
+        entry = OwnedValue(self.workers[rank].new_id())
         self.workers[rank].owned.settle(entry, "local", None)
         self.made[entry.id] = entry
         self.held.append((rank, entry))
@@ -65,7 +62,7 @@ class World:
         self.flying.append(Step(rank, owner, partial(self._create, fork, rank)))
         self.running.append(Step(rank, rank, partial(self._acknowledge, rank, fork)))
 
-    def send(self, held: tuple[int, Entry | Fork], to: int, *, fails: bool = False) -> None:
+    def send(self, held: tuple[int, OwnedValue | Fork], to: int, *, fails: bool = False) -> None:
         """An RRef as an argument or result."""
         rank, rref = held
         ticket = self.workers[rank].send(rref, to)
@@ -76,7 +73,7 @@ class World:
             self.flying.append(Step(rank, to, partial(self._receive, Ticket.unpack(ticket.pack()), rank, to)))
         self._carry_out(rank)
 
-    def fetch(self, held: tuple[int, Entry | Fork]) -> None:
+    def fetch(self, held: tuple[int, OwnedValue | Fork]) -> None:
         """to_here, whose caller may give up and drop the RRef before the request has arrived."""
         rank, fork = held
         if isinstance(fork, Fork):
@@ -84,7 +81,7 @@ class World:
             self.unanswered += 1
             self.flying.append(Step(rank, fork.owner, partial(self._fetch, fork, rank)))
 
-    def drop(self, held: tuple[int, Entry | Fork]) -> None:
+    def drop(self, held: tuple[int, OwnedValue | Fork]) -> None:
         """The finaliser of an RRef object."""
         rank, rref = held
         self.held.remove(held)
@@ -139,7 +136,7 @@ class World:
         assert self.made.setdefault(rref, entry) is entry or self.lost is not None
         self.running.append(Step(owner, owner, partial(self._finish, owner, entry, acknowledge)))
 
-    def _finish(self, owner: int, entry: Entry, acknowledge: Step | None) -> None:
+    def _finish(self, owner: int, entry: OwnedValue, acknowledge: Step | None) -> None:
         self.workers[owner].owned.settle(entry, "result", None)
         if acknowledge is not None:
             self.flying.append(acknowledge)
@@ -154,7 +151,7 @@ class World:
         held = worker.receive(ticket, source)
         self.carried.remove((ticket.rref, ticket.owner))
         self.held.append((to, held))
-        if isinstance(held, Entry):
+        if isinstance(held, OwnedValue):
             assert self.made.setdefault(ticket.rref, held) is held or self.lost is not None
         elif not worker.used.when_confirmed([held], partial(self._confirmed, held)):
             self.unconfirmed += 1

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvlike.errors import NotInitializedError, UsageError
-from hvlike.rpc.remote_error import Description, describe, rebuild, unescaped
-from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.rpc.wire.message import Description, WorkerInfo, describe_error, rebuild_error, unescaped
 
 pytestmark = pytest.mark.pure
 
@@ -50,7 +49,7 @@ def described(error: BaseException) -> Description:
     try:
         raise error
     except BaseException as caught:
-        description = pickle.loads(pickle.dumps(describe(caught, WORKER), protocol=5))
+        description = pickle.loads(pickle.dumps(describe_error(caught, WORKER), protocol=5))
     assert isinstance(description, Description)
     return description
 
@@ -63,7 +62,7 @@ def taken_for_escapes(text: str) -> str:
 
 
 def test_text_names_the_worker_and_holds_the_exception_and_its_traceback() -> None:
-    text = str(rebuild(described(Custom("reason"))))
+    text = str(rebuild_error(described(Custom("reason"))))
     assert text.startswith("Custom: On WorkerInfo(id=1, name=worker1):\nCustom('reason')\nTraceback (most recent")
     assert "raise error" in text
     assert text.endswith("Custom: reason\n")
@@ -87,27 +86,27 @@ def test_text_names_the_worker_and_holds_the_exception_and_its_traceback() -> No
     ],
 )
 def test_callers_see_three_classes(error: BaseException, kept: type[Exception]) -> None:
-    rebuilt = rebuild(described(error))
+    rebuilt = rebuild_error(described(error))
     assert type(rebuilt) is kept
     assert str(rebuilt).startswith(f"{type(error).__name__}: On WorkerInfo(id=1, name=worker1):\n")
 
 
 @pytest.mark.parametrize("error", [Narrow("n"), Custom("c"), AttributeError("a"), StopIteration("s")])
 def test_original_class_where_it_is_asked_for(error: Exception) -> None:
-    rebuilt = rebuild(described(error), original=True)
+    rebuilt = rebuild_error(described(error), original=True)
     assert type(rebuilt) is type(error)
     assert str(rebuilt).startswith("On WorkerInfo(id=1, name=worker1):\n")
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_what_ends_a_program_does_not_travel_as_such(error: BaseException) -> None:
-    assert type(rebuild(described(error), original=True)) is RuntimeError
+    assert type(rebuild_error(described(error), original=True)) is RuntimeError
 
 
 @pytest.mark.parametrize("original", [False, True])
 def test_class_that_cannot_be_made_of_a_text_comes_as_a_runtime_error(original: bool) -> None:
     for error in (TwoTexts("a", "b"), UnicodeDecodeError("utf-8", b"x", 0, 1, "why")):
-        rebuilt = rebuild(described(error), original=original)
+        rebuilt = rebuild_error(described(error), original=original)
         assert type(rebuilt) is RuntimeError
         assert "Original exception on remote side was On WorkerInfo(id=1, name=worker1):" in str(rebuilt)
         assert type(error).__name__ in str(rebuilt)
@@ -118,19 +117,19 @@ def test_class_that_the_caller_does_not_have_comes_as_its_family() -> None:
         pass
 
     for description in (described(Local("l")), described(Narrow("n"))._replace(module="no.such.module")):
-        rebuilt = rebuild(description, original=True)
+        rebuilt = rebuild_error(description, original=True)
         assert type(rebuilt) is ValueError
         assert str(rebuilt).startswith(f"{description.name}: On WorkerInfo")
 
 
 def test_exception_that_fails_when_it_is_looked_at() -> None:
-    rebuilt = rebuild(described(Rebel("x")))
+    rebuilt = rebuild_error(described(Rebel("x")))
     assert type(rebuilt) is ValueError
     assert "whose repr() raises OSError" in str(rebuilt)
 
 
 def test_line_ends_are_real() -> None:
-    text = str(rebuild(described(ValueError("first\nsecond line\n third"))))
+    text = str(rebuild_error(described(ValueError("first\nsecond line\n third"))))
     assert "ValueError('first\nsecond line\n third')" in text
     assert text == taken_for_escapes(text)
 
@@ -141,7 +140,7 @@ def test_escapes_in_source_lines_of_the_traceback_are_resolved_too() -> None:
 
     with pytest.raises(ValueError) as caught:
         fail()
-    text = str(rebuild(describe(caught.value, WORKER)))
+    text = str(rebuild_error(describe_error(caught.value, WORKER)))
     assert text == taken_for_escapes(text)
     assert "\\d" in text
 
@@ -161,12 +160,12 @@ def test_text_stays_what_it_is_without_backslashes(text: str) -> None:
 
 
 def test_other_scripts_are_not_garbled() -> None:
-    assert "ключ ключа 鍵 é" in str(rebuild(described(Custom("ключ ключа 鍵 é"))))
+    assert "ключ ключа 鍵 é" in str(rebuild_error(described(Custom("ключ ключа 鍵 é"))))
 
 
 def test_nul_stays_an_escape() -> None:
-    assert "\\x00 and more" in str(rebuild(described(Custom("\0 and more"))))
-    assert "\0" not in str(rebuild(described(Custom("\0 and more"))))
+    assert "\\x00 and more" in str(rebuild_error(described(Custom("\0 and more"))))
+    assert "\0" not in str(rebuild_error(described(Custom("\0 and more"))))
 
 
 def test_traceback_is_printed_to_what_stderr_is_now(monkeypatch: pytest.MonkeyPatch) -> None:

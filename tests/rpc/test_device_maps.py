@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.rpc.devices.device_map import NO_DEVICES, Offer, check_offers, inverse, parse_map
-from hvlike.rpc.devices.devices import Devices
-from hvlike.rpc.options import TensorPipeRpcBackendOptions, settle_options
+from hvlike.rpc.agent.options import TensorPipeRpcBackendOptions, settle_options
+from hvlike.rpc.wire.devices import NO_DEVICES, DeviceMaps, DeviceOffer, check_offers, inverse, parse_map
 
 pytestmark = pytest.mark.pure
 
@@ -61,17 +60,21 @@ NAMES = ["a", "b", "c"]
 
 
 def test_maps_of_all_workers_are_compared_with_what_they_have() -> None:
-    offers = [Offer(2, {"b": {gpu(0): gpu(0), gpu(1): gpu(3)}}), Offer(1, {"a": {gpu(1): gpu(0)}}), NO_DEVICES]
+    offers = [
+        DeviceOffer(2, {"b": {gpu(0): gpu(0), gpu(1): gpu(3)}}),
+        DeviceOffer(1, {"a": {gpu(1): gpu(0)}}),
+        NO_DEVICES,
+    ]
     text = check_offers(NAMES, offers)
     assert text == "a maps to cuda:3, which b has not (it has 1); b maps from cuda:1, which b has not (it has 1)"
-    assert "which is no worker (workers: a, b, c)" in check_offers(NAMES, [Offer(1, {"d": {}}), *offers[:2]])
-    assert "it has none" in check_offers(NAMES, [Offer(1, {"c": {gpu(0): gpu(0)}}), NO_DEVICES, NO_DEVICES])
-    assert not check_offers(NAMES, [Offer(2, {"b": {gpu(1): gpu(0)}}), Offer(1, {}), NO_DEVICES])
+    assert "which is no worker (workers: a, b, c)" in check_offers(NAMES, [DeviceOffer(1, {"d": {}}), *offers[:2]])
+    assert "it has none" in check_offers(NAMES, [DeviceOffer(1, {"c": {gpu(0): gpu(0)}}), NO_DEVICES, NO_DEVICES])
+    assert not check_offers(NAMES, [DeviceOffer(2, {"b": {gpu(1): gpu(0)}}), DeviceOffer(1, {}), NO_DEVICES])
 
 
 def test_results_go_back_the_way_the_arguments_came() -> None:
-    offers = [Offer(2, {"b": {gpu(0): gpu(1)}}), Offer(2, {}), Offer(2, {"a": {gpu(0): gpu(0)}})]
-    first, second, third = (Devices(rank, NAMES, offers, ()) for rank in range(3))
+    offers = [DeviceOffer(2, {"b": {gpu(0): gpu(1)}}), DeviceOffer(2, {}), DeviceOffer(2, {"a": {gpu(0): gpu(0)}})]
+    first, second, third = (DeviceMaps(rank, NAMES, offers, ()) for rank in range(3))
     assert first.of_requests(1) == {gpu(0): gpu(1)}
     assert second.of_answers(0) == {gpu(1): gpu(0)}
     assert second.of_requests(0) == {} == first.of_answers(1)
@@ -80,10 +83,10 @@ def test_results_go_back_the_way_the_arguments_came() -> None:
 
 
 def test_what_a_worker_tells_itself_stays_where_it_is() -> None:
-    alone = Devices(0, ["a"], [Offer(2, {})], ())
+    alone = DeviceMaps(0, ["a"], [DeviceOffer(2, {})], ())
     assert alone.of_requests(0) == {gpu(0): gpu(0), gpu(1): gpu(1)} == alone.of_answers(0)
     assert alone.used == ()
     assert alone.marks() is None
-    swapped = Devices(0, ["a"], [Offer(2, {"a": {gpu(0): gpu(1)}})], ())
+    swapped = DeviceMaps(0, ["a"], [DeviceOffer(2, {"a": {gpu(0): gpu(1)}})], ())
     assert swapped.of_requests(0) == {gpu(0): gpu(1)}
     assert swapped.of_answers(0) == {gpu(1): gpu(0)}

@@ -11,7 +11,7 @@ import torch
 
 import hvlike.rpc
 from hvlike.errors import HorovodInternalError, UsageError
-from hvlike.rpc.agent import Agent
+from hvlike.rpc.agent.agent import Agent
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.rpc.callables import name_of
+from hvlike.rpc.wire.reducers import function_name
 
 pytestmark = pytest.mark.pure
 
@@ -27,15 +27,15 @@ NAMES: dict[str, Any] = {
     "min": min,
     "Scale": Scale,
     "Scale.half": Scale().half,
-    "name_of": name_of,
+    "name_of": function_name,
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_function_has_the_name_that_people_know(name: str) -> None:
-    assert name_of(NAMES[name]) == name
+    assert function_name(NAMES[name]) == name
 
 
 @pytest.mark.parametrize("name", ["Scale", "partial"])
 def test_what_has_no_name_is_called_by_its_class(name: str) -> None:
-    assert name_of({"Scale": Scale(), "partial": partial(min, 1)}[name]) == name
+    assert function_name({"Scale": Scale(), "partial": partial(min, 1)}[name]) == name

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
-from hvlike.rpc.options import (
+from hvlike.rpc.agent.options import (
     BackendType,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     checked_timeout,
     settle_options,
 )
-from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.rpc.constants import DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
+from hvlike.rpc.wire.message import WorkerInfo
 
 pytestmark = pytest.mark.pure
 

@@ -16,7 +16,7 @@ import torch.nn.functional
 from rpc.parcels import received, travel
 
 from hvlike.errors import UsageError
-from hvlike.rpc.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
 
 pytestmark = pytest.mark.pure
 

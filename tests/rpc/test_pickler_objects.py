@@ -12,7 +12,7 @@ import torch
 from rpc.parcels import memory_bytes, received, same_memory, travel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hvlike.rpc.pickler import Incoming, Outgoing, carry, pack, unpack
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry, pack, unpack
 
 pytestmark = pytest.mark.pure
 

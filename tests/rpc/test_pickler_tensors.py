@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies
 from rpc.parcels import memory_bytes, received, same_memory, travel
 
-from hvlike.rpc import single, tensors
-from hvlike.rpc.pickler import Incoming, Outgoing, Pickler, Walk, pack, unpack
-from hvlike.rpc.reducers import reduce_tensor
-from hvlike.rpc.tensors import NAMES
+from hvlike.rpc.wire import single_tensor, tensors
+from hvlike.rpc.wire.pickler import Incoming, MessagePickler, Outgoing, Pickler, pack, unpack
+from hvlike.rpc.wire.reducers import reduce_tensor
+from hvlike.rpc.wire.tensors import NAMES
 
 pytestmark = pytest.mark.pure
 
@@ -40,11 +40,11 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module", params=[single.SHORT_BYTES, 0], ids=["short", "long"])
+@pytest.fixture(autouse=True, scope="module", params=[single_tensor.SHORT_RECORD_BYTES, 0], ids=["short", "long"])
 def limit(request: pytest.FixtureRequest) -> Iterator[int]:
     """Everything once as short memory, which goes in the body, and once as long memory, which goes by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single, "SHORT_BYTES", request.param)
+        patch.setattr(single_tensor, "SHORT_BYTES", request.param)
         patch.setattr(tensors, "SHORT_BYTES", min(request.param, tensors.SHORT_BYTES))
         yield request.param
 
@@ -358,7 +358,7 @@ def test_tensors_of_a_gpu_without_a_place_to_go_are_refused() -> None:
         shape=torch.Size([2]),
         device=torch.device("cuda", 1),
     )
-    walk = Walk(Pickler)
+    walk = MessagePickler(Pickler)
     walk.outgoing = Outgoing(1, what="Request to worker1")
     with pytest.raises(RuntimeError, match=r"RPC only supports CPU tensors.*shape \[2\] on cuda:1.*move your tensors"):
         reduce_tensor(walk, elsewhere)

@@ -13,9 +13,9 @@ from rpc.doors import await_promise, keep_promise
 from torch.autograd import profiler_legacy
 
 import hvlike.rpc
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
+from hvlike.rpc.agent.profiling import is_recorded
 from hvlike.rpc.functions import async_execution
-from hvlike.rpc.profiling import is_recorded
 
 legacy_profile: Any = profiler_legacy.profile
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.rpc.futures import Promise
+from hvlike.rpc.agent.futures import Promise
 
 pytestmark = pytest.mark.pure
 

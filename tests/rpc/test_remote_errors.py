@@ -11,7 +11,7 @@ import pytest
 import torch
 from rpc.doors import await_promise, keep_promise, open_door, pass_door, passes
 
-from hvlike.rpc.worker_info import WorkerInfo
+from hvlike.rpc.wire.message import WorkerInfo
 
 Form = Callable[..., Any]
 

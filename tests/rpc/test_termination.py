@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from hvlike.rpc.termination import Report, Termination, Wave, is_quiet, totals
+from hvlike.rpc.agent.termination import Report, Termination, Wave, is_quiet, totals
 
 pytestmark = pytest.mark.pure
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, whole_batch
 
 from hvlike.collectives.compression import Compression
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 STEPS = 4
 

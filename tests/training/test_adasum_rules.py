@@ -12,11 +12,11 @@ from torch import nn
 from torch.amp import GradScaler
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 
+from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.compression import PowerSGD
-from hvlike.collectives.objects import allgather_object
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.clipping import clip_grad_norm_
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def make(hvd: ModuleType, **options: Any) -> tuple[nn.Module, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from training.problem import make_model
 
 from hvlike.errors import UsageError
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 Arguments = Callable[[nn.Module], dict[str, Any]]
 

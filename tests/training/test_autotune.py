@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 
-from hvlike.collectives.context import current
-from hvlike.training.autotune.report import COLUMNS
+from hvlike.collectives.session.context import current
+from hvlike.training.autotune.tuner import COLUMNS
 
 STEPS, WARMUP, SAMPLES = 2, 1, 4
 ENOUGH = (STEPS + 1) * (WARMUP + SAMPLES) + 2

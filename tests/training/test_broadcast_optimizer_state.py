@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from training.problem import loss_of, make_model, same_on_all_ranks, whole_batch
 
-from hvlike.collectives.objects import allgather_object
+from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.broadcast_state import broadcast_optimizer_state, broadcast_parameters
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 
 NAMES = ["SGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"]
 NAMES += ["ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"]

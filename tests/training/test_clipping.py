@@ -6,10 +6,10 @@ import pytest
 import torch
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 
-from hvlike.collectives.objects import allgather_object
+from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import UsageError
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.clipping import clip_grad_norm_
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

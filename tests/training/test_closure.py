@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 
-from hvlike.collectives.objects import allgather_object
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.collectives.api.objects import allgather_object
+from hvlike.training.optimizer.clipping import clip_grad_norm_
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def make(cls: Any, **options: Any) -> tuple[torch.nn.Module, Any]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from training.compressed import Run
 from training.problem import same_on_all_ranks
 
-from hvlike.collectives.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.compression import Compressor, Exchange, PowerSGD, StatefulCompressor, TopK
 from hvlike.errors import HorovodInternalError, MismatchError, UsageError
-from hvlike.transport.routine import Routine
+from hvlike.transport.loop.coroutine import Coroutine
 
 SHAPES = [(20, 30), (6,), (12, 20)]
 
@@ -25,7 +25,7 @@ class Breaking(PowerSGD):
 
     breaks = ""
 
-    def _orthonormalise(self, works: Any, exchange: Exchange) -> Routine[None]:
+    def _orthonormalise(self, works: Any, exchange: Exchange) -> Coroutine[None]:
         if self.breaks == "middle":
             raise HorovodInternalError("broken in the middle")
         yield from super()._orthonormalise(works, exchange)

@@ -13,11 +13,11 @@ from torch import Tensor
 from training.compressed import Run
 from training.problem import same_on_all_ranks
 
+from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.compression import PowerSGD, StatefulCompressor, TopK
-from hvlike.collectives.objects import broadcast_object
 from hvlike.errors import UsageError
-from hvlike.training.broadcast_state import broadcast_optimizer_state
-from hvlike.training.gather_state import gather_optimizer_state
+from hvlike.training.checkpoint.store import gather_optimizer_state
+from hvlike.training.state.broadcast import broadcast_optimizer_state
 
 SHAPES = [(20, 30), (6,), (12, 4, 5)]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from training.problem import loss_of, make_model, share, whole_batch
 
-from hvlike.collectives.plan import find_apart
+from hvlike.collectives.requests.plan import find_apart
 from hvlike.nn import DistributedDataParallel
-from hvlike.training.fingerprints import fingerprints
+from hvlike.training.gradients.parameters import value_checksums
 
 
 def warnings_of_two_steps(
@@ -67,11 +67,11 @@ def test_fingerprints() -> None:
         torch.zeros(2, dtype=torch.complex64),
         torch.arange(40.0),
     ]
-    before = fingerprints(parameters)
-    assert before == fingerprints([each.clone() for each in parameters])
+    before = value_checksums(parameters)
+    assert before == value_checksums([each.clone() for each in parameters])
     for index in (0, 1, 2, 4, 5):
         parameters[index][(0,) * parameters[index].dim()] = 7
-        after = fingerprints(parameters)
+        after = value_checksums(parameters)
         assert [one != other for one, other in zip(before, after, strict=True)] == [each == index for each in range(6)]
         before = after
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from training.problem import loss_of, make_model, share, whole_batch
 
-from hvlike.training.hooks import GradientHooks
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.gradients.grad_state import GradientHooks
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 class Listener:

@@ -7,7 +7,7 @@ PROCESS_SETS = """
 import copy
 import torch
 import hvlike as hvd
-from hvlike.collectives.objects import allgather_object
+from hvlike.collectives.api.objects import allgather_object
 
 sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])]
 hvd.init(process_sets=sets)

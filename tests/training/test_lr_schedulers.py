@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 from training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),

@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from hvlike.training.agreement import find_differences
-from hvlike.training.grouping import check_groups, group_indices
-from hvlike.training.names import check_named_parameters, find_duplicates, name_parameters
+from hvlike.training.gradients.parameters import (
+    check_groups,
+    check_named_parameters,
+    find_duplicates,
+    group_indices,
+    name_parameters,
+)
+from hvlike.training.state.broadcast import find_differences
 
 pytestmark = pytest.mark.pure
 

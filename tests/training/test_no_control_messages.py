@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvlike.collectives.context import current
-from hvlike.transport.traffic import Sent
+from hvlike.collectives.session.context import current
+from hvlike.transport.messages.traffic import Sent
 
 STEPS = 5
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from training.problem import largest_difference, loss_of, make_model, same_on_all_ranks, share, whole_batch
 
 from hvlike.collectives.compression import Compression
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.clipping import clip_grad_norm_
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 STEPS = 4
 MAX_NORM = 0.05

@@ -9,9 +9,9 @@ from torch import Tensor
 from training.compressed import Run, mean
 from training.problem import same_on_all_ranks
 
-from hvlike.collectives.allgather import allgather
+from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.compression import PowerSGD
-from hvlike.collectives.compression.low_rank import random_matrix
+from hvlike.collectives.compression.power_sgd import random_matrix
 
 SHAPES = [(24, 16), (7,), (10, 3, 4), (2, 2), ()]
 COMPRESSED = (0, 2)

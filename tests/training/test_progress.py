@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.observe.means import Means
+from hvlike.observe.counters import Means
 from hvlike.training import progress as module
 
 PATIENCE_SECONDS = 60

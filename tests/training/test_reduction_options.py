@@ -10,7 +10,7 @@ from training.problem import same_on_all_ranks
 
 from hvlike.collectives.compression import Compression, Compressor
 from hvlike.errors import HorovodInternalError
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def reduced(hvd: ModuleType, value: float, **options: Any) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def test_one_backward_pass_feeds_two_unnamed_optimizers(hvd: ModuleType) -> None:

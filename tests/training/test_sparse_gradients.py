@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from training.problem import same_on_all_ranks
 
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 # torch's own optimizers warn, too, where they make sparse tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")

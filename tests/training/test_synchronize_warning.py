@@ -7,9 +7,9 @@ import pytest
 import torch
 from training.problem import largest_difference, loss_of, make_model, share, whole_batch
 
-from hvlike.planes.ops import ReduceOp
-from hvlike.training.clipping import clip_grad_norm_
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.training.optimizer.clipping import clip_grad_norm_
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 TEXT = (
     r"optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after optimizer.synchronize\(\). "

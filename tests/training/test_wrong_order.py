@@ -9,7 +9,7 @@ from torch import nn
 from training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 
 from hvlike.errors import UsageError
-from hvlike.training.optimizer import DistributedOptimizer
+from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def make(passes: int = 1) -> tuple[nn.Module, DistributedOptimizer]:

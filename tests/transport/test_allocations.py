@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvlike.transport.allocations import Allocation, Allocations, available_bytes, spread
-from hvlike.transport.segment import Segment
+from hvlike.transport.memory.allocations import Allocation, Allocations, available_bytes, spread
+from hvlike.transport.memory.segment import Segment
 
 pytestmark = pytest.mark.pure
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.collectives.context import current
-from hvlike.transport.channel import INLINE_BYTES
+from hvlike.collectives.session.context import current
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.mailbox import Mailbox
+from hvlike.transport.messages.channel import INLINE_BYTES, Mailbox
 
 TOPIC = 900
 

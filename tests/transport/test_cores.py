@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.transport.cores import any_crowded, cores_per_rank, has_spare_core, is_crowded
+from hvlike.transport.host.topology import any_crowded, cores_per_rank, has_spare_core, is_crowded
 
 pytestmark = pytest.mark.pure
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvlike.transport import patience
-from hvlike.transport.doorbell import BELL_BYTES, Doorbell
-from hvlike.transport.loop import Loop
-from hvlike.transport.segment import Segment
-from hvlike.transport.semaphore import Fence
+from hvlike.transport.loop import spin
+from hvlike.transport.loop.loop import Loop
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
+from hvlike.transport.memory.segment import Segment
 
 pytestmark = pytest.mark.pure
 
@@ -55,28 +54,28 @@ def until(condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("limit", [1, 3, 16])
 def test_limited_errands_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -> None:
-    loop.crew.allow(limit)
+    loop.thread_pool.allow(limit)
     gauge = Gauge()
     for _ in range(3 * limit):
-        loop.crew.submit(gauge.visit, limited=True)
+        loop.thread_pool.submit(gauge.visit, limited=True)
     assert until(lambda: gauge.inside == limit)
     time.sleep(0.02)
-    assert (gauge.inside, loop.crew.running, loop.crew.queued) == (limit, limit, 2 * limit)
+    assert (gauge.inside, loop.thread_pool.running, loop.thread_pool.queued) == (limit, limit, 2 * limit)
     gauge.gate.set()
     assert until(lambda: gauge.left == 3 * limit)
     assert gauge.most == limit
 
 
 def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: Loop) -> None:
-    loop.crew.allow(2)
+    loop.thread_pool.allow(2)
     gauge = Gauge()
     for _ in range(5):
-        loop.crew.submit(gauge.visit, limited=True)
+        loop.thread_pool.submit(gauge.visit, limited=True)
     assert until(lambda: gauge.inside == 2)
     ran = threading.Event()
     blocked = threading.Event()
-    loop.crew.submit(lambda: blocked.wait(60.0) and None)
-    loop.crew.submit(ran.set)
+    loop.thread_pool.submit(lambda: blocked.wait(60.0) and None)
+    loop.thread_pool.submit(ran.set)
     assert ran.wait(30.0)
     moved = threading.Event()
     loop.post(moved.set)
@@ -87,30 +86,30 @@ def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: 
 
 
 def test_errands_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
-    loop.crew.allow(1)
+    loop.thread_pool.allow(1)
     results: list[bool] = []
     # A wait inside the loop would be refused.
-    loop.post(lambda: loop.crew.submit(lambda: results.append(loop.wait(lambda: True)), limited=True))
+    loop.post(lambda: loop.thread_pool.submit(lambda: results.append(loop.wait(lambda: True)), limited=True))
     assert until(lambda: results == [True])
 
 
 def test_a_waiting_thread_leaves_errands_to_the_others(loop: Loop) -> None:
-    loop.crew.allow(1)
+    loop.thread_pool.allow(1)
     threads: list[threading.Thread] = []
-    loop.post(lambda: loop.crew.submit(lambda: threads.append(threading.current_thread())), wake=False)
+    loop.post(lambda: loop.thread_pool.submit(lambda: threads.append(threading.current_thread())), wake=False)
     assert loop.wait(lambda: bool(threads), 30.0)
     assert threads[0] is not threading.current_thread()
 
 
 def test_threads_that_are_no_longer_needed_end(loop: Loop) -> None:
-    loop.crew.allow(16)
+    loop.thread_pool.allow(16)
     gauge = Gauge()
     for _ in range(16):
-        loop.crew.submit(gauge.visit, limited=True)
+        loop.thread_pool.submit(gauge.visit, limited=True)
     assert until(lambda: gauge.inside == 16)
-    loop.crew.allow(0)
+    loop.thread_pool.allow(0)
     gauge.gate.set()
-    assert until(lambda: loop.crew.size == 1)
+    assert until(lambda: loop.thread_pool.size == 1)
 
 
 def test_closing_does_not_wait_for_an_errand() -> None:
@@ -118,12 +117,12 @@ def test_closing_does_not_wait_for_an_errand() -> None:
     bell.initialise(os.getpid())
     loop = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
     gauge = Gauge()
-    loop.crew.submit(gauge.visit)
+    loop.thread_pool.submit(gauge.visit)
     assert until(lambda: gauge.inside == 1)
     loop.close()
     assert gauge.inside == 1
     gauge.gate.set()
-    assert until(lambda: gauge.left == 1 and loop.crew.size == 0)
+    assert until(lambda: gauge.left == 1 and loop.thread_pool.size == 0)
 
 
 def test_what_is_due_is_done_in_time_though_nobody_waits(loop: Loop) -> None:
@@ -155,11 +154,11 @@ def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody wakes by himself: only who knows of the limit.
-    monkeypatch.setattr(patience, "TICK", 60.0)
-    loop.crew.allow(3)
+    monkeypatch.setattr(spin, "TICK", 60.0)
+    loop.thread_pool.allow(3)
     gauge = Gauge()
     for _ in range(3):
-        loop.crew.submit(gauge.visit, limited=True)
+        loop.thread_pool.submit(gauge.visit, limited=True)
     gauge.gate.set()
     assert until(lambda: gauge.left == 3)
     over = threading.Event()
@@ -173,7 +172,7 @@ def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
 
     def begin() -> None:
         loop.due_at(time.monotonic() + 0.1)
-        loop.crew.submit(lambda: waited.append(over.wait(20.0)))
+        loop.thread_pool.submit(lambda: waited.append(over.wait(20.0)))
 
     loop.post(begin)
     assert until(lambda: bool(waited))

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike.collectives.context import current
-from hvlike.transport import process_memory
-from hvlike.transport.direct_copy import LEAST_BYTES, SLOT_WORDS, DirectCopies
-from hvlike.transport.routine import Routine, Wait
-from hvlike.transport.semaphore import Fence
+from hvlike.collectives.session.context import current
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.memory import process_memory
+from hvlike.transport.memory.doorbell import Fence
+from hvlike.transport.messages.direct_copy import LEAST_BYTES, SLOT_WORDS, DirectCopies
 
 TOPIC = 901
 
@@ -32,7 +32,7 @@ class Pair:
         self.sender.enabled = True
         self.by_mpi: list[str] = []
 
-    def begin(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Routine[None], Routine[None]]:
+    def begin(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Coroutine[None], Coroutine[None]]:
         """The routines of the sender and of the receiver."""
         note = self.sender.offer(1, [sent])
         assert note is not None
@@ -42,12 +42,12 @@ class Pair:
             self.receiver.receive(0, note[1], received.numpy(), lambda: self._by_mpi("received")),
         )
 
-    def _by_mpi(self, what: str) -> Routine[None]:
+    def _by_mpi(self, what: str) -> Coroutine[None]:
         self.by_mpi.append(what)
         yield Wait.POLL
 
 
-def run(routines: list[Routine[None]], choose: Callable[[int], int]) -> None:
+def run(routines: list[Coroutine[None]], choose: Callable[[int], int]) -> None:
     """Advance them until all have ended."""
     for _ in range(10_000):
         index = choose(len(routines))

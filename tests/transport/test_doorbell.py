@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from hvlike.transport.doorbell import BELL_BYTES, Doorbell
-from hvlike.transport.segment import Segment
-from hvlike.transport.semaphore import Fence
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
+from hvlike.transport.memory.segment import Segment
 
 pytestmark = pytest.mark.pure
 
@@ -41,10 +40,10 @@ def test_a_driver_that_leaves_learns_of_a_ring_it_has_not_seen() -> None:
 def test_a_nudge_costs_nothing_while_the_driver_is_awake_and_wakes_it_when_it_sleeps() -> None:
     bell = make()
     bell.enter()
-    bell.nudge()
+    bell.notify_if_sleeping()
     assert not bell.rung()
     bell.prepare_sleep()
-    bell.nudge()
+    bell.notify_if_sleeping()
     assert bell.sleep(1.0)
     bell.awake()
 

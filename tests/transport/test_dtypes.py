@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvlike.errors import UsageError
-from hvlike.transport.dtypes import TABLE, check_movable, dtype_name, element_of, raw_view, storage_view
+from hvlike.transport.memory.dtypes import TABLE, check_movable, dtype_name, element_of, raw_view, storage_view
 
 pytestmark = pytest.mark.pure
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.transport import exit_status
-from hvlike.transport.exit_status import ExitObserver, to_status
+from hvlike.transport.failure import exit_status
+from hvlike.transport.failure.exit_status import ExitObserver, to_status
 
 # The module alone, without the package around it, so that each program starts in milliseconds.
 PREAMBLE = f"""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from children import raised_in_child
 
-from hvlike.transport.first_report import FirstReport, describe_others, job_name
+from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 
 pytestmark = pytest.mark.pure
 

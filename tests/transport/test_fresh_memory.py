@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvlike.transport.fresh_memory import ALWAYS_MAPPED_BYTES, fresh
+from hvlike.transport.memory.malloc import ALWAYS_MAPPED_BYTES, allocate_receive_buffer
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -24,7 +24,7 @@ def advised(address: int) -> bool:
 
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
 def test_large_blocks_are_wanted_in_huge_pages() -> None:
-    tensor = fresh((ALWAYS_MAPPED_BYTES // 4 + 1024, 2), torch.float32)
+    tensor = allocate_receive_buffer((ALWAYS_MAPPED_BYTES // 4 + 1024, 2), torch.float32)
     assert tensor.shape == (ALWAYS_MAPPED_BYTES // 4 + 1024, 2)
     assert advised(tensor.data_ptr() + tensor.nbytes // 2)
     # All of it can be written.
@@ -33,6 +33,6 @@ def test_large_blocks_are_wanted_in_huge_pages() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4), (1 << 20,)], ids=str)
 def test_small_blocks_are_ordinary_tensors(shape: tuple[int, ...]) -> None:
-    tensor = fresh(shape, torch.int16)
+    tensor = allocate_receive_buffer(shape, torch.int16)
     assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.int16)
     tensor.resize_(100)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvlike.transport import launchers
-from hvlike.transport.guard import Guard, watch_start
+from hvlike.transport.failure.guard import Guard, watch_start
+from hvlike.transport.host import launchers
 
 pytestmark = pytest.mark.pure
 

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from hvlike.errors import LaunchError
-from hvlike.transport import launchers
+from hvlike.transport.host import launchers
 
 pytestmark = pytest.mark.pure
 
@@ -35,35 +35,35 @@ NO_LAUNCHER = [
 
 @pytest.mark.parametrize(("environment", "name", "size"), ENVIRONMENTS)
 def test_detected(environment: dict[str, str], name: str, size: int) -> None:
-    launcher = launchers.detect(environment)
+    launcher = launchers.detect_launcher(environment)
     assert launcher is not None
     assert name in launcher.name
     assert launcher.size == size
 
 
 def test_the_number_of_the_process_comes_from_the_same_launcher() -> None:
-    inner = launchers.detect({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1"})
+    inner = launchers.detect_launcher({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1"})
     assert inner is not None
     assert inner.rank == 3
-    silent = launchers.detect({"PMI_SIZE": "2", "SLURM_PROCID": "1"})
+    silent = launchers.detect_launcher({"PMI_SIZE": "2", "SLURM_PROCID": "1"})
     assert silent is not None
     assert silent.rank is None
 
 
 @pytest.mark.parametrize("environment", NO_LAUNCHER)
 def test_no_launcher(environment: dict[str, str]) -> None:
-    assert launchers.detect(environment) is None
-    launchers.check(environment, 1, "Some MPI")
+    assert launchers.detect_launcher(environment) is None
+    launchers.check_launcher(environment, 1, "Some MPI")
 
 
 @pytest.mark.parametrize(("environment", "name", "size"), ENVIRONMENTS)
 def test_singletons_refused_with_the_way_out(environment: dict[str, str], name: str, size: int) -> None:
-    launchers.check(environment, 2, "Some MPI")
+    launchers.check_launcher(environment, 2, "Some MPI")
     if size == 1:
-        launchers.check(environment, 1, "Some MPI")
+        launchers.check_launcher(environment, 1, "Some MPI")
         return
     with pytest.raises(LaunchError) as caught:
-        launchers.check(environment, 1, "Some MPI 1.2")
+        launchers.check_launcher(environment, 1, "Some MPI 1.2")
     text = str(caught.value)
     assert name in text
     assert f"{size} processes" in text
@@ -74,9 +74,9 @@ def test_singletons_refused_with_the_way_out(environment: dict[str, str], name: 
 
 def test_advice_of_srun_and_torchrun() -> None:
     with pytest.raises(LaunchError, match="--mpi=pmix"):
-        launchers.check({"SLURM_STEP_NUM_TASKS": "4"}, 1, "Open MPI")
+        launchers.check_launcher({"SLURM_STEP_NUM_TASKS": "4"}, 1, "Open MPI")
     with pytest.raises(LaunchError, match="mpirun -n 4 python"):
-        launchers.check({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}, 1, "Open MPI")
+        launchers.check_launcher({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}, 1, "Open MPI")
 
 
 def test_a_child_of_multiprocessing_without_a_launcher_is_told_that_it_is_alone(

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hvlike.transport.liveness import Liveness
+from hvlike.transport.failure.watchdog import Liveness
 
 pytestmark = pytest.mark.pure
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from hvlike.errors import ShutdownError
-from hvlike.transport.doorbell import BELL_BYTES, Doorbell
-from hvlike.transport.loop import Loop
-from hvlike.transport.routine import Routine, Wait
-from hvlike.transport.segment import Segment
-from hvlike.transport.semaphore import Fence
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.loop import Loop
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
+from hvlike.transport.memory.segment import Segment
 
 pytestmark = pytest.mark.pure
 
@@ -37,7 +36,7 @@ def bench() -> Iterator[Bench]:
     made.loop.close()
 
 
-def counting(limit: int, wait: Wait, steps: list[int]) -> Routine[str]:
+def counting(limit: int, wait: Wait, steps: list[int]) -> Coroutine[str]:
     for number in range(limit):
         steps.append(number)
         yield wait
@@ -64,7 +63,7 @@ def test_the_background_thread_drives_when_nobody_waits(bench: Bench) -> None:
 
 
 def test_errors_end_their_routine_only(bench: Bench) -> None:
-    def failing() -> Routine[None]:
+    def failing() -> Coroutine[None]:
         yield Wait.AGAIN
         raise ValueError("wrong")
 
@@ -82,12 +81,12 @@ def test_a_routine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench)
 
     def source(rung: bool) -> Wait:
         turns.append(rung)
-        return Wait.BELL
+        return Wait.NOTIFY
 
     bench.loop.add_source(source, lambda: False)
 
     def start_and_cancel() -> None:
-        bench.loop.cancel(bench.loop.start(counting(3, Wait.BELL, steps)), ShutdownError("cancelled"))
+        bench.loop.cancel(bench.loop.start(counting(3, Wait.NOTIFY, steps)), ShutdownError("cancelled"))
 
     bench.loop.post(start_and_cancel)
     bench.loop.wait(lambda: bool(turns))
@@ -100,9 +99,9 @@ def test_a_routine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench)
 def test_a_wait_with_a_limit_ends_in_time_and_leaves_the_routine_running(bench: Bench) -> None:
     gate: list[bool] = []
 
-    def gated() -> Routine[str]:
+    def gated() -> Coroutine[str]:
         while not gate:
-            yield Wait.BELL
+            yield Wait.NOTIFY
         return "passed"
 
     task = bench.loop.start(gated(), wake=False)
@@ -116,9 +115,9 @@ def test_a_wait_with_a_limit_ends_in_time_and_leaves_the_routine_running(bench: 
 def test_many_threads_may_wait_at_once(bench: Bench) -> None:
     results: list[bool] = []
 
-    def gated(release: threading.Event) -> Routine[None]:
+    def gated(release: threading.Event) -> Coroutine[None]:
         while not release.is_set():
-            yield Wait.BELL
+            yield Wait.NOTIFY
 
     releases = [threading.Event() for _ in range(8)]
     tasks = [bench.loop.start(gated(release)) for release in releases]
@@ -161,9 +160,9 @@ def test_waiting_from_inside_the_loop_is_refused(bench: Bench) -> None:
 def test_closing_fails_what_still_runs() -> None:
     bench = Bench()
 
-    def endless() -> Routine[None]:
+    def endless() -> Coroutine[None]:
         while True:
-            yield Wait.BELL
+            yield Wait.NOTIFY
 
     task = bench.loop.start(endless())
     bench.loop.close()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.transport import parents
+from hvlike.transport.host import launchers
 
 # The module alone starts in milliseconds. Says "watching", then "orphan" when it sees that it is one.
 WATCHER = f"""
 import sys, time
-sys.path.insert(0, {str(Path(parents.__file__).parent)!r})
+sys.path.insert(0, {str(Path(launchers.__file__).parent)!r})
 import parents
 watch = parents.ParentWatch()
 print("watching", watch.is_orphan(), flush=True)
@@ -28,7 +28,7 @@ LAUNCHER = "import subprocess, sys; subprocess.call(sys.argv[1:])"
 
 
 def test_a_process_with_its_launcher_is_no_orphan() -> None:
-    watch = parents.ParentWatch()
+    watch = launchers.LauncherWatch()
     assert not watch.is_orphan()
 
 
@@ -49,23 +49,23 @@ def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
 
 def test_the_chain_ends_at_the_first_parent_that_is_no_shell() -> None:
     processes = {
-        10: parents._Process("bash", 9),
-        9: parents._Process("sh", 8),
-        8: parents._Process("mpirun", 7),
-        7: parents._Process("bash", 6),
+        10: launchers._ParentProcess("bash", 9),
+        9: launchers._ParentProcess("sh", 8),
+        8: launchers._ParentProcess("mpirun", 7),
+        7: launchers._ParentProcess("bash", 6),
     }
     # Nothing of the process is replaced: its own watch, in another thread, would find itself an orphan and end it.
-    watch = parents.ParentWatch(lambda: 10, processes.get)
+    watch = launchers.LauncherWatch(lambda: 10, processes.get)
     assert watch._chain == (10, 9, 8)
     assert not watch.is_orphan()
-    processes[8] = parents._Process("mpirun", 1)  # nohup: mpirun has another parent, and lives
+    processes[8] = launchers._ParentProcess("mpirun", 1)  # nohup: mpirun has another parent, and lives
     assert not watch.is_orphan()
-    processes[9] = parents._Process("sh", 1)  # mpirun is gone
+    processes[9] = launchers._ParentProcess("sh", 1)  # mpirun is gone
     assert watch.is_orphan()
 
 
 def test_names_with_blanks_and_parentheses_are_read() -> None:
-    assert parents._parse("42 (a (b) c) S 7 42 42 0") == parents._Process("a (b) c", 7)
-    assert parents._look(os.getpid()) == parents._Process(
+    assert launchers._parse_stat("42 (a (b) c) S 7 42 42 0") == launchers._ParentProcess("a (b) c", 7)
+    assert launchers._read_process(os.getpid()) == launchers._ParentProcess(
         Path("/proc/self/comm").read_text().rstrip("\n"), os.getppid()
     )

@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from hvlike.transport import process_memory
-from hvlike.transport.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
+from hvlike.transport.memory import process_memory
+from hvlike.transport.memory.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 
 pytestmark = pytest.mark.pure
 

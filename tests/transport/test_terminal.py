@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.transport import terminal
-from hvlike.transport.terminal import columns_of_terminal
+from hvlike.transport.host import launchers
+from hvlike.transport.host.launchers import columns_of_terminal
 
 pytestmark = pytest.mark.pure
 
 # Without the package, which would import torch.
 CHILD = f"""
 import importlib.util
-spec = importlib.util.spec_from_file_location("terminal", {terminal.__file__!r})
+spec = importlib.util.spec_from_file_location("terminal", {launchers.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 print(module.columns_of_terminal())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvlike.transport import topology
+from hvlike.transport.host import topology
 
 pytestmark = pytest.mark.pure
 
@@ -32,7 +32,7 @@ def test_table(
     homogeneous: bool,
 ) -> None:
     for rank, place in enumerate(places):
-        seen = topology.describe(node_ids, rank)
+        seen = topology.describe_topology(node_ids, rank)
         assert seen.nodes == nodes
         assert (seen.local_rank, seen.local_size, seen.cross_rank, seen.cross_size) == place
         assert seen.homogeneous is homogeneous
@@ -40,7 +40,7 @@ def test_table(
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_local_and_cross_ranks_name_each_rank_once(node_ids: list[int]) -> None:
-    places = [topology.describe(node_ids, rank) for rank in range(len(node_ids))]
+    places = [topology.describe_topology(node_ids, rank) for rank in range(len(node_ids))]
     nodes = places[0].nodes
     assert sorted(rank for node in nodes for rank in node) == list(range(len(node_ids)))
     assert len({(place.local_rank, place.cross_rank) for place in places}) == len(node_ids)
@@ -52,4 +52,4 @@ def test_local_and_cross_ranks_name_each_rank_once(node_ids: list[int]) -> None:
 
 def test_a_rank_that_does_not_exist() -> None:
     with pytest.raises(IndexError, match="rank 3 of 2"):
-        topology.describe([0, 0], 3)
+        topology.describe_topology([0, 0], 3)

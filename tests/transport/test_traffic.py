@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvlike.collectives.context import current
-from hvlike.transport.traffic import CountedComm, Sent, Traffic
+from hvlike.collectives.session.context import current
+from hvlike.transport.messages.traffic import CountedComm, Sent, Traffic
 
 
 def sent_during(work: Any) -> Sent:

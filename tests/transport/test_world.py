@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport import guard
-from hvlike.transport import mpi as mpi_library
+from hvlike.transport.failure import guard
+from hvlike.transport.host import mpi_library
 from hvlike.transport.world import World
 
 
@@ -23,7 +23,7 @@ def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mpi() -> ModuleType:
-    return mpi_library.load()
+    return mpi_library.load_mpi()
 
 
 def total(world: World) -> int:

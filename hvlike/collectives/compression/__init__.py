@@ -4,12 +4,10 @@ A compressor is anything with the two methods of `Compressor`: an object, or a c
 in Horovod. Those that need more than one round of communication, or a memory, are `StatefulCompressor`s.
 """
 
-from hvlike.collectives.compression.casting import CastCompressor, NoneCompressor
 from hvlike.collectives.compression.choice import Compression, check_compressed_op, check_compressor
-from hvlike.collectives.compression.compressor import Compressor, CompressorLike
-from hvlike.collectives.compression.exchange import Exchange
+from hvlike.collectives.compression.compressor import CastCompressor, Compressor, CompressorLike, NoneCompressor
 from hvlike.collectives.compression.power_sgd import PowerSGD
-from hvlike.collectives.compression.stateful import CompressionStats, Mark, StatefulCompressor, merge_marks
+from hvlike.collectives.compression.stateful import CompressionStats, Exchange, Mark, StatefulCompressor, merge_marks
 from hvlike.collectives.compression.top_k import TopK
 
 __all__ = [

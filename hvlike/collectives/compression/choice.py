@@ -1,4 +1,4 @@
-"""The compressors at hand, and what is accepted as one."""
+"""`Compression`, the names a user passes to an optimizer, and the checks of what was passed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hvlike.collectives.compression.casting import NONE, CastCompressor
-from hvlike.collectives.compression.compressor import Compressor, CompressorLike
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
+from hvlike.collectives.compression.compressor import NONE, CastCompressor, Compressor, CompressorLike
 from hvlike.collectives.compression.power_sgd import PowerSGD
 from hvlike.collectives.compression.stateful import StatefulCompressor
 from hvlike.collectives.compression.top_k import TopK
 from hvlike.errors import UsageError
-from hvlike.planes.ops import ReduceOp, op_name
 
 
 class Compression:

@@ -1,10 +1,16 @@
-"""What every compressor is: two local steps around one reduction."""
+"""Compressors without memory: the interface, no compression, and casts to 16 bits.
+
+A compressor has `compress(tensor) -> (tensor, context)` and `decompress(tensor, context)`.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+from hvlike.errors import UsageError
 
 
 @runtime_checkable
@@ -36,3 +42,55 @@ class Compressor:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _the_none, ()
+
+
+class CastCompressor(Compressor):
+    """Floating tensors wider than `wire_dtype` travel as `wire_dtype`; all others pass through.
+
+    Sums are still accumulated in float32 by the reduction; only what travels is rounded.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        if not wire_dtype.is_floating_point:
+            raise UsageError(f"CastCompressor needs a floating dtype to send as, got {wire_dtype}.")
+        self.wire_dtype = wire_dtype
+
+    def cast(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that tensors of `dtype` travel as."""
+        passes = not dtype.is_floating_point or dtype.itemsize <= self.wire_dtype.itemsize
+        return dtype if passes else self.wire_dtype
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Return `tensor` cast to the wire dtype and the dtype it had; unchanged and None if it passes through."""
+        dtype = tensor.dtype
+        wire = self.cast(dtype)
+        return (tensor, None) if wire is dtype else (tensor.to(wire), dtype)
+
+    def decompress(self, tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+        """Return `tensor` cast back to the dtype in `ctx`."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.wire_dtype))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.wire_dtype})"
+
+
+NONE = NoneCompressor()
+"""The only one there needs to be."""
+
+
+def _the_none() -> NoneCompressor:
+    """Return what a pickled NoneCompressor becomes again, so that `is Compression.none` holds."""
+    return NONE

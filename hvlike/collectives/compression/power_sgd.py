@@ -1,17 +1,11 @@
-"""PowerSGD: a gradient matrix M travels as two thin ones, P and Q, with P Q^T close to the mean of M.
+"""PowerSGD: a gradient matrix is reduced as the product of two thin ones.
 
-    each rank           M = gradient + error                         (n, m)
-    each rank           P = M Q        Q from the step before        (n, r)   -> allreduced
-    one rank for each   P = orthonormal(P)                                    -> shared
-    each rank           Q = M^T P                                    (m, r)   -> allreduced
-    each rank           error = M - P (own Q)^T,   gradient = P Q^T
-
-One step of the power method for a mean of matrices that no rank ever holds. What is remembered, the error, is what
-the thin matrices could not carry of this rank's own gradient.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,11 +13,67 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hvlike.collectives.compression.exchange import Exchange
-from hvlike.collectives.compression.low_rank import orthonormal, outer_sum, product, random_matrix, subtract_product
-from hvlike.collectives.compression.stateful import StatefulCompressor
+from hvlike.collectives.compression.stateful import Exchange, StatefulCompressor
 from hvlike.errors import UsageError
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+
+_BLOCK_ELEMENTS = 1 << 15
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` in their own precision, also where the caller computes under autocast."""
+    with torch.autocast(left.device.type, enabled=False):
+        return torch.mm(left, right)
+
+
+def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    """Subtract `left @ right.T` from `matrix`, in place."""
+    with torch.autocast(matrix.device.type, enabled=False):
+        matrix.addmm_(left, right.t(), alpha=-1)
+
+
+def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
+    """An orthonormal basis of the columns of (n, r), n >= r, as (n, r).
+
+    Columns that depend on earlier ones, or are zero, give some direction orthogonal to the others. epsilon: a column
+    of which the length d is left beside the earlier ones is shortened to d / (d + epsilon), so that a positive
+    epsilon lets columns without content vanish.
+    """
+    basis: Tensor
+    basis, triangle = torch.linalg.qr(matrix)
+    if epsilon:
+        lengths = triangle.diagonal().abs()
+        basis = basis * (lengths / (lengths + epsilon))
+    return basis.contiguous()
+
+
+def outer_sum(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right.T` of (n, r) and (m, r), by single multiplications and additions in a fixed order.
+
+    A matrix product rounds differently from one processor, thread count or alignment to another; this does not, so
+    equal inputs give bitwise equal gradients on every rank.
+    """
+    rows, columns = len(left), len(right)
+    result = torch.empty((rows, columns), dtype=left.dtype, device=left.device)
+    terms = right.t().contiguous()
+    # A GPU has no use for blocks that fit a cache, and each would cost it some kernels.
+    step = max(1, _BLOCK_ELEMENTS // max(1, columns)) if left.is_cpu else max(1, rows)
+    scratch = torch.empty((min(step, rows), columns), dtype=left.dtype, device=left.device)
+    for start in range(0, rows, step):
+        block, factors = result[start : start + step], left[start : start + step]
+        torch.mul(factors[:, :1], terms[0], out=block)
+        addend = scratch[: len(block)]
+        for index in range(1, len(terms)):
+            torch.mul(factors[:, index : index + 1], terms[index], out=addend)
+            block.add_(addend)
+    return result
+
+
+def random_matrix(shape: tuple[int, int], dtype: torch.dtype, *key: object) -> Tensor:
+    """Standard normal numbers that depend on nothing but `key`; torch's own generators are not touched."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
 
 
 @dataclass(eq=False)
@@ -80,7 +130,7 @@ class PowerSGD(StatefulCompressor):
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
 
-    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Coroutine[None]:
         """Reduce in place: compressed where that saves enough, in full elsewhere. Collective over the exchange."""
         self._take_place(exchange)
         plain: list[Tensor] = []
@@ -132,7 +182,7 @@ class PowerSGD(StatefulCompressor):
             start = torch.where((kept == 0).all(dim=0), start, kept)
         return orthonormal(start)
 
-    def _orthonormalise(self, works: Sequence[_Work], exchange: Exchange) -> Routine[None]:
+    def _orthonormalise(self, works: Sequence[_Work], exchange: Exchange) -> Coroutine[None]:
         """Make the columns of each P orthonormal, on one rank, and give the result to all: no two could differ."""
         owners = [index % exchange.size for index in range(len(works))]
         for work, owner in zip(works, owners, strict=True):
@@ -162,7 +212,7 @@ def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
-def _finite_ones(works: Sequence[_Work], reduced: Sequence[Tensor], exchange: Exchange) -> Routine[list[_Work]]:
+def _finite_ones(works: Sequence[_Work], reduced: Sequence[Tensor], exchange: Exchange) -> Coroutine[list[_Work]]:
     """Look at what is equal on all ranks; where it is not finite, so is the gradient."""
     answers = yield from exchange.are_finite([[each] for each in reduced])
     for work, finite in zip(works, answers, strict=True):

@@ -1,7 +1,7 @@
-"""Compressors with a memory: what they remember, when it changes, and how it is saved.
+"""Compressors with memory: each keeps, per parameter, the part of the gradient that it has not sent yet (error
+feedback).
 
-A step either happens or does not: what its buckets compute is put aside and becomes the memory in `commit`, when
-all gradients of the step are reduced. After a failed step (`roll_back`) the memory is what it was before.
+A stateful compressor reduces a bucket itself, with the collective calls that an `Exchange` offers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,39 @@ import hashlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hvlike.collectives.compression.compressor import Compressor
-from hvlike.collectives.compression.exchange import Exchange
 from hvlike.errors import UsageError
-from hvlike.transport.routine import Routine
+from hvlike.transport.loop.coroutine import Coroutine
+
+
+class Exchange(Protocol):
+    """The ranks of one reduction, seen by one of them. Every rank asks for the same, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank among those of the reduction."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def factor(self) -> float:
+        """What a plain sum over the ranks is to be multiplied by: the factors, and 1 / size for Average."""
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> Coroutine[None]:
+        """Reduce in place with the op and the factors of the reduction; bitwise the same result on every rank."""
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        """Write each contiguous tensor from the rank `owners[i]` to all others, bit by bit."""
+
+    def are_finite(self, groups: Sequence[Sequence[Tensor]]) -> Coroutine[list[bool]]:
+        """For each group whether all elements of its tensors are finite; no thread waits for a GPU meanwhile."""
 
 
 class Mark(NamedTuple):
@@ -61,7 +85,7 @@ class StatefulCompressor(Compressor, ABC):
         self._owner: weakref.ref[object] | None = None
 
     @abstractmethod
-    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Coroutine[None]:
         """Reduce `tensors` in place; `names` are what their memory is known by. Collective over the exchange."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:

@@ -1,4 +1,4 @@
-"""Top-k: of each gradient only the largest elements travel, with their places; the rest waits for a later step."""
+"""TopK: only the largest elements of a gradient are sent; the rest waits in the memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvlike.collectives.compression.exchange import Exchange
-from hvlike.collectives.compression.stateful import StatefulCompressor
+from hvlike.collectives.compression.stateful import Exchange, StatefulCompressor
 from hvlike.errors import UsageError
-from hvlike.transport.routine import Routine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 
 @dataclass(eq=False)
@@ -55,7 +54,7 @@ class TopK(StatefulCompressor):
         wanted = self.k if self.k is not None else math.ceil((self.ratio or 0.0) * elements)
         return min(elements, max(1, wanted))
 
-    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Routine[None]:
+    def reduce(self, names: Sequence[str], tensors: Sequence[Tensor], exchange: Exchange) -> Coroutine[None]:
         """Reduce in place, in full where all elements would be sent. Collective over the exchange."""
         self._take_place(exchange)
         plain: list[Tensor] = []
@@ -82,7 +81,7 @@ class TopK(StatefulCompressor):
         work.index_fill_(0, places, 0)
         return _Work(name, tensor, work, values, places)
 
-    def _sum(self, works: Sequence[_Work], exchange: Exchange) -> Routine[int]:
+    def _sum(self, works: Sequence[_Work], exchange: Exchange) -> Coroutine[int]:
         """Gather what all ranks have chosen of tensors of one dtype, and add it up; how many bytes this rank sent."""
         wide = max(work.tensor.numel() for work in works) > torch.iinfo(torch.int32).max
         place_dtype = torch.int64 if wide else torch.int32

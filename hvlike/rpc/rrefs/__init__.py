@@ -11,9 +11,8 @@ types, proxy            calling methods of a value on its owner
 hooks, inspection       what the life cycle of RPC and its statistics use
 """
 
-from hvlike.rpc.rrefs.confirmation import when_confirmed
-from hvlike.rpc.rrefs.creation import remote
 from hvlike.rpc.rrefs.hooks import (
+    LiveRRef,
     checks_leaks,
     debug_info,
     install,
@@ -23,7 +22,8 @@ from hvlike.rpc.rrefs.hooks import (
     set_leak_checking,
     uninstall,
 )
-from hvlike.rpc.rrefs.inspection import LiveRRef
+from hvlike.rpc.rrefs.rref import remote
+from hvlike.rpc.rrefs.session import when_confirmed
 
 __all__ = [
     "LiveRRef",

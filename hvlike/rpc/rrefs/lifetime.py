@@ -2,19 +2,246 @@
 
 (G1) The owner hears of the end of every fork, sent only once the fork was confirmed. (G2) A fork that vouches for a
 child is not deleted before the owner knows of the child. Messages may overtake each other; each arrives once.
+
+An owned value stays in the owner's table while a fork of it is known, while a message of the owner to itself
+carries it,
+or until it is computed. RRef objects on the owner hold the value themselves, so a value lives as long as the table or
+such an object has it, and a local RRef that was never sent is not in the table at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from hvlike.rpc.rrefs.effects import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Effects, Notice
-from hvlike.rpc.rrefs.entry import Entry
-from hvlike.rpc.rrefs.fork import Fork
-from hvlike.rpc.rrefs.fork_table import ForkTable
-from hvlike.rpc.rrefs.identity import GlobalId, Ticket
-from hvlike.rpc.rrefs.owner_table import OwnerTable
+from hvlike.errors import WorkerLostError
+from hvlike.rpc.rrefs.records import (
+    ACCEPTED,
+    DELETE,
+    DROPPED,
+    REGISTER,
+    REGISTERED,
+    ConfirmationWait,
+    Effects,
+    Fork,
+    GlobalId,
+    KnownFork,
+    Notice,
+    OwnedValue,
+    Ticket,
+)
+
+
+class OwnerTable:
+    """Owner's side of the lifetime protocol."""
+
+    def __init__(self, rank: int, effects: Effects) -> None:
+        self.effects = effects
+        self.entries: dict[GlobalId, OwnedValue] = {}
+        gone = WorkerLostError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
+        self.no_creations: dict[int, Exception] = {rank: gone}
+        """Workers whose creations cannot be still to come, and why: this one, and those that are lost."""
+
+    def find(self, rref: GlobalId) -> OwnedValue:
+        """The entry of that name; one that waits for its creation where a message about it has overtaken that."""
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = OwnedValue(rref)
+            if rref.created_on in self.no_creations:
+                self.settle(entry, None, self.no_creations[rref.created_on])
+        return entry
+
+    def create(self, rref: GlobalId) -> OwnedValue:
+        """A function is going to make its value."""
+        entry = self.entries.get(rref)
+        if entry is None:
+            entry = self.entries[rref] = OwnedValue(rref)
+        entry.created = True
+        return entry
+
+    def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
+        """The value is there, or will never be. Those who wait are ready. The second time does nothing."""
+        if entry.settled:
+            return
+        entry.value, entry.failure = value, failure
+        entry.created = entry.settled = True
+        self.effects.answers.extend(entry.waiting)
+        entry.waiting.clear()
+        self._free_unneeded(entry)
+
+    def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
+        """Have `then` called when the value is there or will never be; now if that is so."""
+        if entry.settled:
+            self.effects.answers.append(then)
+        else:
+            entry.waiting.append(then)
+
+    def share(self, entry: OwnedValue, fork: GlobalId, rank: int) -> None:
+        """A fork goes to another worker: known from now on."""
+        if rank not in self.no_creations:
+            self.entries[entry.id] = entry
+            self._holder(entry, fork, rank).registered = True
+
+    def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
+        """The message with that fork, or with that reservation, was not sent after all."""
+        entry.holders.pop(fork, None)
+        entry.reserved.discard(fork)
+        self._free_unneeded(entry)
+
+    def reserve(self, entry: OwnedValue, reservation: GlobalId) -> None:
+        """The owner sends the RRef to itself: no fork, but it has to be found when the message is opened."""
+        self.entries[entry.id] = entry
+        entry.reserved.add(reservation)
+
+    def claim(self, rref: GlobalId, reservation: GlobalId) -> OwnedValue:
+        """The owner's message to itself has been opened."""
+        entry = self.find(rref)
+        entry.reserved.discard(reservation)
+        self._free_unneeded(entry)
+        return entry
+
+    def register(self, rref: GlobalId, fork: GlobalId, rank: int) -> OwnedValue:
+        """A user has a fork."""
+        entry = self.find(rref)
+        holder = self._holder(entry, fork, rank)
+        holder.registered = True
+        self._end_holder(entry, fork)
+        return entry
+
+    def answer_registration(self, rref: GlobalId, fork: GlobalId, rank: int) -> None:
+        """A user that got its fork from another user asks for it to be registered."""
+        self.register(rref, fork, rank)
+        self.effects.notices.append(Notice(rank, REGISTERED, (tuple(fork),)))
+
+    def fetched(self, rref: GlobalId, fork: GlobalId, rank: int) -> OwnedValue:
+        """A user asks for the value through its fork."""
+        entry = self.find(rref)
+        self._holder(entry, fork, rank).fetches += 1
+        self._end_holder(entry, fork)
+        return entry
+
+    def delete(self, rref: GlobalId, fork: GlobalId, rank: int, fetches: int) -> None:
+        """A fork is gone after so many fetches."""
+        entry = self.find(rref)
+        self._holder(entry, fork, rank).deleted = fetches
+        self._end_holder(entry, fork)
+
+    def forget(self, rank: int, failure: Exception) -> None:
+        """Worker `rank` is gone, its forks with it; creations that it has not sent fail with `failure`."""
+        self.no_creations[rank] = failure
+        for entry in list(self.entries.values()):
+            for fork in [fork for fork, holder in entry.holders.items() if holder.rank == rank]:
+                del entry.holders[fork]
+            if not entry.created and entry.id.created_on == rank:
+                self.settle(entry, None, failure)
+            self._free_unneeded(entry)
+
+    def _holder(self, entry: OwnedValue, fork: GlobalId, rank: int) -> KnownFork:
+        holder = entry.holders.get(fork)
+        if holder is None:
+            holder = entry.holders[fork] = KnownFork(rank)
+        return holder
+
+    def _end_holder(self, entry: OwnedValue, fork: GlobalId) -> None:
+        if entry.holders[fork].is_over:
+            del entry.holders[fork]
+            self._free_unneeded(entry)
+
+    def _free_unneeded(self, entry: OwnedValue) -> None:
+        if not entry.is_needed and self.entries.pop(entry.id, None) is not None:
+            self.effects.freed.append(entry)
+
+
+class ForkTable:
+    """User's side of the lifetime protocol."""
+
+    def __init__(self, effects: Effects) -> None:
+        self.effects = effects
+        self.forks: dict[GlobalId, Fork] = {}
+        self.lost: set[int] = set()
+
+    def begin(self, fork: Fork) -> None:
+        """This worker has asked the owner to create the value; confirmed by the end of that call."""
+        self.forks[fork.id] = fork
+
+    def receive(self, ticket: Ticket, source: int) -> Fork:
+        """A fork has come: from its owner, who knows of it, or from a user, who does not tell the owner."""
+        fork = self.forks[ticket.child] = Fork(ticket.rref, ticket.child, ticket.owner)
+        if ticket.parent is None:
+            fork.confirmed = True
+        else:
+            fork.sender, fork.parent = source, ticket.parent
+            if fork.owner in self.lost:
+                self.confirm(fork)
+            else:
+                self._tell(fork.owner, REGISTER, (tuple(fork.rref), tuple(fork.id)))
+        return fork
+
+    def confirm(self, fork: Fork) -> None:
+        """The owner knows of it. The second time does nothing."""
+        if fork.confirmed:
+            return
+        fork.confirmed = True
+        if fork.sender is not None and fork.parent is not None:
+            self._tell(fork.sender, ACCEPTED, (tuple(fork.parent), tuple(fork.id)))
+        for gathering in fork.waiting:
+            gathering.missing -= 1
+            if not gathering.missing:
+                self.effects.starts.append(gathering.then)
+        fork.waiting.clear()
+        self._delete_finished(fork)
+
+    def registered(self, fork: GlobalId) -> None:
+        """The owner has answered a registration."""
+        if fork in self.forks:
+            self.confirm(self.forks[fork])
+
+    def when_confirmed(self, forks: Sequence[Fork], then: Callable[[], None]) -> bool:
+        """True if all are confirmed; else `then` may start when they are."""
+        missing = [fork for fork in forks if not fork.confirmed]
+        gathering = ConfirmationWait(len(missing), then)
+        for fork in missing:
+            fork.waiting.append(gathering)
+        return not missing
+
+    def fetch(self, fork: Fork) -> None:
+        """The value is about to be asked for through it."""
+        fork.fetches += 1
+
+    def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
+        """A child goes to worker `rank`: the fork stays until that worker has told us that the owner knows."""
+        if rank not in self.lost:
+            fork.children[child] = rank
+
+    def accepted(self, parent: GlobalId, child: GlobalId) -> None:
+        """The owner knows of the child, or the message with it was not sent after all."""
+        fork = self.forks.get(parent)
+        if fork is not None and fork.children.pop(child, None) is not None:
+            self._delete_finished(fork)
+
+    def drop(self, fork: Fork) -> None:
+        """Nobody holds it any more. The second time does nothing."""
+        fork.dropped = True
+        self._delete_finished(fork)
+
+    def forget(self, rank: int) -> None:
+        """Worker `rank` is gone: nothing that it still had to tell will come."""
+        self.lost.add(rank)
+        for fork in list(self.forks.values()):
+            for child in [child for child, to in fork.children.items() if to == rank]:
+                self.accepted(fork.id, child)
+            if fork.owner == rank:
+                self.confirm(fork)
+
+    def _delete_finished(self, fork: Fork) -> None:
+        if fork.dropped and fork.confirmed and not fork.children and not fork.deleted:
+            fork.deleted = True
+            del self.forks[fork.id]
+            self._tell(fork.owner, DELETE, (tuple(fork.rref), tuple(fork.id), fork.fetches))
+
+    def _tell(self, rank: int, kind: int, value: tuple[object, ...]) -> None:
+        self.effects.notices.append(Notice(rank, kind, value))
 
 
 class Lifetime:
@@ -37,14 +264,14 @@ class Lifetime:
         self._effects = self.owned.effects = self.used.effects = Effects()
         return effects
 
-    def create(self, rref: GlobalId, fork: GlobalId | None, rank: int) -> Entry:
+    def create(self, rref: GlobalId, fork: GlobalId | None, rank: int) -> OwnedValue:
         """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
         entry = self.owned.create(rref)
         if fork is not None:
             self.owned.register(rref, fork, rank)
         return entry
 
-    def send(self, held: Entry | Fork, destination: int) -> Ticket:
+    def send(self, held: OwnedValue | Fork, destination: int) -> Ticket:
         """An RRef goes into a message; what is to be kept until it has arrived is kept from now on."""
         child = self.new_id()
         if isinstance(held, Fork):
@@ -56,14 +283,14 @@ class Lifetime:
             self.owned.share(held, child, destination)
         return Ticket(held.id, self.rank, child, None)
 
-    def unsend(self, held: Entry | Fork, ticket: Ticket) -> None:
+    def unsend(self, held: OwnedValue | Fork, ticket: Ticket) -> None:
         """The message was not built to its end."""
         if isinstance(held, Fork):
             self.used.accepted(held.id, ticket.child)
         else:
             self.owned.unshare(held, ticket.child)
 
-    def receive(self, ticket: Ticket, source: int) -> Entry | Fork:
+    def receive(self, ticket: Ticket, source: int) -> OwnedValue | Fork:
         """A message with an RRef is being opened: its entry on its owner, a new fork elsewhere."""
         if ticket.owner != self.rank:
             return self.used.receive(ticket, source)

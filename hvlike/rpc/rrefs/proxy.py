@@ -1,4 +1,4 @@
-"""rref.rpc_sync().method(...): call methods of a value on its owner."""
+"""Calls on the value of an RRef, run on its owner: rref.rpc_sync().method(...), its type, and RRef.backward."""
 
 from __future__ import annotations
 
@@ -9,15 +9,88 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvlike.rpc import calls, contexts
-from hvlike.rpc.devices.devices import Devices
+from hvlike.errors import RpcError
+from hvlike.rpc.agent import calls
+from hvlike.rpc.agent.futures import Promise
 from hvlike.rpc.functions import async_execution, is_async
-from hvlike.rpc.futures import Promise
-from hvlike.rpc.rrefs import creation
-from hvlike.rpc.rrefs.types import find_type
+from hvlike.rpc.rrefs import rref as creation
+from hvlike.rpc.rrefs.records import OwnedValue
+from hvlike.rpc.wire import autograd_hooks
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT
+from hvlike.rpc.wire.devices import DeviceMaps
 
 if TYPE_CHECKING:
-    from hvlike.rpc.rref import RRef
+    from hvlike.rpc.rrefs.rref import RRef
+
+
+def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
+    """A future of the type of the value of `rref`; the same one while it has not failed. Does not block."""
+    found = rref.type_future
+    # Who waited for a failure may be back before its callback has run.
+    if found is not None and not _has_failed(found):
+        return found
+    if rref.creation is not None:
+        rref.creation.check()
+    if isinstance(rref.held, OwnedValue) and rref.held.settled and rref.held.failure is None:
+        promise = Promise()
+        promise.set_result(type(rref.held.value))
+        found = promise.future
+    else:
+        found = calls.rpc_async(rref.owner(), _rref_typeof_on_owner, (rref,), timeout=timeout)
+    rref.type_future = found
+    found.add_done_callback(partial(_forget_failure, rref))
+    return found
+
+
+def _has_failed(found: torch.futures.Future[Any]) -> bool:
+    try:
+        if found.done():
+            found.value()
+    except Exception as error:
+        # Its frames hold the RRef, and the collector of garbage does not see into torch's futures.
+        error.__traceback__ = None
+        return True
+    return False
+
+
+def _forget_failure(rref: RRef[Any], found: torch.futures.Future[Any]) -> None:
+    # Asked again next time: it may have been the time limit. Whoever waits for the future gets the error.
+    if _has_failed(found) and rref.type_future is found:
+        rref.type_future = None
+
+
+@async_execution
+def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
+    """Runs on the owner; no thread waits while the value is computed."""
+    promise = Promise()
+
+    def answer() -> None:
+        try:
+            promise.set_result(type(rref.local_value()))
+        except Exception as error:
+            promise.set_error(error.with_traceback(None))
+
+    if not isinstance(rref.held, OwnedValue):
+        raise RpcError(f"{rref.name} has come to a worker that does not own it.")
+    rref.session.when_settled(rref.held, answer)
+    return promise.future
+
+
+def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """See RRef.backward."""
+    if not rref.is_owner():
+        if context_id == NO_CONTEXT:
+            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        calls.rpc_sync(rref.owner(), backward, (rref, context_id, retain_graph))
+        return
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RpcError("RRef should contain a tensor for .backward()")
+    if context_id == NO_CONTEXT:
+        torch.autograd.backward(value, retain_graph=retain_graph)
+    else:
+        autograd_hooks.autograd_hooks().backward(context_id, [value], retain_graph)
+
 
 _SHORTEST_SECONDS = 1e-6
 
@@ -56,7 +129,7 @@ def remote_proxy(rref: RRef[Any], timeout: float) -> Proxy:
 
 
 def _invoke(rref: RRef[Any], start: Callable[..., Any], timeout: float, name: str, *args: Any, **kwargs: Any) -> Any:
-    limit = calls.seconds(rref.session.agent, timeout)
+    limit = calls.time_limit(rref.session.agent, timeout)
     began = time.monotonic()
 
     def call(cls: type) -> Any:
@@ -70,7 +143,7 @@ def _invoke(rref: RRef[Any], start: Callable[..., Any], timeout: float, name: st
 
 
 def call_later(
-    found: torch.futures.Future[Any], call: Callable[[Any], torch.futures.Future[Any]], devices: Devices
+    found: torch.futures.Future[Any], call: Callable[[Any], torch.futures.Future[Any]], devices: DeviceMaps
 ) -> Any:
     """A future of what the future that `call` returns for the value of `found` completes with."""
     promise = Promise(devices=devices)
@@ -89,7 +162,7 @@ def call_later(
             promise.set_error(error.with_traceback(None))
 
     # The look-up may be another thread's, and end in its context.
-    found.add_done_callback(contexts.kept(begin))
+    found.add_done_callback(autograd_hooks.keep_context(begin))
     return promise.future
 
 

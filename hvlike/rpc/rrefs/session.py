@@ -1,29 +1,31 @@
-"""The RRefs of this worker in a session of RPC: the protocol of lifetime.py with a lock, and the agent to talk through.
+"""The RRefs of this worker in an RPC session: the lifetime protocol with a lock, and the agent to send through.
 
-Lock order: the session's lock is the innermost; nothing of the user runs under it, nothing is sent under it. It can be
-taken twice by one thread, since the garbage collector may run a finaliser of the user's anywhere.
+Lock order: the session's lock is the innermost; no user code runs and no message is sent under it. One thread can take
+it twice, because the garbage collector may run a user's finalizer anywhere.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvlike.errors import RpcError
-from hvlike.rpc.agent import Agent
-from hvlike.rpc.rrefs.effects import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Effects
-from hvlike.rpc.rrefs.entry import Entry
-from hvlike.rpc.rrefs.fork import Fork
+from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.rrefs.lifetime import Lifetime
+from hvlike.rpc.rrefs.records import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Effects, Fork, OwnedValue
+
+if TYPE_CHECKING:
+    from hvlike.rpc.rrefs.rref import RRef
+
 
 R = TypeVar("R")
 
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
 
-class Session:
+class RRefSession:
     """Takes the events of RRefs on this worker and carries out what follows from them. From any thread."""
 
     def __init__(self, agent: Agent) -> None:
@@ -69,14 +71,14 @@ class Session:
         if not self.is_over:
             self.agent.notify(self.rank, DROPPED, (tuple(fork.id),))
 
-    def when_settled(self, entry: Entry, then: Callable[[], None]) -> None:
+    def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
         """Call `then` when the value of `entry` is there or will never be: now, or in the thread that settles it."""
         if entry.settled:
             then()
         else:
             self.perform(self.lifetime.owned.when_settled, entry, then)
 
-    def wait(self, entry: Entry, seconds: float | None = None) -> bool:
+    def wait(self, entry: OwnedValue, seconds: float | None = None) -> bool:
         """Block until `entry` is settled; False when the time is over before."""
         if not entry.settled:
             settled = threading.Event()
@@ -84,15 +86,15 @@ class Session:
             return settled.wait(seconds)
         return True
 
-    def settle(self, entry: Entry, value: Any = None, failure: Any = None) -> None:
+    def settle(self, entry: OwnedValue, value: Any = None, failure: Any = None) -> None:
         """The value is there, or will never be; in the thread that has made it."""
         if failure is None:
             entry.marks = self.agent.devices.marks()
         self.perform(self.lifetime.owned.settle, entry, value, failure)
 
-    def local(self, value: Any) -> Entry:
+    def local(self, value: Any) -> OwnedValue:
         """The entry of a value that is there; in no table before it is sent."""
-        entry = Entry(self.lifetime.new_id())
+        entry = OwnedValue(self.lifetime.new_id())
         entry.created = entry.settled = True
         entry.value = value
         entry.marks = self.agent.devices.marks()
@@ -116,24 +118,24 @@ class Session:
 
 
 class _Process:
-    session: Session | None = None
+    session: RRefSession | None = None
 
 
-def install(agent: Agent) -> Session:
+def begin_session(agent: Agent) -> RRefSession:
     """Begin a session, before the agent takes messages."""
-    session = _Process.session = Session(agent)
+    session = _Process.session = RRefSession(agent)
     session.listen()
     return session
 
 
-def uninstall() -> None:
+def end_session() -> None:
     """End the session."""
     session, _Process.session = _Process.session, None
     if session is not None:
         session.end()
 
 
-def current() -> Session:
+def current_session() -> RRefSession:
     """The running session. Raises: RuntimeError before init_rpc and after shutdown."""
     session = _Process.session
     if session is None:
@@ -141,6 +143,20 @@ def current() -> Session:
     return session
 
 
-def running() -> Session | None:
+def running_session() -> RRefSession | None:
     """The running session, if one does."""
     return _Process.session
+
+
+def when_confirmed(rrefs: Sequence[RRef[Any]], then: Callable[[], None]) -> None:
+    """Call `then` when all RRefs are confirmed by their owners: now if they are, else in a thread of its own time.
+
+    rrefs: those met in one message. Does not block, holds no thread.
+    """
+    forks = [rref.held for rref in rrefs if isinstance(rref.held, Fork)]
+    if all(fork.confirmed for fork in forks):
+        then()
+        return
+    session = current_session()
+    if session.perform(session.lifetime.used.when_confirmed, forks, then):
+        then()

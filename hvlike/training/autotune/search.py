@@ -1,4 +1,4 @@
-"""Which candidate to measure next: Bayesian optimisation over a table of points. Pure functions on numpy arrays.
+"""Which setting to measure next: the table of settings, and Bayesian optimisation over it. Pure functions and logic.
 
 The logarithms of the measured times are modelled by a Gaussian process with a squared-exponential kernel; the next
 point is the one with the largest expected improvement over the best of the model.
@@ -14,6 +14,58 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
+
+FIRST_SHARES = (1, 4, 16)
+"""The first bucket may be this many times smaller than the others: communication then starts earlier."""
+
+CYCLE_MICROSECONDS = (0, 500, 1000, 2500, 5000)
+"""How long the coordinator may gather requests before it answers."""
+
+
+class Choice(NamedTuple):
+    """One setting: whole numbers, so that it travels between ranks without rounding."""
+
+    bucket_bytes: int
+    first_bucket_bytes: int
+    cycle_microseconds: int
+
+    def describe(self) -> str:
+        """bucket 8 MiB, first bucket 2 MiB, cycle time 1 ms"""
+        return (
+            f"bucket {self.bucket_bytes / (1 << 20):g} MiB, first bucket {self.first_bucket_bytes / (1 << 20):g} MiB, "
+            f"cycle time {self.cycle_microseconds / 1000:g} ms"
+        )
+
+
+def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[Choice]:
+    """All choices that differ in effect for gradients of `total_bytes`, `start` first.
+
+    overlaps: whether reduction runs beside backward; without that the size of the first bucket changes nothing for
+    the better and is left out of the search.
+    """
+    limits = sorted({*BUCKET_BYTES, start.bucket_bytes})
+    # The smallest limit that holds everything stands for all larger ones.
+    enough = next((limit for limit in limits if limit >= total_bytes), limits[-1])
+    sizes = [limit for limit in limits if limit <= enough]
+    shares = FIRST_SHARES if overlaps else FIRST_SHARES[:1]
+    cycles = sorted({*CYCLE_MICROSECONDS, start.cycle_microseconds})
+    table = [Choice(size, size // share, cycle) for size in sizes for share in shares for cycle in cycles]
+    return [start, *(each for each in table if each != start)]
+
+
+def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
+    """Places of the choices in a space where equal distances mean equal ratios."""
+    return [
+        (
+            math.log2(each.bucket_bytes),
+            math.log2(each.bucket_bytes / each.first_bucket_bytes),
+            math.log2(1.0 + each.cycle_microseconds / 500),
+        )
+        for each in choices
+    ]
+
 
 Array = NDArray[np.float64]
 
@@ -108,3 +160,40 @@ def _fit(places: Array, values: Array, scale: float, noise: float) -> _Fit:
 def _kernel(first: Array, second: Array, scale: float) -> Array:
     distance = ((first[:, None, :] - second[None, :, :]) ** 2).sum(axis=2)
     return np.asarray(np.exp(-0.5 * distance / scale**2))
+
+
+class TuningSearch:
+    """Hears the time of each sample and says which setting comes next."""
+
+    def __init__(self, table: Sequence[Choice], *, warmup: int, samples: int, noise: float) -> None:
+        """table: the choices, the one in use first; warmup: samples that do not count; samples: how many do."""
+        self.choice = table[0]
+        """The setting in use."""
+        self.finished = False
+        self._table = table
+        self._points = unit_cube(coordinates(table))
+        self._index = 0
+        self._warmup = warmup
+        self._samples = samples
+        self._noise = noise
+        self._measured: list[Measurement] = []
+
+    @property
+    def warming_up(self) -> bool:
+        """The next sample will be thrown away."""
+        return self._warmup > 0
+
+    def hear(self, seconds: float) -> None:
+        """A sample of the setting in use is complete; afterwards `choice` is the next one."""
+        if self._warmup:
+            self._warmup -= 1
+            return
+        self._measured.append(Measurement(self._index, seconds))
+        self.finished = len(self._measured) >= self._samples
+        choose = best_measured if self.finished else suggest
+        self._index = choose(self._points, self._measured, self._noise)
+        self.choice = self._table[self._index]
+
+    def seconds_of(self, choice: Choice) -> float:
+        """The shortest time measured with a choice that was in use."""
+        return min(each.seconds for each in self._measured if self._table[each.point] == choice)

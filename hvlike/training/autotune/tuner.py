@@ -7,22 +7,115 @@ The results of training stay the same to the last bit: the sizes only say what t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from hvlike.collectives.allreduce import allreduce
-from hvlike.collectives.context import current
-from hvlike.collectives.plan import BucketSizes
-from hvlike.collectives.planned import PlannedReducer
-from hvlike.collectives.process_set import ProcessSet
-from hvlike.config import Knobs
-from hvlike.planes.ops import ReduceOp
-from hvlike.training.autotune.candidates import Choice, make_candidates
-from hvlike.training.autotune.decider import Decider
-from hvlike.training.autotune.report import Report
-from hvlike.training.autotune.sample import Sampler
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.persistent.planned_reducer import PlannedReducer
+from hvlike.collectives.requests.plan import BucketSizes
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.session.context import current
+from hvlike.config import Config
+from hvlike.errors import UsageError
+from hvlike.training.autotune.search import Choice, TuningSearch, make_candidates
+
+
+class StepSampler:
+    """Collects the times between ends of consecutive steps under one plan.
+
+    All ranks count the steps that a plan has served, so their samples end at the same step. With 3 steps a sample
+    (x: counted; the step that agrees on a plan only starts the clock):
+
+        steps served      1  2  3  4  5  6  7   1  2  3  4
+        time of step         x  x  x  x  x  x      x  x  x
+        sample complete            ^        ^            ^
+    """
+
+    def __init__(self, steps_per_sample: int) -> None:
+        self._steps = steps_per_sample
+        self._last: float | None = None
+        self._times: list[float] = []
+
+    def step_ended(self, served: int, now: float) -> float | None:
+        """Note the end of a step at `now` seconds; the median time of a step once a sample is complete."""
+        last, self._last = self._last, now
+        if served <= 1 or last is None:
+            self._times = []
+            return None
+        self._times.append(now - last)
+        if len(self._times) < self._steps:
+            return None
+        sample = float(np.median(self._times))
+        self._times = []
+        return sample
+
+    def resume(self, now: float) -> None:
+        """Start the clock again after something that is no part of a step."""
+        self._last = now
+
+
+COLUMNS = ("sample", "warmup", "bucket_bytes", "first_bucket_bytes", "cycle_time_ms", "seconds_per_step")
+"""Of the CSV file: number of the sample from 1, whether it was thrown away (0 or 1), the setting, and the median time
+of a step on the slowest rank."""
+
+
+class TuningReport:
+    """Writes on the first rank of the set; nothing on others."""
+
+    def __init__(self, log: str | None, file: str | None) -> None:
+        """log: path of the CSV file; file: path of the file of knobs; None for none.
+
+        Raises: UsageError when one of them cannot be written, before any time is spent on tuning.
+        """
+        self._log = log
+        self._file = file
+        self._samples = 0
+        if log is not None:
+            _write("HVLIKE_AUTOTUNE_LOG", log, ",".join(COLUMNS) + "\n", "w")
+        if file is not None:
+            _write("HVLIKE_AUTOTUNE_FILE", file, "", "a")
+
+    def sample(self, choice: Choice, seconds: float, *, warmup: bool) -> None:
+        """One more sample."""
+        self._samples += 1
+        if self._log is None:
+            return
+        values = (self._samples, int(warmup), choice.bucket_bytes, choice.first_bucket_bytes)
+        times = (f"{choice.cycle_microseconds / 1000:g}", f"{seconds:.9f}")
+        _write("HVLIKE_AUTOTUNE_LOG", self._log, ",".join([*map(str, values), *times]) + "\n", "a")
+
+    def winner(self, choice: Choice, seconds: float, start_seconds: float) -> None:
+        """The search is over: say what stays."""
+        found = f"{choice.describe()}: {1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
+        where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
+        print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
+        if self._file is not None:
+            lines = [f"# {found}", *knob_lines(choice)]
+            _write("HVLIKE_AUTOTUNE_FILE", self._file, "".join(f"{line}\n" for line in lines), "w")
+
+
+def knob_lines(choice: Choice) -> list[str]:
+    """The setting as lines NAME=value."""
+    return [
+        f"HVLIKE_BUCKET_BYTES={choice.bucket_bytes}",
+        f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}",
+        f"HVLIKE_CYCLE_TIME={choice.cycle_microseconds / 1000:g}",
+    ]
+
+
+def _write(knob: str, path: str, text: str, mode: str) -> None:
+    try:
+        with Path(path).open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{knob}={path}: the file cannot be written: {error}.") from None
+
 
 FIRST_NAME = "DistributedOptimizer.noname.0"
 """What the first optimizer that reduces in a process set is called between ranks."""
@@ -36,7 +129,7 @@ class Tuner:
         reducer: PlannedReducer,
         name: str,
         process_set: ProcessSet | None,
-        knobs: Knobs,
+        knobs: Config,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """reducer: whose sizes are tuned; name: for the messages, the same on every rank. Local.
@@ -48,20 +141,20 @@ class Tuner:
         self.choice = Choice(*reducer.sizes, round(1000 * knobs.cycle_time))
         self._name = name
         self._process_set = process_set
-        membership = current().membership(process_set, "Autotune")
-        self._negotiator = membership.negotiator
-        self._size = membership.group.size
+        set_state = current().set_state(process_set, "Autotune")
+        self._negotiator = set_state.controller
+        self._size = set_state.group.size
         self._clock = clock
-        self._sampler = Sampler(knobs.autotune_steps_per_sample)
-        self._decider: Decider | None = None
-        if membership.group.rank == 0:
-            self._decider = Decider(
+        self._sampler = StepSampler(knobs.autotune_steps_per_sample)
+        self._decider: TuningSearch | None = None
+        if set_state.group.rank == 0:
+            self._decider = TuningSearch(
                 make_candidates(self.choice, reducer.total_bytes, overlaps=reducer.overlaps),
                 warmup=knobs.autotune_warmup_samples,
                 samples=knobs.autotune_max_samples,
                 noise=knobs.autotune_noise,
             )
-            self._report = Report(knobs.autotune_log, knobs.autotune_file)
+            self._report = TuningReport(knobs.autotune_log, knobs.autotune_file)
             self._start = self.choice
 
     def attach(self, reducer: PlannedReducer) -> None:
@@ -93,7 +186,7 @@ class Tuner:
             self._apply(reducer)
         self._sampler.resume(self._clock())
 
-    def _decide(self, decider: Decider, seconds: float, decision: torch.Tensor) -> None:
+    def _decide(self, decider: TuningSearch, seconds: float, decision: torch.Tensor) -> None:
         """Write the next setting into `decision`, and whether it stays."""
         self._report.sample(self.choice, seconds, warmup=decider.warming_up)
         decider.hear(seconds)

@@ -2,9 +2,9 @@
 
     checkpoint-000000001200-5f1d0c7be0a94c3d.pt     step 1200; the first 16 digits of the SHA-256 of the file
 
-A file comes into being under a name that nobody reads, is forced to disk, and gets its name in one step: whatever
-interrupts that, the folder holds whole checkpoints and at most a file that the next save removes. A file whose
-contents do not fit its name was damaged afterwards. `torch.load` reads the files too.
+A file is written under a temporary name, forced to disk, and renamed in one step. Whatever interrupts that, the folder
+holds whole checkpoints and at most one file that the next save removes. A file whose contents do not fit its name was
+damaged afterwards. `torch.load` reads the files too.
 """
 
 from __future__ import annotations

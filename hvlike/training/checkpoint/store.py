@@ -1,22 +1,136 @@
-"""save and load: rank 0 writes and reads, all ranks know how it went and have the same."""
+"""Checkpoints: rank 0 writes and reads, all ranks learn how it went and have the same.
+
+Also what is put into a checkpoint, and how it gets back into the objects it came from.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hvlike.collectives.broadcast import broadcast_
-from hvlike.collectives.context import current
-from hvlike.collectives.objects import broadcast_object
+from hvlike.collectives.api.broadcast import broadcast_
+from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.session.basics import rank, size
+from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
-from hvlike.training.checkpoint import files, parts
+from hvlike.training.checkpoint import files
+from hvlike.training.optimizer.distributed import DistributedOptimizer
+
+
+def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
+    """Return, on the root, the optimizer's state dict with the compression errors of all ranks in it.
+
+    Saved by the root and loaded by every rank, it continues a compressed run exactly, in a job of the same size.
+    Without a compressor that remembers errors it is `optimizer.state_dict()`. root_rank: global rank of the root.
+    Collective: every rank of the optimizer's process set calls it, between steps. Blocks until done; the errors of
+    one rank at a time are in memory beside those that the root keeps.
+    Returns None on the other ranks. Raises: UsageError for anything but a DistributedOptimizer.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise UsageError(f"gather_optimizer_state expects a DistributedOptimizer, got {type(optimizer).__name__}.")
+    process_set = optimizer.process_set
+    state = optimizer.state_dict()
+    memory = state.get("compression")
+    errors: dict[int, dict[str, Tensor]] = {}
+    for each in process_set.ranks or range(size()):
+        # The root shall not have them on its GPU as well.
+        kept = memory["errors"] if memory is not None and each == rank() else {}
+        own = {number: {name: error.cpu() for name, error in found.items()} for number, found in kept.items()}
+        received = broadcast_object(own, each, process_set=process_set)
+        if rank() == root_rank:
+            errors.update(received)
+    if rank() != root_rank:
+        return None
+    return state if memory is None else state | {"compression": memory | {"errors": errors}}
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
+
+
+def check_parts(parts: Mapping[str, Any], call: str) -> None:
+    """Raise UsageError for a value that could be saved but not be loaded."""
+    for name, value in parts.items():
+        if not is_stateful(value):
+            wrong = _strange(value)
+            if wrong is not None:
+                raise UsageError(
+                    f"{call}: {name} holds a {wrong}, which is no plain value. Pass numbers, strings, tensors, lists "
+                    "and dicts of them, or an object with state_dict() and load_state_dict()."
+                )
+
+
+def is_stateful(value: object) -> bool:
+    """Whether the value keeps its identity: what is in it is saved and loaded."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def gather_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring to rank 0 what is spread over the ranks; returns what `states` needs of it. Collective; blocks."""
+    gathered: dict[str, Any] = {}
+    for name, value in parts.items():
+        if isinstance(value, DistributedOptimizer):
+            if "compression" in value.state_dict():
+                gathered[name] = gather_optimizer_state(value)
+        elif callable(getattr(value, "consolidate_state_dict", None)):
+            # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
+            value.consolidate_state_dict(to=0)
+    return gathered
+
+
+def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of each part, on rank 0. Local."""
+    return {
+        name: gathered[name] if name in gathered else _unwrapped(value).state_dict() if is_stateful(value) else value
+        for name, value in parts.items()
+    }
+
+
+def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
+    """Load the states into the parts; returns what else was saved. Local.
+
+    Raises: CheckpointError for a part that was not saved; UsageError for one that cannot be loaded into.
+    """
+    for name, value in parts.items():
+        if not is_stateful(value):
+            raise UsageError(
+                f"checkpoint.load: {name} is a {type(value).__name__}, which cannot be loaded into. Plain values are "
+                "in the result: loaded.values[...]."
+            )
+        if name not in saved:
+            raise CheckpointError(f"{where} has no part {name!r}; it has {', '.join(sorted(saved)) or 'none'}.")
+    for name, value in parts.items():
+        if isinstance(value, DistributedOptimizer):
+            # A step that an error has interrupted is forgotten.
+            value.abandon()
+        _unwrapped(value).load_state_dict(saved[name])
+    return {name: value for name, value in saved.items() if name not in parts}
+
+
+def _unwrapped(value: Any) -> Any:
+    """The module inside a DistributedDataParallel: its names then fit the model without it."""
+    inner = getattr(value, "module", None)
+    wraps = isinstance(value, nn.Module) and type(value).__name__ == "DistributedDataParallel"
+    return inner if wraps and isinstance(inner, nn.Module) else value
+
+
+def _strange(value: Any) -> str | None:
+    """The name of a class in there that is not plain."""
+    if isinstance(value, _PLAIN):
+        return None
+    if type(value) in (list, tuple, set):
+        return next(filter(None, map(_strange, value)), None)
+    if type(value) is dict:
+        return next(filter(None, map(_strange, [*value.keys(), *value.values()])), None)
+    return type(value).__qualname__
+
 
 logger = logging.getLogger("hvlike")
 
@@ -51,13 +165,13 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
         raise UsageError(f"checkpoint.save: keep must be a whole number of at least 1, got {keep!r}.")
     if not saved:
         raise UsageError("checkpoint.save: there is nothing to save. Pass model=model, optimizer=optimizer, ...")
-    parts.check_parts(saved, "checkpoint.save")
+    check_parts(saved, "checkpoint.save")
     world = current().world
-    gathered = parts.gather(saved)
+    gathered = gather_parts(saved)
     path, error = "", None
     if world.rank == 0:
         try:
-            path = _write(Path(folder), step, keep, parts.states(saved, gathered))
+            path = _write(Path(folder), step, keep, part_states(saved, gathered))
         except Exception as caught:  # state dicts hold anything, and the other ranks wait
             error = caught
     wrong = "" if error is None else f"{type(error).__name__}: {error}"
@@ -100,7 +214,7 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
             f"{name} is whole, but torch cannot load it: {error}. If it holds classes of your own and comes from "
             "nobody else, pass trusted=True."
         ) from error
-    return Checkpoint(step, name, parts.restore(into, saved, name))
+    return Checkpoint(step, name, restore_parts(into, saved, name))
 
 
 def _write(folder: Path, step: int, keep: int, states: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.errors import DataParallelError, UsageError, WrongTypeError
-from hvlike.training.ddp import misuse
+from hvlike.training import usage_errors
 
 _MEBI = 1 << 20
 
@@ -41,7 +41,7 @@ def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
         name: parameter for name, parameter in module.named_parameters() if name not in ignored
     }
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise DataParallelError(misuse.NOT_NEEDED)
+        raise DataParallelError(usage_errors.DDP_NOT_NEEDED)
     lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         raise DataParallelError(

@@ -1,7 +1,7 @@
-"""Communication hooks: how a DistributedDataParallel reduces its gradients. Those here, and what others do.
+"""Communication hooks: how a DistributedDataParallel reduces its gradients. Those here, and torch's.
 
-Registered as they are, these hooks are settings of the planned reduction, which goes on beside backward and needs no
-copy. Called from another hook they reduce the bucket they are given.
+Registered as they are, these hooks are settings of the planned reduction, which runs beside backward and needs no copy.
+Called from another hook they reduce the bucket they are given.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hvlike.collectives.allreduce import allreduce
+from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.compression import Compression, CompressorLike, PowerSGD, StatefulCompressor
 from hvlike.collectives.compression.stateful import CompressionStats
-from hvlike.collectives.process_set import ProcessSet
-from hvlike.collectives.reductions import Average
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Average
 from hvlike.errors import UsageError
-from hvlike.training.ddp.grad_bucket import GradBucket
+from hvlike.training.ddp.hooked_reducer import GradBucket
 
 
 class PowerSGDState:

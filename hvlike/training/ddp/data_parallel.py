@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 from torch._compile import _disable_dynamo as untraced
 
-from hvlike.collectives.allreduce import allreduce
-from hvlike.collectives.context import Context, current
-from hvlike.collectives.process_set import ProcessSet, global_process_set
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.context import Context, current
 from hvlike.errors import DataParallelError, UsageError
-from hvlike.planes.ops import ReduceOp
 from hvlike.training.ddp.arguments import (
     check_bucket_cap,
     check_devices,
@@ -26,17 +24,18 @@ from hvlike.training.ddp.arguments import (
     check_torch_only,
     moved,
 )
-from hvlike.training.ddp.buffers import Buffers
 from hvlike.training.ddp.comm_hooks import compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook
-from hvlike.training.ddp.join_hook import DataParallelHook
-from hvlike.training.ddp.module_gradients import ModuleGradients
-from hvlike.training.ddp.start import give, start_alike
-from hvlike.training.joining.join import Join
-from hvlike.training.joining.joinable import Joinable, JoinConfig
-from hvlike.training.misuse import warn_user
-from hvlike.training.reduction import Reduction
+from hvlike.training.ddp.module_gradients import DataParallelJoinHook, ModuleGradients
+from hvlike.training.ddp.module_sync import BufferSync, give, verify_and_broadcast
+from hvlike.training.gradients.reduction import Reduction
+from hvlike.training.join.join import Join
+from hvlike.training.join.joinable import Joinable, JoinConfig
+from hvlike.training.usage_errors import warn_user
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+
 
 OWNER = "DistributedDataParallel"
 
@@ -112,12 +111,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._gradients = self._new_gradients(reduction)
         self._gradients.take_name()
-        self._buffer_sync: Buffers | None = None
+        self._buffer_sync: BufferSync | None = None
         self._has_buffers = any(True for _ in self._named_buffers())
         self._has_hook = False
         if init_sync and not reduction.is_local(context):
             given = {} if broadcast_buffers is False and forward_sync_buffers is None else dict(self._named_buffers())
-            start_alike(parameters, given, (self.process_set.ranks or [0])[0], ranks)
+            verify_and_broadcast(parameters, given, (self.process_set.ranks or [0])[0], ranks)
         if self._syncs_buffers():
             self._find_buffers(context).agree()
 
@@ -244,10 +243,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs: Any) -> DataParallelHook:
+    def join_hook(self, **kwargs: Any) -> DataParallelJoinHook:
         """Return what a Join context needs; of its keywords divide_by_initial_world_size counts. See Joinable."""
         divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        return DataParallelHook(self._gradients, self._take_over, self._reduces_now, divide_by_active=divide_by_active)
+        return DataParallelJoinHook(
+            self._gradients, self._take_over, self._reduces_now, divide_by_active=divide_by_active
+        )
 
     @property
     def join_device(self) -> torch.device:
@@ -303,7 +304,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether there are buffers to synchronise at the start of forward, and ranks to do it with."""
         return self.forward_sync_buffers and self._has_buffers and not self._gradients.reduction.is_local(current())
 
-    def _find_buffers(self, context: Context) -> Buffers:
+    def _find_buffers(self, context: Context) -> BufferSync:
         if self._buffer_sync is None or self._buffer_sync.context is not context:
             reference = weakref.ref(self)
 
@@ -311,7 +312,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 module = reference()
                 return [] if module is None else list(module._named_buffers())
 
-            self._buffer_sync = Buffers(context, self._gradients.reduction.process_set, find)
+            self._buffer_sync = BufferSync(context, self._gradients.reduction.process_set, find)
         return self._buffer_sync
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:

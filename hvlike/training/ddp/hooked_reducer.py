@@ -1,22 +1,100 @@
-"""Reducing gradients by a function of the user, bucket by bucket, at the end of backward."""
+"""Reducing gradients by a communication hook of the user, bucket by bucket, at the end of backward.
+
+Here are GradBucket, which a hook is given, the value of what it returns, and the reducer that calls it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hvlike.collectives.allreduce import allreduce
-from hvlike.collectives.handles import Handle
-from hvlike.collectives.plan import fill_buckets
-from hvlike.collectives.process_set import ProcessSet
-from hvlike.collectives.reductions import Average
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.requests.plan import fill_buckets
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Average
+from hvlike.collectives.requests.request import Handle
+from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
-from hvlike.training.ddp.grad_bucket import GradBucket, split
-from hvlike.training.ddp.hook_results import value_of
-from hvlike.transport.dtypes import dtype_name
+from hvlike.transport.memory.dtypes import dtype_name
+
+
+class GradBucket:
+    """Gradients that are reduced together, in the order in which backward usually finishes them.
+
+    Source: torch.distributed.GradBucket.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        """gradients: dense ones of one dtype, or a single sparse one."""
+        self._index = index
+        self._parameters = list(parameters)
+        self._shapes = [gradient.shape for gradient in gradients]
+        self._last = last
+        (first, *others) = gradients
+        self._buffer = first if first.is_sparse else torch.cat([each.reshape(-1) for each in (first, *others)])
+
+    def index(self) -> int:
+        """Its place among the buckets of the module."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All its gradients: (N), a copy of this rank's own; or the sparse one, as it is."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Put another tensor, of as many elements, in the place of the buffer."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, one for each parameter, of its shape."""
+        return split(self._buffer, self._shapes)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the same order."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of the backward pass."""
+        return self._last
+
+
+def split(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a flat tensor, of these shapes, one after the other; a sparse one is alone."""
+    if buffer.is_sparse:
+        return [buffer]
+    parts = torch.split(buffer.reshape(-1), [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def hook_result(returned: Any) -> Any:
+    """The value of a Future, a Handle or a list of one, or what was returned itself. Blocks. Raises: what they do."""
+    value = returned
+    if isinstance(returned, Handle):
+        value = returned.result()
+    elif isinstance(returned, torch._C.Future):
+        # The class of those that `then` makes, too.
+        value = _wait_for(returned)
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value
+    return value
+
+
+def _wait_for(future: torch._C.Future[Any]) -> Any:
+    """Return the value of a future; this rank takes part in communication meanwhile. Raises: its error."""
+    loop = current().fabric.loop
+    if not future.done():
+        future.add_done_callback(lambda _: loop.post(_nothing))
+        loop.wait(future.done)
+    return future.value()
+
+
+def _nothing() -> None:
+    """Wakes the loop."""
+
 
 Hook = Callable[[Any, GradBucket], "Future[Any] | Handle | Tensor"]
 
@@ -98,7 +176,7 @@ class HookedReducer:
 
     def _result(self, pending: Any, bucket: GradBucket) -> Tensor:
         """Wait for what the hook has returned, and look at it."""
-        value = value_of(pending)
+        value = hook_result(pending)
         if not isinstance(value, Tensor) or value.numel() != bucket.buffer().numel():
             got = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(

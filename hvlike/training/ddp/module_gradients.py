@@ -1,38 +1,51 @@
-"""The gradients of a module: reduced by the end of each backward pass that comes through a synchronised forward.
+"""The gradients of a module: reduced at the end of each backward pass that comes through a synchronised forward.
 
     forward          outputs get a hook, unless inside no_sync()
     backward         the hook of an output arms: gradients that arrive are handed over
     its last node    what is left is reduced; then backward returns
 
-No graph is searched for parameters that are not used: they are those that have not arrived when backward has ended.
+No graph is searched for unused parameters: they are those that have not arrived when backward has ended.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvlike.collectives.compression import CompressorLike
-from hvlike.collectives.context import Context
-from hvlike.collectives.lifecycle import rank
-from hvlike.collectives.planned import Entry
+from hvlike.collectives.persistent.planned_reducer import Entry
+from hvlike.collectives.session.basics import rank
+from hvlike.collectives.session.context import Context
 from hvlike.errors import UsageError
-from hvlike.training.ddp import misuse
-from hvlike.training.ddp.collecting import Collected, collection
-from hvlike.training.ddp.end_of_backward import EndOfBackward, is_inside_backward
+from hvlike.training import usage_errors
+from hvlike.training.ddp.end_of_backward import Collected, EndOfBackward, collection, is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
-from hvlike.training.ddp.outputs import tensors_in
-from hvlike.training.gradients import Gradients
-from hvlike.training.misuse import changed_while_reducing
-from hvlike.training.phase import Phase
-from hvlike.training.reducer import Reducer
-from hvlike.training.reduction import Reduction
-from hvlike.training.slot import Slot
+from hvlike.training.gradients.grad_state import GradState, Phase
+from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.reduction import Reducer, Reduction
+from hvlike.training.join.joinable import BuiltInHook
+from hvlike.training.usage_errors import changed_while_reducing
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, mappings and dataclasses; those of other objects are not seen."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from tensors_in(item)
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from tensors_in(item)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for field in fields(output):
+            yield from tensors_in(getattr(output, field.name, None))
+
 
 _USED = "(which parameters were used)"
 
@@ -64,9 +77,9 @@ class ModuleGradients(Gradients):
         """A backward pass that reduces has begun and not come to its end."""
         self._collection: Collected | None = None
         """Of the backward pass under way, where its gradients do not go into `.grad`."""
-        self._missing: dict[Slot, None] | None = None
+        self._missing: dict[GradState, None] | None = None
         """What no backward pass since the last synchronised forward has reached; None: there was none."""
-        self._expected: dict[Slot, int] = {}
+        self._expected: dict[GradState, int] = {}
         """With a static graph: how often each gradient arrives in a backward pass."""
         self._twice: list[str] = []
         self._flags = torch.empty(0, device="cpu")
@@ -83,7 +96,7 @@ class ModuleGradients(Gradients):
     def set_static_graph(self) -> None:
         """Every iteration uses the parameters alike. Local. Raises: DataParallelError after the first forward."""
         if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
-            raise misuse.too_late_for_static_graph()
+            raise usage_errors.too_late_for_static_graph()
         self.static_graph = self.find_unused = True
 
     def before_forward(self) -> None:
@@ -99,7 +112,7 @@ class ModuleGradients(Gradients):
         missing, self._missing = self._missing, None
         self._pending = True
         if (missing and not self.find_unused) or not ended:
-            raise misuse.not_finished(rank(), [slot.name for slot in missing or {}], ended=ended)
+            raise usage_errors.not_finished(rank(), [slot.name for slot in missing or {}], ended=ended)
 
     def after_forward(self, output: Any) -> None:
         """Let the gradients be reduced by every backward pass that comes through these outputs. Local."""
@@ -108,7 +121,7 @@ class ModuleGradients(Gradients):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._arm)
 
-    def arrived(self, slot: Slot) -> None:
+    def arrived(self, slot: GradState) -> None:
         """The hook: backward has finished a gradient, or with a static graph one of several parts of it."""
         if collection() is not None:
             slot.reached = True
@@ -120,7 +133,7 @@ class ModuleGradients(Gradients):
                 return
         super().arrived(slot)
 
-    def _take_in(self, slot: Slot, gradient: Tensor) -> None:
+    def _take_in(self, slot: GradState, gradient: Tensor) -> None:
         if not self._is_reducing():
             slot.reached = True
         elif slot.handed_over is not None:
@@ -178,7 +191,7 @@ class ModuleGradients(Gradients):
         """The backward pass has ended. Collective; blocks."""
         twice = self._complete()
         if twice:
-            raise (misuse.graph_changed if self.static_graph else misuse.ready_twice)(twice)
+            raise (usage_errors.graph_changed if self.static_graph else usage_errors.ready_twice)(twice)
 
     def _complete(self) -> list[str]:
         """Reduce all gradients; those that have arrived too often, by name."""
@@ -197,7 +210,7 @@ class ModuleGradients(Gradients):
 
     def _all_arrived(self) -> list[Tensor] | None:
         arrived = super()._all_arrived()
-        unreached: dict[Slot, None] = {}
+        unreached: dict[GradState, None] = {}
         if arrived is None:
             unreached = {slot: None for slot in self._slots if not _is_reached(slot)}
         if self._missing is not None:
@@ -207,7 +220,7 @@ class ModuleGradients(Gradients):
             self._expected = {slot: slot.passes for slot in self._slots if slot.passes}
         return arrived
 
-    def _contribution(self, slot: Slot) -> Tensor:
+    def _contribution(self, slot: GradState) -> Tensor:
         if not self.find_unused or _is_reached(slot):
             return super()._contribution(slot)
         # The gradient itself stays as it is, if it turns out that no rank has used the parameter.
@@ -287,7 +300,7 @@ class ModuleGradients(Gradients):
         self._under_way = False
 
 
-def _is_reached(slot: Slot) -> bool:
+def _is_reached(slot: GradState) -> bool:
     return slot.handed_over is not None or slot.reached or slot.passes > 0
 
 
@@ -301,3 +314,48 @@ def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
             owner.arm()
 
     return output_is_reached
+
+
+class DataParallelJoinHook(BuiltInHook):
+    """Others' reductions and buffers are stood in for in the loop; afterwards all ranks take over one rank's module.
+
+    Where the user's own hook reduces, only that hook can take part, so it is called with zeros in each iteration.
+    """
+
+    def __init__(
+        self,
+        gradients: ModuleGradients,
+        take_over: Callable[[int], None],
+        reduces_now: Callable[[bool], bool],
+        *,
+        divide_by_active: bool,
+    ) -> None:
+        """take_over: gives all ranks the module of one, by its rank in the job. reduces_now: see `main_hook`.
+
+        divide_by_active: average over the ranks that have inputs, else over all.
+        """
+        self._gradients = gradients
+        self._take_over = take_over
+        self._reduces_now = reduces_now
+        self._divide_by_active = divide_by_active
+        self.rides = gradients.hook is None
+
+    def begin(self) -> None:
+        """See BuiltInHook."""
+        self._gradients.prepare()
+        self._gradients.divides_by_active = self._divide_by_active
+
+    def main_hook(self) -> None:
+        """With a hook of the user: ask whether the others' backward pass of this iteration reduces, and take part."""
+        if self._gradients.hook is not None and self._reduces_now(False):
+            self._gradients.reduce_zeros()
+
+    def abandon(self) -> None:
+        """See BuiltInHook."""
+        self._gradients.divides_by_active = False
+        self._gradients.abandon()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the parameters and buffers of one that has made all steps. Collective; blocks."""
+        self._gradients.divides_by_active = False
+        self._take_over(self.context.authority)

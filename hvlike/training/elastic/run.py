@@ -20,13 +20,35 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from hvlike.collectives.allreduce import allreduce
-from hvlike.collectives.barrier import barrier
-from hvlike.collectives.lifecycle import is_initialized, rank
-from hvlike.collectives.reductions import Max
-from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
-from hvlike.training.elastic.restart import restart
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.api.barrier_join import barrier
+from hvlike.collectives.requests.process_set import registered_sets
+from hvlike.collectives.requests.reduction import Max
+from hvlike.collectives.session import context
+from hvlike.collectives.session.basics import init, is_initialized, rank, shutdown
+from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, UsageError
 from hvlike.training.elastic.state import State
+
+
+def restart() -> None:
+    """Start hvlike anew, whatever was in flight; it must be running, or have been stopped by an error on the way.
+
+    Process sets are registered again: the same objects, under new numbers. Collective: all ranks; blocks until all do.
+    Raises: NotInitializedError when hvlike does not run; UsageError on every rank where the ranks' sets differ.
+    """
+    if not context.is_running():
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
+    world, sets = context.current().world, registered_sets()
+    # The ranks may be some of the job's only: init(comm=...) was called with a list or a communicator.
+    members, everybody = world.comm.Get_group(), world.mpi.COMM_WORLD.Get_group()
+    try:
+        ranks = list(world.mpi.Group.Translate_ranks(members, list(range(world.size)), everybody))
+    finally:
+        members.Free()
+        everybody.Free()
+    shutdown()
+    init(ranks, process_sets=sets)
+
 
 logger = logging.getLogger("hvlike")
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Sampler
 
-from hvlike.collectives.lifecycle import rank, size
+from hvlike.collectives.session.basics import rank, size
 
 
 class Sized(Protocol):

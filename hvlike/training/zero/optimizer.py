@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: any torch optimizer, its state and its work dealt to the ranks."""
+"""ZeroRedundancyOptimizer: any torch optimizer, its state and its work shared among the ranks."""
 
 from __future__ import annotations
 
@@ -9,40 +9,46 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
-from hvlike.collectives.context import current
-from hvlike.collectives.planned_lane import PlannedLane
-from hvlike.collectives.process_set import ProcessSet, global_process_set
-from hvlike.collectives.request import order_in_memory
+from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.request import order_in_memory
+from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
-from hvlike.training.closure import after
-from hvlike.training.joining.join import Join
-from hvlike.training.joining.joinable import Joinable
-from hvlike.training.places import gpu_of
-from hvlike.training.scaler import is_read_by_grad_scaler
-from hvlike.training.zero import misuse
-from hvlike.training.zero.arguments import check_parameters, check_type
-from hvlike.training.zero.changes import Changes
-from hvlike.training.zero.equal_gradients import compare
-from hvlike.training.zero.gradient_reduction import GradientReduction
-from hvlike.training.zero.join_hook import ZeroHook
-from hvlike.training.zero.lent_gradients import gradients_of
-from hvlike.training.zero.options import Options, copy_options, options_of
-from hvlike.training.zero.parameter_exchange import ParameterExchange
-from hvlike.training.zero.shares import Shares
-from hvlike.training.zero.state_service import state_service
-from hvlike.training.zero.stateful import StateOfShares
+from hvlike.training import usage_errors
+from hvlike.training.gradients.parameters import gpu_of
+from hvlike.training.join.join import Join
+from hvlike.training.join.joinable import Joinable
+from hvlike.training.optimizer_wrapper import after, is_read_by_grad_scaler
+from hvlike.training.zero.exchange import (
+    GradientReduction,
+    ParameterExchange,
+    temporary_gradients,
+    warn_if_gradients_differ,
+)
+from hvlike.training.zero.partition import (
+    GroupOptions,
+    Partition,
+    check_parameters,
+    check_type,
+    copy_options,
+    options_of,
+)
+from hvlike.training.zero.sharded_state import ShardedState, StateLock
+from hvlike.training.zero.state_transfer import state_service
 from hvlike.training.zero.steps import Steps, StepShare
-from hvlike.transport.dtypes import dtype_name
+from hvlike.training.zero.uneven_inputs import ZeroJoinHook
+from hvlike.transport.memory.dtypes import dtype_name
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+
 
 _log = logging.getLogger("hvlike")
 
 
-class ZeroRedundancyOptimizer(StateOfShares, Joinable):
+class ZeroRedundancyOptimizer(ShardedState, Joinable):
     """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
 
     The parameters are dealt to the ranks by size, whole tensors, the same on every rank. In step() each rank updates
@@ -94,13 +100,13 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         Optimizer.__init__(self, accepted, defaults)
         Joinable.__init__(self)
         self.process_set = process_set or process_group
-        self._group = current().membership(self.process_set, "ZeroRedundancyOptimizer").group
+        self._group = current().set_state(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
         """Place of this rank in the process set, and the size of that."""
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.reduces_gradients = reduce_gradients
         self.overlaps_with_ddp = overlap_with_ddp
-        self._shares = Shares(self._groups, self.world_size)
+        self._shares = Partition(self._groups, self.world_size)
         self.optim: Optimizer = optimizer_class(self._shares.groups_of(self.rank), **defaults)
         """The plain optimizer of this rank's share."""
         self.state = self.optim.state
@@ -109,7 +115,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         self.is_absent = False
         """This rank has left the body of a Join context."""
         self._consolidated = None
-        self._changes = Changes()
+        self._changes = StateLock()
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
         self._compared = self.reduces_gradients or self.world_size == 1
@@ -139,7 +145,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
             if not self._compared and not self._join_config.enable:
                 self._compared = True
                 gradients = [each.grad for each in self._shares.parameters]
-                compare(self._lane.name, gradients, self.process_set, warns=self.rank == 0)
+                warn_if_gradients_differ(self._lane.name, gradients, self.process_set, warns=self.rank == 0)
             self._reduce()
         elif self.reduces_gradients:
             closure = after(closure, self._after_closure)
@@ -170,7 +176,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         active = self._steps.update(options_of(self._groups), arguments)
         scaled, self._scaled = self._scaled, False
         if scaled and active < self.world_size:
-            raise misuse.scaler_with_absent_ranks()
+            raise usage_errors.scaler_with_absent_ranks()
 
     def _reduce(self) -> None:
         """Average the gradients where this optimizer owns that, unless it is done."""
@@ -182,7 +188,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         own = set(self._shares.owned(self.rank))
         foreign = [each.grad for place, each in enumerate(self._shares.parameters) if place not in own]
         if any(gradient is not None and gradient is not self._sign for gradient in foreign):
-            raise misuse.backward_after_reduction()
+            raise usage_errors.backward_after_reduction()
 
     def _after_closure(self, loss: Any) -> Any:
         self._steps.is_reduced = False
@@ -190,11 +196,11 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         return loss
 
     def _step_absent(
-        self, options: Options, arguments: dict[str, Any], gradients: Mapping[Tensor, Tensor | None]
+        self, options: GroupOptions, arguments: dict[str, Any], gradients: Mapping[Tensor, Tensor | None]
     ) -> None:
         """Update this rank's share while it is out of data; in the loop."""
         copy_options(options, self._groups)
-        with gradients_of(gradients):
+        with temporary_gradients(gradients):
             self.step_share(None, arguments)
         self._step += 1
 
@@ -211,7 +217,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         reduction, and for a norm that is not positive.
         """
         if not self.reduces_gradients:
-            raise misuse.not_reducing("hvlike.clip_grad_norm_")
+            raise usage_errors.not_reducing("hvlike.clip_grad_norm_")
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise UsageError(f"hvlike.clip_grad_norm_: norm_type must be > 0 for shared gradients, got {norm_type}.")
@@ -274,9 +280,9 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         Source: torch.optim.Optimizer.add_param_group.
         """
         if self.initialized and self.overlaps_with_ddp:
-            raise misuse.one_group_only()
+            raise usage_errors.one_group_only()
         if self.initialized and self._join_config.enable:
-            raise misuse.group_in_join_context()
+            raise usage_errors.group_in_join_context()
         super().add_param_group(param_group)
         if not self.initialized:
             return
@@ -286,7 +292,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
             self._groups.pop()
             raise
         self._lane.close()
-        self._shares = Shares(self._groups, self.world_size)
+        self._shares = Partition(self._groups, self.world_size)
         self.optim.add_param_group(self._shares.groups_of(self.rank)[-1])
         copy_options(self.optim.param_groups, self._groups)
         self._version += 1
@@ -306,7 +312,7 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
         described["optimizer_class"] = type(self.optim).__qualname__
         described["reduce_gradients"] = self.reduces_gradients
         described["parameters_as_bucket_view"] = self.parameters_as_bucket_view
-        self._lane = PlannedLane(
+        self._lane = PlannedQueue(
             "ZeroRedundancyOptimizer",
             self.process_set,
             described,
@@ -327,14 +333,14 @@ class ZeroRedundancyOptimizer(StateOfShares, Joinable):
 
     # Join
 
-    def join_hook(self, **kwargs: Any) -> ZeroHook:
+    def join_hook(self, **kwargs: Any) -> ZeroJoinHook:
         """Return the hook for a Join context.
 
         divide_by_initial_world_size (True), a keyword of the context: with reduce_gradients averages divide by the
         number of all ranks; False: of those that have inputs.
         """
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        return ZeroHook(self, lambda: self._steps, divides_by_active=divides_by_active)
+        return ZeroJoinHook(self, lambda: self._steps, divides_by_active=divides_by_active)
 
     @property
     def join_device(self) -> torch.device:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from hvlike.errors import UsageError
-from hvlike.training.ddp.grad_bucket import GradBucket, split
-from hvlike.training.ddp.hook_results import value_of
-from hvlike.training.ddp.hooked_reducer import Hook
-from hvlike.training.zero.lent_gradients import gradients_of
+from hvlike.training.ddp.hooked_reducer import GradBucket, Hook, hook_result, split
+from hvlike.training.zero.exchange import temporary_gradients
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 WARM_UP = 2
@@ -118,12 +116,12 @@ class _Overlap:
 
     def _only(self, gradients: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
         """While parameters have these gradients and no others."""
-        return gradients_of({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
+        return temporary_gradients({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
 
 
 def _wait(pending: Any) -> Tensor:
     """Return the tensor that a hook's result is or will be."""
-    value = value_of(pending)
+    value = hook_result(pending)
     if not isinstance(value, Tensor):
         raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")
     return value

@@ -5,8 +5,8 @@
     update    each rank has stepped its share; the parameters go to all ranks
 
 While all ranks are active nothing travels but the data and, with it, the count of active ranks. An absent rank guesses
-what is next: there is only one thing it can be. The count tells all ranks that somebody is absent; from then on each
-job begins with the question who is there, and the highest of those says what follows and what is needed for it:
+what is next: there is only one thing it can be. The count tells all ranks that one is absent; from then on each job
+begins with the question which ranks are active, and the highest of those says what follows and what is needed for it:
 
     update    the options and, where others reduce, the gradients; absent ranks step their share, all are gathered
 """
@@ -20,28 +20,26 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from hvlike.collectives.planned_lane import PlannedLane
-from hvlike.collectives.shadow import CountingJob
+from hvlike.backends.base import Backend
+from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
-from hvlike.planes.plane import Plane
-from hvlike.training.zero.absence import (
+from hvlike.training.zero.exchange import GradientReduction, ParameterExchange
+from hvlike.training.zero.partition import GroupOptions, Partition
+from hvlike.training.zero.uneven_inputs import (
     CLIP,
     REDUCE,
     UPDATE,
     Clipping,
-    Command,
+    StepCommand,
+    broadcast_command,
+    gather_active_ranks,
     send_gradients,
-    tell,
     total_norm,
-    who_is_there,
 )
-from hvlike.training.zero.gradient_reduction import GradientReduction
-from hvlike.training.zero.options import Options
-from hvlike.training.zero.parameter_exchange import ParameterExchange
-from hvlike.training.zero.shares import Shares
-from hvlike.transport.routine import Routine
+from hvlike.transport.loop.coroutine import Coroutine
 
-StepShare = Callable[[Options, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
+StepShare = Callable[[GroupOptions, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
 """Updates the share of a rank with these options, keywords and gradients."""
 
 
@@ -50,8 +48,8 @@ class Steps:
 
     def __init__(
         self,
-        lane: PlannedLane,
-        shares: Shares,
+        lane: PlannedQueue,
+        shares: Partition,
         rank: int,
         exchange: ParameterExchange,
         reduction: GradientReduction | None,
@@ -88,15 +86,15 @@ class Steps:
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite)
         norms: list[Tensor] = []
 
-        def job(plane: Plane) -> Routine[int]:
-            present = yield from self._begin(plane, Command(CLIP, clipping=clipping))
+        def job(plane: Backend) -> Coroutine[int]:
+            present = yield from self._begin(plane, StepCommand(CLIP, clipping=clipping))
             norms.append((yield from self._clip(plane, clipping)))
             return present
 
         self._run(job)
         return norms[0]
 
-    def update(self, options: Options, arguments: dict[str, Any]) -> int:
+    def update(self, options: GroupOptions, arguments: dict[str, Any]) -> int:
         """Give all ranks the parameters that each has updated. Collective; blocks; how many ranks were active.
 
         options, arguments: what an absent rank updates its share with.
@@ -116,7 +114,7 @@ class Steps:
         """The job of an absent rank: do what the others need, whatever it is."""
         return self._follow
 
-    def _follow(self, plane: Plane) -> Routine[int]:
+    def _follow(self, plane: Backend) -> Coroutine[int]:
         if not self._knows_of_absence:
             return (yield from self._guess(plane))
         present, command = yield from self._ask(plane, None)
@@ -131,7 +129,7 @@ class Steps:
             yield from self._catch_up(plane, present, command)
         return len(present)
 
-    def _guess(self, plane: Plane) -> Routine[int]:
+    def _guess(self, plane: Backend) -> Coroutine[int]:
         """All were there so far: what comes next without a word."""
         plane.begin_count(active=False)
         if self._reduction is not None and not self.is_reduced:
@@ -152,10 +150,10 @@ class Steps:
 
     # The jobs
 
-    def _reduce(self, plane: Plane) -> Routine[int]:
+    def _reduce(self, plane: Backend) -> Coroutine[int]:
         assert self._reduction is not None
         if self._knows_of_absence:
-            present = yield from self._begin(plane, Command(REDUCE))
+            present = yield from self._begin(plane, StepCommand(REDUCE))
             yield from self._reduction.run(plane, active=True)
         else:
             plane.begin_count(active=True)
@@ -165,7 +163,7 @@ class Steps:
         self._divide(present)
         return present
 
-    def _update(self, plane: Plane, options: Options, arguments: dict[str, Any]) -> Routine[int]:
+    def _update(self, plane: Backend, options: GroupOptions, arguments: dict[str, Any]) -> Coroutine[int]:
         if not self._knows_of_absence:
             plane.begin_count(active=True)
             yield from self._exchange.run(plane)
@@ -174,12 +172,12 @@ class Steps:
             if present == self._shares.ranks:
                 return present
         places = frozenset(place for place, each in enumerate(self._shares.parameters) if each.grad is None)
-        there, command = yield from self._ask(plane, Command(UPDATE, options, arguments, places))
+        there, command = yield from self._ask(plane, StepCommand(UPDATE, options, arguments, places))
         if command is not None:
             yield from self._catch_up(plane, there, command)
         return len(there)
 
-    def _catch_up(self, plane: Plane, present: Sequence[int], command: Command) -> Routine[None]:
+    def _catch_up(self, plane: Backend, present: Sequence[int], command: StepCommand) -> Coroutine[None]:
         """Absent ranks update their shares, and all parameters are gathered."""
         is_absent = self._rank not in present
         if self._reduction is None:
@@ -207,7 +205,7 @@ class Steps:
             step_share(command.options, command.arguments, dict(zip(self._own, gradients, strict=True)))
         yield from self._exchange.run(plane)
 
-    def _clip(self, plane: Plane, clipping: Clipping) -> Routine[Tensor]:
+    def _clip(self, plane: Backend, clipping: Clipping) -> Coroutine[Tensor]:
         gradients = [each.grad.detach() for each in self._own if each.grad is not None]
         norm = yield from total_norm(plane, self._shares.ranks, gradients, clipping.norm_type)
         # Not asked whether there is anything to clip: on a GPU the answer would have to be waited for.
@@ -233,7 +231,7 @@ class Steps:
         if 0 < present < self._shares.ranks:
             self._incomplete = self._serial
 
-    def _begin(self, plane: Plane, command: Command) -> Routine[int]:
+    def _begin(self, plane: Backend, command: StepCommand) -> Coroutine[int]:
         """Begin a job that is the same on absent ranks once they know of it."""
         if not self._knows_of_absence:
             plane.begin_count(active=True)
@@ -241,14 +239,14 @@ class Steps:
         there, _ = yield from self._ask(plane, command)
         return len(there)
 
-    def _ask(self, plane: Plane, command: Command | None) -> Routine[tuple[list[int], Command | None]]:
+    def _ask(self, plane: Backend, command: StepCommand | None) -> Coroutine[tuple[list[int], StepCommand | None]]:
         """Who is there, and what the highest of them says; `command`: what this rank would, None: it is absent."""
-        there = yield from who_is_there(plane, self._rank, self._shares.ranks, active=command is not None)
+        there = yield from gather_active_ranks(plane, self._rank, self._shares.ranks, active=command is not None)
         if not there:
             self._incomplete = None
             self.is_reduced = False
             return there, None
-        return there, (yield from tell(plane, there[-1], self._rank, command))
+        return there, (yield from broadcast_command(plane, there[-1], self._rank, command))
 
     def _divide(self, present: int) -> None:
         if self.divides_by_active and 0 < present < self._shares.ranks:

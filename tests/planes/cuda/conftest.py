@@ -15,12 +15,12 @@ import pytest
 from planes.cuda.fake_nccl import FakeNccl
 from planes.cuda.late_device import LateDevice
 
-from hvlike.collectives.context import current
-from hvlike.collectives.express import ways
-from hvlike.planes.cuda import runtime
-from hvlike.transport import library_claims
-from hvlike.transport.loop import Loop
-from hvlike.transport.routine import Wait
+from hvlike.backends.cuda import runtime
+from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.session.context import current
+from hvlike.transport.host import mpi_library
+from hvlike.transport.loop.coroutine import Wait
+from hvlike.transport.loop.loop import Loop
 
 
 class OverSockets:
@@ -77,8 +77,8 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     from mpi4py import MPI
 
     context = current()
-    membership = context.membership(None, "test")
-    executor, site = membership.executor, membership.executor._site
+    set_state = context.set_state(None, "test")
+    executor, site = set_state.executor, set_state.executor._site
     device = LateDevice()
     comm = MPI.COMM_WORLD
     folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hvlike-late-") if comm.rank == 0 else None))
@@ -101,13 +101,13 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         patch.setitem(runtime.KINDS, "cpu", lambda: device)
         patch.setattr(Loop, "_advance", host_work)
         # The express way takes tensors of the host before anybody asks where they are.
-        patch.setattr(membership, "express", None)
-        patch.delitem(ways, 0, raising=False)
+        patch.setattr(set_state, "express", None)
+        patch.delitem(inline_allreduces, 0, raising=False)
         patch.setattr(executor, "_opening", None)
         knobs = dataclasses.replace(site.knobs, cuda_plane=request.param, cuda_aware_mpi=True)
         patch.setattr(site, "knobs", knobs)
         # Memory of this device is taken by any MPI, whatever that says.
-        patch.setattr(library_claims, "claims_cuda", lambda: None)
+        patch.setattr(mpi_library, "claims_cuda", lambda: None)
         patch.setattr(site, "_devices", None)
         hvd.barrier()
         yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
@@ -116,7 +116,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         hvd.barrier()
         site.close()
     runtime.forget("cpu")
-    for lane in membership.lanes.all():
+    for lane in set_state.lanes.all():
         if lane.device is not None:
             lane.device.close()
             lane.device = None

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvlike.backends.cuda.selection import Choice, DeviceFacts, choose_backend, why_not_nccl
 from hvlike.errors import LaunchError
-from hvlike.planes.cuda.choice import Choice, DeviceFacts, choose_plane, why_not_nccl
 
 pytestmark = pytest.mark.pure
 
@@ -29,7 +29,7 @@ OLD = DeviceFacts("one", "gpu-d", 21801, "")
     ],
 )
 def test_the_plane(facts: list[DeviceFacts], wanted: str, expected: str) -> None:
-    assert choose_plane(facts, range(len(facts)), wanted).plane == expected
+    assert choose_backend(facts, range(len(facts)), wanted).plane == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_reason_names_ranks_and_what_to_do(facts: list[DeviceFacts], words: 
     ranks = [4, 5, 6][: len(facts)]
     reason = why_not_nccl(facts, ranks)
     assert all(word in reason for word in words), reason
-    assert choose_plane(facts, ranks, "auto") == Choice("staged", reason)
+    assert choose_backend(facts, ranks, "auto") == Choice("staged", reason)
     with pytest.raises(LaunchError) as caught:
-        choose_plane(facts, ranks, "nccl")
+        choose_backend(facts, ranks, "nccl")
     assert reason in str(caught.value)

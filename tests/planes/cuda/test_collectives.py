@@ -5,9 +5,9 @@ import torch
 from planes.cuda.conftest import Late
 from planes.cuda.streams import across_streams
 
-from hvlike.collectives import operand
-from hvlike.planes.cuda import staged
-from hvlike.transport.dtypes import TABLE
+from hvlike.backends.cuda import staged_backend
+from hvlike.collectives.requests import reduction
+from hvlike.transport.memory.dtypes import TABLE
 
 DTYPES = [each for each in TABLE if each is not torch.bool]
 
@@ -66,11 +66,11 @@ def test_factors(late: Late) -> None:
 
 
 def test_a_large_tensor_goes_in_pieces(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(staged_backend, "PIECE_BYTES", 4 << 10)
     rank, size = late.hvd.rank(), late.hvd.size()
     whole = torch.arange(30_000.0)
-    pieces = -(-whole.nbytes // staged.PIECE_BYTES)
-    assert pieces > 2 * staged.AHEAD
+    pieces = -(-whole.nbytes // staged_backend.PIECE_BYTES)
+    assert pieces > 2 * staged_backend.AHEAD
     (seen,) = across_streams(
         late,
         lambda: whole * (rank + 1),
@@ -126,7 +126,7 @@ def test_calls_follow_one_another(late: Late) -> None:
 
 def test_tensors_of_inference_mode(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     # The way of tensors that are not in host memory.
-    monkeypatch.setattr(operand, "_ordinary", operand._ordinary_on_device)
+    monkeypatch.setattr(reduction, "_ordinary", reduction._ordinary_on_device)
     hvd = late.hvd
     with torch.inference_mode():
         seen = across_streams(

@@ -4,9 +4,9 @@ import pytest
 import torch
 from planes.cuda.conftest import Late
 
-from hvlike.collectives.context import current
-from hvlike.collectives.planned import Entry, PlannedReducer
-from hvlike.collectives.reductions import Sum
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.requests.reduction import Sum
+from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError
 
 

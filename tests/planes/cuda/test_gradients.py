@@ -7,8 +7,8 @@ import torch
 from planes.cuda.conftest import Late
 from torch import Tensor
 
-from hvlike.collectives.planned import Entry, PlannedReducer
-from hvlike.collectives.reductions import Average, Sum
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.requests.reduction import Average, Sum
 
 SHAPES = [(300, 7), (5,), (2000,), (40, 50), (1,)]
 

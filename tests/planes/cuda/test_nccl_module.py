@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.planes import nccl
+from hvlike.backends.cuda import nccl
 
 pytestmark = pytest.mark.pure
 

@@ -7,12 +7,12 @@ import torch
 from planes.cuda.fake_nccl import FakeNccl
 from planes.cuda.late_device import LateDevice
 
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import SoloBackend
+from hvlike.backends.cuda.nccl import Communicator, Nccl
+from hvlike.backends.cuda.nccl_backend import NcclBackend
 from hvlike.errors import HorovodInternalError, StalledError
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.cuda.nccl_plane import NcclPlane
-from hvlike.planes.nccl import Communicator, Nccl
-from hvlike.planes.ops import ReduceOp
-from hvlike.planes.plane import SoloPlane
 
 pytestmark = pytest.mark.pure
 
@@ -34,7 +34,7 @@ class Setting:
         self.nccl = FakeNccl(self.device, lambda number, rank, size: Alone())
         self.link = self.nccl.join(Alone(), 0, 1)
         communicator = Communicator(Nccl(self.nccl), self.link)
-        self.plane = NcclPlane(SoloPlane(), self.device, self.device.home(), (0, 1), communicator, limit)
+        self.plane = NcclBackend(SoloBackend(), self.device, self.device.home(), (0, 1), communicator, limit)
 
     def reduce(self, tensor: torch.Tensor) -> None:
         """Begin a reduction."""

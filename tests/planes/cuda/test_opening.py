@@ -7,14 +7,14 @@ import torch
 from planes.cuda.conftest import Late
 from planes.jobs import run
 
-from hvlike.collectives.context import current
-from hvlike.collectives.planned import Entry, PlannedReducer
-from hvlike.config import Knobs
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.opening import DeviceBackends
+from hvlike.backends.cuda.staged_backend import StagedBackend
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.session.context import current
+from hvlike.config import Config
 from hvlike.errors import LaunchError
-from hvlike.planes.cuda.opening import DevicePlanes
-from hvlike.planes.cuda.staged import StagedPlane
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -26,20 +26,20 @@ def failing(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
     return late
 
 
-def planes(wanted: str) -> DevicePlanes:
-    group = current().membership(None, "test").group
+def planes(wanted: str) -> DeviceBackends:
+    group = current().set_state(None, "test").group
     # As if every rank had a host of its own: here they share the device.
-    return DevicePlanes(group, dataclasses.replace(Knobs(), cuda_plane=wanted), f"host {group.rank}")
+    return DeviceBackends(group, dataclasses.replace(Config(), cuda_plane=wanted), f"host {group.rank}")
 
 
 def test_where_any_plane_will_do_host_memory_serves(failing: Late) -> None:
     devices, opened = planes("auto"), []
 
-    def job(host: Plane) -> Routine[None]:
+    def job(host: Backend) -> Coroutine[None]:
         opened.append((yield from devices.open(host, failing.device, None)))
 
     run(job)
-    assert type(opened[0]) is StagedPlane
+    assert type(opened[0]) is StagedBackend
     assert devices.choice is not None
     assert devices.choice.plane == "staged"
     assert "NCCL_ERROR_SYSTEM_ERROR" in devices.choice.reason
@@ -51,7 +51,7 @@ def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
     caught = []
     devices = planes("nccl")
 
-    def job(host: Plane) -> Routine[None]:
+    def job(host: Backend) -> Coroutine[None]:
         try:
             yield from devices.open(host, late.device, None)
         except LaunchError as error:
@@ -67,7 +67,7 @@ def test_lanes_split_one_communicator(late: Late) -> None:
     devices, links = planes("nccl"), late.nccl.links
     before = len(links)
 
-    def job(host: Plane) -> Routine[None]:
+    def job(host: Backend) -> Coroutine[None]:
         for _ in range(2):
             yield from devices.open(host, late.device, None)
 
@@ -84,10 +84,10 @@ def test_the_job_goes_on_where_the_plane_that_is_wanted_cannot_serve(
 ) -> None:
     if late.plane != "nccl":
         pytest.skip("any plane will do there")
-    hvd, membership = late.hvd, current().membership(None, "test")
+    hvd, set_state = late.hvd, current().set_state(None, "test")
     with monkeypatch.context() as patch:
-        patch.setattr(membership.lanes.first, "device", None)
-        patch.setattr(membership.executor._site, "_devices", None)
+        patch.setattr(set_state.lanes.first, "device", None)
+        patch.setattr(set_state.executor._site, "_devices", None)
         patch.setattr(late.nccl, "fails", hvd.rank() == 0)
         with pytest.raises(LaunchError, match="no communicator could be made"):
             hvd.allreduce(torch.ones(3), name="refused")

@@ -3,21 +3,21 @@
 import torch
 from planes.cuda.conftest import Late
 
-from hvlike.collectives.planned_lane import PlannedLane
-from hvlike.collectives.shadow import CountingJob
-from hvlike.planes.cuda.jobs import beside, device_of, home_of
-from hvlike.planes.plane import Plane
-from hvlike.transport.routine import Routine
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import beside, device_of, home_of
+from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.session.joined_proxy import CountingJob
+from hvlike.transport.loop.coroutine import Coroutine
 
 
 def test_jobs_of_a_lane_on_a_device(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    lane = PlannedLane("test of a device", device=device.home())
+    lane = PlannedQueue("test of a device", device=device.home())
     producer, user = device.new_stream(device.home()), device.new_stream(device.home())
     parts: list[list[torch.Tensor]] = []
 
     def share(mine: torch.Tensor) -> CountingJob:
-        def job(plane: Plane) -> Routine[int]:
+        def job(plane: Backend) -> Coroutine[int]:
             assert home_of(plane) == device.home()
             plane.begin_count(active=rank > 0)
             parts.append([torch.empty_like(mine) for _ in range(size)])
@@ -40,16 +40,16 @@ def test_jobs_of_a_lane_on_a_device(late: Late) -> None:
 
 
 def test_hosts_may_talk_in_between(late: Late) -> None:
-    lane = PlannedLane("talk", device=late.device.home())
+    lane = PlannedQueue("talk", device=late.device.home())
     flags = torch.zeros(late.hvd.size(), dtype=torch.uint8)
     flags[late.hvd.rank()] = late.hvd.rank() + 1
 
-    def talk(host: Plane) -> Routine[list[int]]:
+    def talk(host: Backend) -> Coroutine[list[int]]:
         assert device_of(host) is None
         yield from host.gather(list(flags.split(1)), range(late.hvd.size()))
         return flags.tolist()
 
-    def job(plane: Plane) -> Routine[int]:
+    def job(plane: Backend) -> Coroutine[int]:
         return sum((yield from beside(plane, talk)))
 
     assert lane.run(job) == sum(range(1, late.hvd.size() + 1))

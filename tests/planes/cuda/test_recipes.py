@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hvlike.planes.arithmetic import Arithmetic
-from hvlike.planes.cuda.nccl_reduction import Recipe, recipe_of
-from hvlike.planes.ops import ReduceOp
-from hvlike.transport.dtypes import TABLE
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.cuda.nccl_backend import Recipe, recipe_of
+from hvlike.transport.memory.dtypes import TABLE
 
 pytestmark = pytest.mark.pure
 

@@ -9,18 +9,18 @@ import torch
 from planes.cuda.conftest import Late
 from planes.jobs import run
 
-from hvlike.collectives.context import current
-from hvlike.config import Knobs
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda import ipc_backend, mpi_backend
+from hvlike.backends.cuda.ipc_backend import IpcBackend
+from hvlike.backends.cuda.mpi_backend import MpiBackend
+from hvlike.backends.cuda.opening import DeviceBackends
+from hvlike.backends.cuda.selection import Choice, DeviceFacts, choose_backend
+from hvlike.backends.cuda.staged_backend import StagedBackend
+from hvlike.collectives.session.context import current
+from hvlike.config import Config
 from hvlike.errors import LaunchError
-from hvlike.planes.cuda import folding, ipc_plane, mpi_plane
-from hvlike.planes.cuda.choice import Choice, DeviceFacts, choose_plane
-from hvlike.planes.cuda.ipc_plane import IpcPlane
-from hvlike.planes.cuda.mpi_plane import MpiPlane
-from hvlike.planes.cuda.opening import DevicePlanes
-from hvlike.planes.cuda.staged import StagedPlane
-from hvlike.planes.plane import Plane
-from hvlike.transport import library_claims
-from hvlike.transport.routine import Routine
+from hvlike.transport.host import mpi_library
+from hvlike.transport.loop.coroutine import Coroutine
 
 WILLING = DeviceFacts("one", "gpu-a", 0, "CuPy is not installed", "")
 UNASKED = DeviceFacts("one", "gpu-a", 22703, "")
@@ -41,22 +41,22 @@ OTHER = DeviceFacts("one", "gpu-b", 22703, "", "")
     ],
 )
 def test_it_is_taken_where_nccl_cannot_serve(facts: list[DeviceFacts], wanted: str, expected: str) -> None:
-    assert choose_plane(facts, range(len(facts)), wanted).plane == expected
+    assert choose_backend(facts, range(len(facts)), wanted).plane == expected
 
 
 @pytest.mark.pure
 def test_insisting_on_it_without_asking_for_it_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"HVLIKE_CUDA_PLANE=mpi, but on rank 7 HVLIKE_CUDA_AWARE_MPI=1 is not set"):
-        choose_plane([WILLING, UNASKED], [3, 7], "mpi")
+        choose_backend([WILLING, UNASKED], [3, 7], "mpi")
 
 
 def opened(late: Late, wanted: str) -> tuple[list[Any], Choice | None]:
     """A plane, or the error, of planes beside the lanes, which an error would break; and what was chosen."""
-    knobs = dataclasses.replace(Knobs(), cuda_plane=wanted, cuda_aware_mpi=True)
-    devices = DevicePlanes(current().membership(None, "test").group, knobs, "one host")
+    knobs = dataclasses.replace(Config(), cuda_plane=wanted, cuda_aware_mpi=True)
+    devices = DeviceBackends(current().set_state(None, "test").group, knobs, "one host")
     found: list[Any] = []
 
-    def job(host: Plane) -> Routine[None]:
+    def job(host: Backend) -> Coroutine[None]:
         try:
             found.append((yield from devices.open(host, late.device, None)))
         except LaunchError as error:
@@ -74,16 +74,16 @@ def wrong(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
     if late.hvd.rank() == late.hvd.size() - 1:
 
         def forget(ordered: Sequence[torch.Tensor], result: torch.Tensor, recipe: Any) -> None:
-            folding.fold(ordered[1:], result, recipe)
+            mpi_backend.fold(ordered[1:], result, recipe)
 
-        monkeypatch.setattr(mpi_plane, "fold", forget)
-        monkeypatch.setattr(ipc_plane, "fold", forget)
+        monkeypatch.setattr(mpi_backend, "fold", forget)
+        monkeypatch.setattr(ipc_backend, "fold", forget)
     return late
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_has_been_proved_is_used(late: Late) -> None:
-    for wanted, kind in (("mpi", MpiPlane), ("ipc", IpcPlane)):
+    for wanted, kind in (("mpi", MpiBackend), ("ipc", IpcBackend)):
         (plane,), choice = opened(late, wanted)
         assert type(plane) is kind
         assert choice == (wanted, f"HVLIKE_CUDA_PLANE={wanted}")
@@ -92,7 +92,7 @@ def test_what_has_been_proved_is_used(late: Late) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_trial_that_fails_on_one_rank_fails_on_all(wrong: Late) -> None:
     (plane,), choice = opened(wrong, "auto")
-    assert type(plane) is StagedPlane
+    assert type(plane) is StagedBackend
     assert choice is not None
     assert choice.plane == "staged"
     assert "came out of a sum that is" in choice.reason
@@ -115,21 +115,21 @@ def test_memory_that_one_rank_cannot_map_is_refused_on_all(late: Late, monkeypat
 @pytest.mark.pure
 def test_ranks_of_several_hosts_cannot_map_each_others_memory() -> None:
     with pytest.raises(LaunchError, match="one host, and these are on one, two"):
-        choose_plane([WILLING, WILLING._replace(host="two")], [0, 1], "ipc")
+        choose_backend([WILLING, WILLING._replace(host="two")], [0, 1], "ipc")
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_library_that_says_no_is_not_tried(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_claims, "claims_cuda", lambda: False)
+    monkeypatch.setattr(mpi_library, "claims_cuda", lambda: False)
     (error,), _ = opened(late, "mpi")
     assert "the MPI library says that it does not take memory of a GPU" in error
     (plane,), _ = opened(late, "auto")
-    assert type(plane) is StagedPlane
+    assert type(plane) is StagedBackend
 
 
 @pytest.mark.mpi(min_size=2)
 def test_the_collectives_of_these_tests_go_this_way(late: Late) -> None:
     late.hvd.allreduce(torch.ones(3), name="way")
-    plane = current().membership(None, "test").lanes.first.device
-    assert isinstance(plane, MpiPlane) == (late.plane == "mpi")
-    assert isinstance(plane, IpcPlane) == (late.plane == "ipc")
+    plane = current().set_state(None, "test").lanes.first.device
+    assert isinstance(plane, MpiBackend) == (late.plane == "mpi")
+    assert isinstance(plane, IpcBackend) == (late.plane == "ipc")

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rpc.doors import await_promise, keep_promise, open_door, pass_door
-from rpc.rrefs.values import (
-    Counter,
-    Private,
-    fetch,
-    give_back,
-    raise_private,
-    raise_two_arguments,
-    raise_value_error,
-)
+from rpc.rrefs.values import Counter, Private, fetch, give_back, raise_private, raise_two_arguments, raise_value_error
 
 import hvlike.rpc
 

@@ -9,7 +9,7 @@ from rpc.doors import await_promise, pass_door
 import hvlike.rpc
 from hvlike.rpc import rrefs
 from hvlike.rpc.functions import async_execution
-from hvlike.rpc.rref import RRef
+from hvlike.rpc.rrefs.rref import RRef
 
 
 class Private(Exception):

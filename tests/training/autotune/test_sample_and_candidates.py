@@ -2,9 +2,8 @@
 
 import pytest
 
-from hvlike.training.autotune.candidates import Choice, coordinates, make_candidates
-from hvlike.training.autotune.decider import Decider
-from hvlike.training.autotune.sample import Sampler
+from hvlike.training.autotune.search import Choice, TuningSearch, coordinates, make_candidates
+from hvlike.training.autotune.tuner import StepSampler
 
 pytestmark = pytest.mark.pure
 
@@ -12,20 +11,20 @@ MIB = 1 << 20
 
 
 def test_the_drawing_in_the_docstring() -> None:
-    sampler = Sampler(3)
+    sampler = StepSampler(3)
     served = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
     complete = [sampler.step_ended(count, float(now)) is not None for now, count in enumerate(served)]
     assert [now for now, ended in enumerate(complete) if ended] == [3, 6, 10]
 
 
 def test_a_sample_is_the_median_of_its_steps() -> None:
-    sampler = Sampler(3)
+    sampler = StepSampler(3)
     ends = [0.0, 1.0, 1.1, 9.0]
     assert [sampler.step_ended(served, now) for served, now in enumerate(ends, 1)] == [None, None, None, 1.0]
 
 
 def test_what_happens_between_samples_is_not_counted() -> None:
-    sampler = Sampler(1)
+    sampler = StepSampler(1)
     sampler.step_ended(1, 0.0)
     assert sampler.step_ended(2, 2.0) == 2.0
     sampler.resume(10.0)
@@ -55,7 +54,7 @@ def test_a_setting_of_the_user_is_kept_in_the_table() -> None:
 
 def test_a_search_throws_the_warm_up_away_and_ends() -> None:
     table = make_candidates(Choice(8 * MIB, 8 * MIB, 0), 64 * MIB, overlaps=True)
-    decider = Decider(table, warmup=2, samples=5, noise=0.01)
+    decider = TuningSearch(table, warmup=2, samples=5, noise=0.01)
     best = Choice(1 * MIB, 1 * MIB, 0)
     heard = 0
     while not decider.finished:

@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from hvlike.training.ddp.collecting import Collected, collecting, collection
+from hvlike.training.ddp.end_of_backward import Collected, collecting, collection
 
 pytestmark = pytest.mark.pure
 
-KEY = "hvlike.training.ddp.collecting"
+KEY = "hvlike.training.ddp.end_of_backward"
 
 
 def test_a_pass_within_a_pass_has_its_own() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from training.ddp.models import Branches, Shared, assert_same, gradients, inputs, share
 from training.problem import same_on_all_ranks
 
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
 from hvlike.nn import DistributedDataParallel
-from hvlike.training.convert_batch_norm import convert_sync_batchnorm
+from hvlike.training.batch_norm.sync_batch_norm import convert_sync_batchnorm
 
 LATE = {"waiting", "resumed"}
 """A rank that has waited for half a second says so: that is about time."""

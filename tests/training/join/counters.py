@@ -1,4 +1,4 @@
-"""A Joinable that only counts: it sums up ones over the ranks, and shadows that with zeros."""
+"""A Joinable that only counts: it sums up ones over the ranks, and proxies that with zeros."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ BEFORE, AFTER = 41, 42
 
 
 class CounterHook(JoinHook):
-    """Shadows the sums; afterwards one of the last joiners gives its tensor to all."""
+    """JoinedProxies the sums; afterwards one of the last joiners gives its tensor to all."""
 
     def __init__(self, counter: "Counter", sums: int) -> None:
         self.counter = counter

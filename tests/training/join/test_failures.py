@@ -10,14 +10,14 @@ from torch import nn
 from training.join.counters import AFTER, Counter, CounterHook
 from training.problem import same_on_all_ranks
 
-from hvlike.collectives.planned_lane import PlannedLane
-from hvlike.collectives.process_set import global_process_set
-from hvlike.collectives.shadow import CountingJob
+from hvlike.backends.base import Backend
+from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.requests.process_set import global_process_set
+from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import JoinError, MismatchError
 from hvlike.join import Join, Joinable, JoinHook
-from hvlike.planes.plane import Plane
-from hvlike.training.joining.joinable import BuiltInHook
-from hvlike.transport.routine import Routine
+from hvlike.training.join.joinable import BuiltInHook
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -253,7 +253,7 @@ class Planner(Joinable):
     def __init__(self) -> None:
         super().__init__()
         self.stood_in = 0
-        self.lane = PlannedLane("Planner")
+        self.lane = PlannedQueue("Planner")
         self.lane.stand_in = self.stand_in
         self.lane.agree()
 
@@ -261,7 +261,7 @@ class Planner(Joinable):
         return self.lane.run(self.count(active=True))
 
     def count(self, *, active: bool) -> CountingJob:
-        def run(plane: Plane) -> Routine[int]:
+        def run(plane: Backend) -> Coroutine[int]:
             plane.begin_count(active=active)
             return (yield from plane.end_count())
 

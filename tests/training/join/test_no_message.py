@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from training.join.counters import Counter
 
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
 from hvlike.join import Join
 
 LATE = {"waiting", "resumed"}

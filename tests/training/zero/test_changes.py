@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from hvlike.training.zero.changes import Changes
+from hvlike.training.zero.sharded_state import StateLock
 
 pytestmark = pytest.mark.pure
 
 
-def in_another_thread(changes: Changes, *, wait: bool) -> bool:
+def in_another_thread(changes: StateLock, *, wait: bool) -> bool:
     """Whether a copy may be made there."""
     found = []
 
@@ -24,7 +24,7 @@ def in_another_thread(changes: Changes, *, wait: bool) -> bool:
 
 
 def test_no_copy_during_a_change() -> None:
-    changes = Changes()
+    changes = StateLock()
     with changes.change():
         assert changes.under_way
         assert not in_another_thread(changes, wait=False)
@@ -37,7 +37,7 @@ def test_no_copy_during_a_change() -> None:
 
 
 def test_the_loop_does_not_wait_for_a_copy() -> None:
-    changes = Changes()
+    changes = StateLock()
     with changes.copy(wait=True) as allowed:
         assert allowed
         assert not changes.under_way
@@ -46,7 +46,7 @@ def test_the_loop_does_not_wait_for_a_copy() -> None:
 
 
 def test_a_change_that_fails_is_over() -> None:
-    changes = Changes()
+    changes = StateLock()
     with pytest.raises(ZeroDivisionError), changes.change():
         raise ZeroDivisionError
     assert in_another_thread(changes, wait=False)

@@ -7,7 +7,7 @@ import pytest
 from torch.optim import SGD
 from training.zero.problem import batch, loss_of, net
 
-from hvlike.collectives.context import current
+from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.join import Join
 from hvlike.optim import ZeroRedundancyOptimizer

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike.training.zero.partition import assign
+from hvlike.training.zero.partition import assign_owners
 
 pytestmark = pytest.mark.pure
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_four_sizes_of_torchs_test_give_every_rank_24_elements(ranks: int) -> None:
     sizes = [size for size in (9, 7, 5, 3) for _ in range(ranks)]
-    (owners,) = assign([sizes], ranks)
+    (owners,) = assign_owners([sizes], ranks)
     assert [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)] == [
         24
     ] * ranks
@@ -30,7 +30,7 @@ def test_the_four_sizes_of_torchs_test_give_every_rank_24_elements(ranks: int) -
     ],
 )
 def test_examples(groups: list[list[int]], ranks: int, expected: list[list[int]]) -> None:
-    assert assign(groups, ranks) == expected
+    assert assign_owners(groups, ranks) == expected
 
 
 SIZES = st.lists(st.integers(0, 1000), max_size=20)
@@ -39,7 +39,7 @@ SIZES = st.lists(st.integers(0, 1000), max_size=20)
 @settings(max_examples=40)
 @given(st.lists(SIZES, max_size=4), st.integers(1, 6))
 def test_no_rank_holds_more_than_the_mean_and_one_largest(groups: list[list[int]], ranks: int) -> None:
-    owners = assign(groups, ranks)
+    owners = assign_owners(groups, ranks)
     held = [0] * ranks
     for sizes, chosen in zip(groups, owners, strict=True):
         for size, owner in zip(sizes, chosen, strict=True):
@@ -51,4 +51,4 @@ def test_no_rank_holds_more_than_the_mean_and_one_largest(groups: list[list[int]
 @settings(max_examples=40)
 @given(st.lists(SIZES, min_size=1, max_size=4), st.integers(1, 6))
 def test_a_group_that_is_added_moves_nothing(groups: list[list[int]], ranks: int) -> None:
-    assert assign(groups, ranks)[:-1] == assign(groups[:-1], ranks)
+    assert assign_owners(groups, ranks)[:-1] == assign_owners(groups[:-1], ranks)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Adam
 from training.zero.problem import batch, difference, loss_of, net
 
-from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import UsageError
 from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel

@@ -12,7 +12,7 @@ from training.zero.problem import batch, difference, loss_of, net
 
 from hvlike.errors import UsageError
 from hvlike.optim import ZeroRedundancyOptimizer
-from hvlike.training.zero.shard_files import make_shard, merge_shards
+from hvlike.training.zero.sharded_state import make_shard, merge_shards
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

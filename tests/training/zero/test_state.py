@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 from training.zero.problem import batch, difference, loss_of, net
 
 from hvlike.optim import ZeroRedundancyOptimizer
-from hvlike.training.zero import consolidation
+from hvlike.training.zero import state_transfer
 
 
 def test_the_numbers_of_torchs_test(hvd: ModuleType) -> None:
@@ -165,8 +165,8 @@ def test_groups_that_do_not_fit_are_refused(hvd: ModuleType) -> None:
 @pytest.mark.parametrize("most", [1, 3, 8, 100])
 def test_a_stream_is_cut_and_filled_in_again(most: int) -> None:
     flats = [torch.arange(length, dtype=torch.uint8) for length in (5, 0, 1, 9)]
-    parts = list(consolidation.cut(iter(flats), most))
+    parts = list(state_transfer.cut(iter(flats), most))
     assert [len(part) for part in parts[:-1]] == [most] * (len(parts) - 1)
     targets = [torch.zeros_like(flat) for flat in flats]
-    consolidation.fill(targets, iter(parts))
+    state_transfer.fill(targets, iter(parts))
     assert all(torch.equal(target, flat) for target, flat in zip(targets, flats, strict=True))

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from training.problem import same_on_all_ranks
 from training.zero.problem import batch, difference, loss_of, net
 
-from hvlike.collectives.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import JoinError, UsageError
 from hvlike.join import Join, Joinable, JoinHook
 from hvlike.optim import ZeroRedundancyOptimizer

@@ -1,0 +1,226 @@
+"""One run of torch's autograd engine over a part of the local graph: every node once, with all of its gradients.
+
+A boundary node runs now while some of its children do not. The gradients for these children are caught:
+
+    node of C++         a prehook has it compute the gradients for these children alone (`evaluate`); the engine's own
+                        run of the node then computes the others, so nothing is computed twice
+    Python Function     computes all its gradients in any case; its last hook reads them
+
+To let the engine capture them would be wrong: the tensor hooks of a child would run at each capture with a part of the
+gradient, and where one such child leads to another the engine would run it. The hooks of the node itself see all
+gradients together, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from hvlike.autograd.graph import Edges
+
+
+class _Door(torch.autograd.Function):
+    """The private graph."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, inside: Callable[[], None]) -> Tensor:
+        ctx.inside = inside
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.inside()
+        return None, None
+
+
+_enter: Callable[[Tensor, Callable[[], None]], Tensor] = _Door.apply
+
+
+def evaluate(
+    node: Any, edges: Edges[Node], places: Sequence[int], incoming: Sequence[Tensor | None]
+) -> dict[int, Tensor | None]:
+    """Return the gradients for the children at these places among the node's (edges), by place; None: not defined.
+
+    node: of C++. incoming: the complete gradients of its outputs. Its saved tensors stay. Source: the engine's
+    exec_info, which `grad(inputs=...)` fills.
+    """
+    results: list[Any] = []
+
+    def inside() -> None:
+        result = node(*incoming)
+        results.extend(result if isinstance(result, tuple) else (result,))
+
+    wanted = [GradientEdge(child, number) for child, number in (edges[place] for place in places) if child is not None]
+    key = torch.empty(0, device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        door = _enter(key, inside)
+    inputs = [get_gradient_edge(key), *wanted]
+    # The gradient of a scalar is left to torch: for a given one it would import a lot at its first use.
+    torch.autograd.grad([door], inputs, retain_graph=True, allow_unused=True)
+    return {place: _fit(results[place], *edge) for place, edge in zip(places, wanted, strict=True)}
+
+
+def _fit(gradient: Tensor | None, node: Node, number: int, *_: object) -> Tensor | None:
+    """Give a gradient the shape and dtype that input `number` of the node has, as the engine does before hooks."""
+    if gradient is None:
+        return None
+    expected: Any = node._input_metadata[number]
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    if gradient.is_complex() and not expected.dtype.is_complex:
+        gradient = gradient.real
+    return gradient if gradient.dtype is expected.dtype else gradient.to(expected.dtype)
+
+
+Catch = Callable[[Node, int, Tensor], None]
+_Gradients = tuple[Tensor | None, ...]
+
+
+class Boundary:
+    """Watches one node during one run of the engine; a context manager."""
+
+    def __init__(self, node: Node, edges: Edges[Node], places: Sequence[int], catch: Catch) -> None:
+        """places: of the children that do not run, among all (edges). catch: called with child, input and gradient."""
+        self._node: Any = node
+        self._edges = edges
+        self._places = places
+        self._catch = catch
+        self._early: dict[int, Tensor | None] = {}
+        """What a node of C++ has computed for these children."""
+        self._theirs: dict[int, Callable[..., Any]] = {}
+        """Hooks of others, which this one calls in the meantime: they would not see what is computed early."""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Boundary:
+        after = self._node.register_hook(self._after)
+        self._handles.append(after)
+        if not isinstance(self._node, torch._C._FunctionBase):
+            self._handles.append(self._node.register_prehook(self._before))
+            hooks = after.hooks_dict_ref()
+            self._theirs = {key: hook for key, hook in hooks.items() if key != after.id}
+            for key in self._theirs:
+                del hooks[key]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = self._handles[0]
+        hooks = after.hooks_dict_ref()
+        for handle in self._handles:
+            handle.remove()
+        # One that was registered meanwhile comes after these.
+        since = dict(hooks)
+        hooks.clear()
+        hooks.update(self._theirs)
+        hooks.update(since)
+
+    def _before(self, incoming: _Gradients) -> None:
+        self._early = evaluate(self._node, self._edges, self._places, incoming)
+
+    def _after(self, computed: _Gradients, incoming: _Gradients) -> _Gradients | None:
+        """The last hook of the node."""
+        gradients = list(computed)
+        for place, gradient in self._early.items():
+            gradients[place] = gradient
+        complete = tuple(gradients)
+        for hook in self._theirs.values():
+            changed = hook(complete, incoming)
+            if changed is not None:
+                complete = changed if isinstance(changed, tuple) else (changed,)
+        for place in self._places:
+            child, number = self._edges[place]
+            if child is not None and (gradient := complete[place]) is not None:
+                self._catch(child, number, gradient)
+        if not self._theirs:
+            return None
+        # The engine refuses a gradient where the node itself has computed none.
+        return tuple(None if place in self._early else gradient for place, gradient in enumerate(complete))
+
+
+_Run = Callable[..., tuple[Tensor | None, ...]]
+
+# torch.autograd.grad, without its own look at the arguments: that takes as long as a small graph.
+_run_with_devices: _Run = torch.autograd.graph._engine_run_backward
+# What that adds is for the threads that the engine has for GPUs, and for logs.
+_run: _Run = torch.autograd.Variable._execution_engine.run_backward
+_uses_devices: Callable[[], bool] = torch.cuda.is_initialized
+
+
+class SegmentRecord(NamedTuple):
+    """What has run, for those who look on."""
+
+    kind: str
+    """"plain", "selective" (it had boundaries) or "final"."""
+    nodes: int
+    """How many nodes it had, those for leaves and recvs among them."""
+    sends: tuple[int, ...]
+    """Numbers of the messages of this worker that were answered since the segment before."""
+    recvs: tuple[int, ...]
+    """Numbers of the messages to this worker whose gradients it has led to."""
+    leaves: int
+    """Leaves whose gradient is complete."""
+    start: int
+    """perf_counter_ns."""
+    end: int
+    """perf_counter_ns."""
+
+
+Values = dict[Node, dict[int, Tensor]]
+"""Gradients that have come to nodes that have not run, by the number of the node's input."""
+
+
+def add_value(values: Values, node: Node, number: int, gradient: Tensor) -> None:
+    """Add to what has come to an input; never in place: others may hold what is there."""
+    inputs = values.setdefault(node, {})
+    before = inputs.get(number)
+    if before is None:
+        inputs[number] = gradient
+    elif before.layout is not torch.strided and gradient.layout is torch.strided:
+        inputs[number] = gradient + before
+    else:
+        inputs[number] = before + gradient
+
+
+def take_values(values: Values, nodes: Sequence[Node]) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Remove what has come to these nodes, as outputs and their gradients for the engine."""
+    edges: list[GradientEdge] = []
+    gradients: list[Tensor] = []
+    for node in [node for node in nodes if node in values]:
+        for number, gradient in values.pop(node).items():
+            edges.append(GradientEdge(node, number))
+            gradients.append(gradient)
+    return edges, gradients
+
+
+def run_engine(
+    outputs: tuple[list[GradientEdge], list[Tensor]],
+    inputs: Sequence[GradientEdge],
+    boundaries: Mapping[Node, list[int]],
+    edges: Mapping[Node, Edges[Node]],
+    catch: Catch,
+    retain_graph: bool,
+) -> list[Tensor | None]:
+    """Run what leads from the outputs to the inputs; return the gradients of the inputs, None where none came.
+
+    boundaries: nodes with children that do not run, and their places; `catch` is told what goes there. The lists of
+    the outputs are emptied, so that their gradients are held by nobody else afterwards.
+    """
+    starts, gradients = outputs
+    try:
+        if not starts or not inputs:
+            return [None] * len(inputs)
+        run = _run_with_devices if _uses_devices() else _run
+        arguments = tuple(starts), tuple(gradients), retain_graph, False, tuple(inputs), True, False
+        if not boundaries:
+            return list(run(*arguments))
+        with ExitStack() as watched:
+            for node, places in boundaries.items():
+                watched.enter_context(Boundary(node, edges[node], places, catch))
+            return list(run(*arguments))
+    finally:
+        starts.clear()
+        gradients.clear()

@@ -1,0 +1,1 @@
+"""Reductions of flat pieces of tensors, element by element, on one rank."""

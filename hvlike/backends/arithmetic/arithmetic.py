@@ -1,0 +1,269 @@
+"""Element-wise arithmetic on flat pieces of tensors, in cache: what every host backend reduces with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from hvlike.backends.arithmetic.kernels import (
+    ArrayKernel,
+    BoolKernel,
+    DirectHalfKernel,
+    Factors,
+    FloatKernel,
+    HalfKernel,
+    IntegerKernel,
+    Kernel,
+    KernelCall,
+    direct_contributions,
+)
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
+from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
+from hvlike.errors import UsageError
+from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
+
+Piece: TypeAlias = Array | torch.Tensor
+"""A flat run of elements in the kernel's representation: a numpy array, or a tensor for the 16-bit floats."""
+
+_KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
+    Kind.BOOL: BoolKernel,
+    Kind.INTEGER: IntegerKernel,
+    Kind.HALF: HalfKernel,
+    Kind.FLOAT: FloatKernel,
+    Kind.COMPLEX: FloatKernel,
+}
+
+
+class Arithmetic:
+    """One reduction of one dtype with its factors: result = postscale / divisor * reduce(prescale * each).
+
+    `prescale` applies to every contribution before the op, so a product carries it once per contribution and a
+    negative one turns a minimum. Floats are multiplied by one factor postscale / divisor, in float32 for
+    float16, bfloat16, float32 and complex64. Integers: each scaling goes through double and truncates toward zero;
+    with postscale 1 the division is exact. Min and Max of floats propagate NaN. Overflow is silent, as in torch.
+
+    A reduction that goes on elsewhere (on another node) is `accumulate` here, `continuation` there. Partial results
+    of float16 and bfloat16 carry the power of two in postscale / divisor already: a sum that an average would
+    divide later must not overflow float16 on its way.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        op: ReduceOp,
+        *,
+        divisor: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """Prepare the kernel.
+
+        Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
+        given for bool, when a factor of an integer reduction is not finite, or when the divisor is below 1.
+        """
+        check_supported(op, dtype)
+        factors = Factors(float(prescale), float(postscale), divisor)
+        _check_factors(dtype, op, factors)
+        self.dtype = dtype
+        self.op = op
+        self.factors = factors
+        self.element = element_of(dtype)
+        self.itemsize = self.element.itemsize
+        self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
+        self._is_array = self.element.kind is not Kind.HALF
+        self._direct: Kernel[Any] = self._kernel
+        self._direct_contributions = -1
+        if self.element.kind is Kind.HALF:
+            self._direct = DirectHalfKernel(self.element, op, factors)
+            self._direct_contributions = direct_contributions(dtype, op, factors)
+        kernel = self._kernel
+        self.joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
+        """The kernel, where a sum can be scaled while it is copied, a pass less; its caller silences numpy."""
+        self._block = BLOCK_BYTES // self.itemsize
+        self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
+
+    @functools.cached_property
+    def continuation(self) -> Arithmetic:
+        """What is left to do with the partial results that `accumulate` made."""
+        factors = self.factors
+        if factors.prescale == 1 and self._early == 1:
+            return self
+        return Arithmetic(self.dtype, self.op, divisor=factors.divisor, postscale=factors.postscale / self._early)
+
+    def on(self, dtype: torch.dtype) -> Arithmetic:
+        """The same reduction with the same factors on another dtype."""
+        factors = self.factors
+        return Arithmetic(
+            dtype, self.op, divisor=factors.divisor, prescale=factors.prescale, postscale=factors.postscale
+        )
+
+    def view(self, tensor: torch.Tensor) -> Piece:
+        """View a contiguous CPU tensor of this dtype as a piece, without a copy; the piece keeps the memory alive.
+
+        Raises: UsageError for another dtype, or a tensor whose bytes cannot be viewed in place.
+        """
+        if tensor.dtype is not self.dtype:
+            raise UsageError(f"expected a tensor of {dtype_name(self.dtype)}, got {dtype_name(tensor.dtype)}.")
+        if self._is_array and tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
+            # Once for every gradient and step: the shortest way for what nearly all of them are.
+            with contextlib.suppress(TypeError, RuntimeError):
+                array: Array = tensor.numpy()
+                return array
+        return self.over(storage_view(tensor))
+
+    def over(self, buffer: Array) -> Piece:
+        """View raw memory (1-D, aligned to the element, a whole number of them) as a piece, without a copy."""
+        piece: Piece = self._kernel.over(buffer)
+        return piece
+
+    def copy(self, target: Piece, source: Piece) -> None:
+        """Copy `source` to `target`, of equal length."""
+        self._kernel.copy(target, source)
+
+    deliver = copy
+    """What brings a finished reduction to where it is taken, where no kernel is `joining`."""
+
+    def combine(self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = ()) -> None:
+        """Reduce `own` and `others`, apply all factors, leave the result in `own` and copy it to `outputs`.
+
+        All pieces have the length of `own`. An output may be one of the others: it is written after all were
+        read. `others` that are no outputs are left as they are. The order of `others` is the order of the sum.
+        """
+        kernel = self._direct if len(others) <= self._direct_contributions else self._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                for other in others:
+                    kernel.fold(accumulator, other[block])
+                kernel.finish(accumulator)
+                kernel.store(accumulator, mine)
+                for output in outputs:
+                    kernel.copy(output[block], mine)
+
+    def spread(self, tensors: Sequence[Sequence[Piece]], runs: Sequence[tuple[int, int, int]]) -> None:
+        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, in their order, to all.
+
+        The caller silences numpy's warnings.
+        """
+        if self.joining is not None:
+            self.joining.spread(tensors, runs)
+            return
+        for tensor, start, stop in runs:
+            first, *others = [each[start:stop] for each in tensors[tensor]]
+            self.combine(first, others, others)
+
+    def calls(self, copies: Sequence[Piece], own: Piece) -> list[KernelCall]:
+        """What to call, one after the other, for `reduce_copies`: made once where the same memory is reduced often.
+
+        The caller silences numpy's warnings.
+        """
+        known: list[KernelCall] | None = None if self.joining is None else self.joining.calls(copies, own)
+        return [(self.reduce_copies, (copies, own), {})] if known is None else known
+
+    def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
+        """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.
+
+        The caller silences numpy's warnings.
+        """
+        kernel = self.joining
+        if kernel is None:
+            self.copy(own, copies[0])
+            self.combine(own, copies[1:])
+            return
+        kernel.join(copies[0], copies[1:], own)
+        kernel.deliver(own, own)
+
+    def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
+        """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
+        kernel = self._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                for other in others:
+                    kernel.fold(accumulator, other[block])
+                if self._early != 1:
+                    accumulator.mul_(self._early)
+                kernel.store(accumulator, mine)
+
+    def finish(self, own: Piece, outputs: Sequence[Piece] = ()) -> None:
+        """Do the second half of `combine`: apply divisor and postscale to `own` and copy it to `outputs`.
+
+        `own` holds the reduction of all partial results, by the bare op without factors.
+        """
+        kernel = self.continuation._kernel
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                mine = own[block]
+                accumulator = kernel.load(mine, None)
+                kernel.finish(accumulator)
+                kernel.store(accumulator, mine)
+                for output in outputs:
+                    kernel.copy(output[block], mine)
+
+    def accumulator(self, length: int) -> Piece | None:
+        """Return memory in which a reduction of up to `length` elements can go on between calls, if it needs any."""
+        memory: Piece | None = self._kernel.accumulator(length)
+        return memory
+
+    def begin(self, own: Piece, memory: Piece | None) -> Piece:
+        """Start a reduction that goes on between calls: return its accumulator, holding the own contribution."""
+        with np.errstate(all="ignore"):
+            accumulator: Piece = self._kernel.load(own, memory)
+        return accumulator
+
+    def fold(self, accumulator: Piece, other: Piece) -> None:
+        """Reduce one more contribution into the accumulator that `begin` returned."""
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(other)):
+                self._kernel.fold(accumulator[block], other[block])
+
+    def end(self, accumulator: Piece, own: Piece) -> None:
+        """Apply divisor and postscale, and write the result to `own`, rounded once."""
+        with np.errstate(all="ignore"):
+            for block in self._blocks(len(own)):
+                self._kernel.finish(accumulator[block])
+                self._kernel.store(accumulator[block], own[block])
+
+    def _blocks(self, length: int) -> Iterator[slice]:
+        if length <= self._block:
+            yield slice(0, length)
+            return
+        for start in range(0, length, self._block):
+            yield slice(start, min(start + self._block, length))
+
+
+def early_factor(op: ReduceOp, post: float) -> float:
+    """Return the part of a factor below 1 that partial results carry: a power of two, so it rounds nothing.
+
+    0.25 for 1/4, 0.25 for 1/3, 1 for anything from 1 upward, and for products, which are not linear.
+    """
+    if op is ReduceOp.PRODUCT or not 0 < abs(post) < 1:
+        return 1.0
+    return 2.0 ** math.floor(math.log2(abs(post)))
+
+
+def _check_factors(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> None:
+    if op is ReduceOp.ADASUM:
+        raise UsageError("Adasum is no element-wise reduction; it cannot be used here. Use Average or Sum.")
+    if factors.divisor < 1:
+        raise UsageError(f"expected a divisor of at least 1, got {factors.divisor}.")
+    kind = element_of(dtype).kind
+    plain = factors.prescale == 1 and factors.postscale == 1
+    if kind is Kind.BOOL and not (plain and factors.divisor == 1):
+        raise UsageError(
+            f"op {op_name(op)} on bool takes no factors, got prescale {factors.prescale}, postscale "
+            f"{factors.postscale}, divisor {factors.divisor}; convert the tensor to a number first."
+        )
+    if kind is Kind.INTEGER and not (math.isfinite(factors.prescale) and math.isfinite(factors.postscale)):
+        raise UsageError(
+            f"expected finite factors for {dtype_name(dtype)}, got prescale {factors.prescale} and postscale "
+            f"{factors.postscale}."
+        )

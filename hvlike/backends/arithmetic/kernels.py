@@ -1,0 +1,320 @@
+"""Element-wise kernels, one class per kind of number: load a contribution, fold others into it, store the result.
+
+Each works on an accumulator. For the types that numpy computes the accumulator is the own piece itself. For the 16-bit
+floats it is a float32 tensor, so that a sum is rounded once; where two contributions are added the result has the same
+bits in place. numpy's add and copy are as fast as memcpy and cost half a microsecond less per call than torch's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import SCRATCH, ordinary_tensor
+from hvlike.transport.memory.dtypes import Array, Element
+
+P = TypeVar("P")
+
+KernelCall: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and what it is called with."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What each contribution is multiplied with, and what the result is multiplied with and divided by."""
+
+    prescale: float
+    postscale: float
+    divisor: int
+
+    @property
+    def post(self) -> float:
+        """The one factor with which a floating-point result is multiplied."""
+        return self.postscale / self.divisor
+
+
+class Kernel(ABC, Generic[P]):
+    """Arithmetic on pieces of one dtype under one op. Pieces are flat, of equal length, and sliceable."""
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        self.element = element
+        self.op = op
+        self.factors = factors
+
+    @abstractmethod
+    def over(self, buffer: Array) -> P:
+        """Return the typed piece over the bytes of `buffer` (uint8, aligned to the element)."""
+
+    @abstractmethod
+    def accumulator(self, length: int) -> P | None:
+        """Return memory for an accumulator that outlives this call, or None where the own piece serves."""
+
+    @abstractmethod
+    def load(self, own: P, accumulator: P | None) -> P:
+        """Return the accumulator, holding the prescaled own contribution (None: in scratch or in place)."""
+
+    @abstractmethod
+    def fold(self, accumulator: P, other: P) -> None:
+        """Reduce one more contribution, prescaled, into the accumulator."""
+
+    @abstractmethod
+    def finish(self, accumulator: P) -> None:
+        """Apply divisor and postscale to the accumulator."""
+
+    @abstractmethod
+    def store(self, accumulator: P, own: P) -> None:
+        """Write the accumulator into the own piece, rounded once."""
+
+    @abstractmethod
+    def copy(self, target: P, source: P) -> None:
+        """Copy a piece."""
+
+
+class ArrayKernel(Kernel[Array]):
+    """The types numpy computes: accumulates in place. Subclasses say how factors are applied."""
+
+    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
+        ReduceOp.AVERAGE: np.add,
+        ReduceOp.SUM: np.add,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.PRODUCT: np.multiply,
+    }
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        self._reduce = self.reductions[op]
+        self._finishes = factors.postscale != 1 or factors.divisor != 1
+
+    def over(self, buffer: Array) -> Array:
+        view: Array = buffer.view(self.element.storage)
+        return view
+
+    def accumulator(self, length: int) -> None:
+        return None
+
+    def load(self, own: Array, accumulator: Array | None) -> Array:
+        if self.factors.prescale != 1:
+            self.scale(own, own)
+        return own
+
+    def fold(self, accumulator: Array, other: Array) -> None:
+        if self.factors.prescale != 1:
+            scaled = SCRATCH.array("contribution", self.element.storage, len(other))
+            self.scale(other, scaled)
+            other = scaled
+        self._reduce(accumulator, other, out=accumulator)
+
+    def store(self, accumulator: Array, own: Array) -> None:
+        pass  # the accumulator is the own piece
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
+        """Write the reduction of all pieces to `result`, none of the third and later; finished but for `deliver`."""
+        self._reduce(first, others[0], out=result)
+        for other in others[1:]:
+            self._reduce(result, other, out=result)
+        self.finish(result)
+
+    def deliver(self, target: Array, source: Array) -> None:
+        """Write the finished result to `target`, which may be `source`."""
+        if target is not source:
+            np.copyto(target, source)
+
+    def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall] | None:
+        """The calls that make `join` and `deliver` of these to `own`; None where they are not known beforehand."""
+        if self._finishes:
+            return None
+        return self._joining_calls(copies, own)
+
+    def _joining_calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall]:
+        first, second, *others = copies
+        out = {"out": own}
+        return [(self._reduce, (first, second), out), *((self._reduce, (own, other), out) for other in others)]
+
+    # All in one frame: between chunks, which empty the caches, every call and object is fetched anew.
+    def spread(self, tensors: Sequence[Sequence[Array]], runs: Sequence[tuple[int, int, int]]) -> None:
+        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, finished, to all."""
+        reduce, finish = self._reduce, self.finish if self._finishes else None
+        for tensor, start, stop in runs:
+            copies = tensors[tensor]
+            first, second = copies[0][start:stop], copies[1][start:stop]
+            reduce(first, second, out=first)
+            for other in copies[2:]:
+                reduce(first, other[start:stop], out=first)
+            if finish is not None:
+                finish(first)
+            second[...] = first
+            for other in copies[2:]:
+                other[start:stop] = first
+
+    @abstractmethod
+    def scale(self, source: Array, out: Array) -> None:
+        """Write prescale * source to `out`, which may be `source`."""
+
+
+class BoolKernel(ArrayKernel):
+    """Truth values: numpy's add and maximum are "or", multiply and minimum are "and". Factors are refused before."""
+
+    def scale(self, source: Array, out: Array) -> None:
+        np.copyto(out, source)
+
+    def finish(self, accumulator: Array) -> None:
+        pass
+
+
+class IntegerKernel(ArrayKernel):
+    """Integers: factors in double, truncated toward zero; a plain division is exact."""
+
+    def scale(self, source: Array, out: Array) -> None:
+        wide = SCRATCH.array("double", np.dtype(np.float64), len(source))
+        np.multiply(source, self.factors.prescale, out=wide)
+        np.copyto(out, wide, casting="unsafe")
+
+    def finish(self, accumulator: Array) -> None:
+        factors = self.factors
+        if factors.postscale != 1 or factors.divisor > np.iinfo(accumulator.dtype).max:
+            wide = SCRATCH.array("double", np.dtype(np.float64), len(accumulator))
+            np.multiply(accumulator, factors.postscale, out=wide)
+            np.divide(wide, factors.divisor, out=wide)
+            np.copyto(accumulator, wide, casting="unsafe")
+        elif factors.divisor != 1:
+            self._divide(accumulator, factors.divisor)
+
+    def _divide(self, values: Array, divisor: int) -> None:
+        if values.dtype.kind == "i":
+            # floor((x + divisor - 1) / divisor) is the quotient rounded up: toward zero where x is negative.
+            shift = SCRATCH.array("contribution", values.dtype, len(values))
+            np.less(values, 0, out=shift, casting="unsafe")
+            np.multiply(shift, divisor - 1, out=shift)
+            np.add(values, shift, out=values)
+        np.floor_divide(values, divisor, out=values)
+
+
+class FloatKernel(ArrayKernel):
+    """float32, float64 and complex: one multiplication by a factor of the same width."""
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        # A complex number is scaled as two real ones: a complex product would make NaN of infinity.
+        self._real = np.dtype(np.float32) if element.storage in (np.float32, np.complex64) else np.dtype(np.float64)
+        with np.errstate(over="ignore"):
+            self._pre = self._real.type(factors.prescale)
+            self._post = self._real.type(factors.post)
+        self._factor = None if factors.post == 1 else self._post
+        self._is_complex = element.storage.kind == "c"
+
+    def scale(self, source: Array, out: Array) -> None:
+        np.multiply(source.view(self._real), self._pre, out=out.view(self._real))
+
+    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
+        self._reduce(first, others[0], out=result)
+        for other in others[1:]:
+            self._reduce(result, other, out=result)
+
+    def deliver(self, target: Array, source: Array) -> None:
+        if self._factor is None:
+            if target is not source:
+                np.copyto(target, source)
+        elif self._is_complex:
+            np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
+        else:
+            np.multiply(source, self._factor, out=target)
+
+    def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall]:
+        calls = self._joining_calls(copies, own)
+        if self._factor is not None:
+            real = own.view(self._real)
+            calls.append((np.multiply, (real, self._factor), {"out": real}))
+        return calls
+
+    def finish(self, accumulator: Array) -> None:
+        if self.factors.post != 1:
+            real = accumulator.view(self._real)
+            np.multiply(real, self._post, out=real)
+
+
+class HalfKernel(Kernel[torch.Tensor]):
+    """float16 and bfloat16: everything is computed in float32 and rounded once, by torch."""
+
+    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
+        ReduceOp.AVERAGE: torch.add,
+        ReduceOp.SUM: torch.add,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.PRODUCT: torch.mul,
+    }
+
+    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+        super().__init__(element, op, factors)
+        self._reduce = self.reductions[op]
+
+    def over(self, buffer: Array) -> torch.Tensor:
+        return ordinary_tensor(buffer, self.element.dtype)
+
+    def accumulator(self, length: int) -> torch.Tensor | None:
+        return ordinary_tensor(np.empty(length, np.float32), torch.float32)
+
+    def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        wide = SCRATCH.wide("accumulator", len(own)) if accumulator is None else accumulator[: len(own)]
+        return self._widen(own, wide)
+
+    def fold(self, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+        wide = self._widen(other, SCRATCH.wide("contribution", len(other)))
+        self._reduce(accumulator, wide, out=accumulator)
+
+    def finish(self, accumulator: torch.Tensor) -> None:
+        if self.factors.post != 1:
+            accumulator.mul_(self.factors.post)
+
+    def store(self, accumulator: torch.Tensor, own: torch.Tensor) -> None:
+        own.copy_(accumulator)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def _widen(self, narrow: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        wide.copy_(narrow)
+        if self.factors.prescale != 1:
+            wide.mul_(self.factors.prescale)
+        return wide
+
+
+class DirectHalfKernel(HalfKernel):
+    """float16 and bfloat16 in place, at half the cost: where that gives the same bits, see `direct_contributions`."""
+
+    def accumulator(self, length: int) -> None:
+        return None
+
+    def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
+        return own
+
+    def fold(self, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+        self._reduce(accumulator, other, out=accumulator)
+
+    def store(self, accumulator: torch.Tensor, own: torch.Tensor) -> None:
+        pass  # the accumulator is the own piece
+
+
+def direct_contributions(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> int:
+    """Return how many 16-bit contributions besides the own one can be reduced in place with the same result.
+
+    torch computes each 16-bit operation in float32 and rounds. A minimum needs no rounding, a sum of two has one
+    in either way; a factor is a second one unless it is a power of two. float16 could overflow before it.
+    """
+    if factors.prescale != 1:
+        return -1
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return sys.maxsize
+    exact = factors.post == 1 or (dtype is torch.bfloat16 and abs(math.frexp(factors.post)[0]) == 0.5)
+    return 1 if exact else 0

@@ -1,0 +1,81 @@
+"""The reductions that exist, their names, and the dtypes on which each is defined."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from hvlike.errors import UsageError
+from hvlike.transport.memory.dtypes import Kind, dtype_name, element_of
+
+
+class ReduceOp(enum.IntEnum):
+    """A reduction over ranks; the numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+_ELEMENTWISE = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
+
+_SUPPORTED: dict[Kind, frozenset[ReduceOp]] = {
+    # Sum and Max of truth values are "or", Min and Product are "and"; a mean of them is no truth value.
+    Kind.BOOL: _ELEMENTWISE - {ReduceOp.AVERAGE},
+    Kind.INTEGER: _ELEMENTWISE,
+    Kind.HALF: _ELEMENTWISE | {ReduceOp.ADASUM},
+    Kind.FLOAT: _ELEMENTWISE | {ReduceOp.ADASUM},
+    # Complex numbers have no order.
+    Kind.COMPLEX: frozenset({ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.PRODUCT}),
+}
+
+
+def op_name(op: ReduceOp) -> str:
+    """Return the public name of a reduction: Average, Sum, Adasum, Min, Max or Product."""
+    return op.name.capitalize()
+
+
+def reduce_op(value: int) -> ReduceOp:
+    """Return the reduction with this number.
+
+    Raises: UsageError for anything that is not the number of a reduction; the text lists them.
+    """
+    try:
+        return ReduceOp(value)
+    except ValueError:
+        known = ", ".join(f"{op_name(op)} ({op.value})" for op in ReduceOp)
+        raise UsageError(f"op {value!r} is no reduction; expected one of: {known}.") from None
+
+
+def check_supported(op: ReduceOp, dtype: torch.dtype) -> None:
+    """Check that `op` is defined on tensors of `dtype`.
+
+    Raises: UsageError for a dtype outside the table, or on which `op` is not defined; the text says which are.
+    """
+    supported = _SUPPORTED[element_of(dtype).kind]
+    if op not in supported:
+        possible = ", ".join(op_name(each) for each in ReduceOp if each in supported)
+        raise UsageError(f"op {op_name(op)} is not defined on dtype {dtype_name(dtype)}; possible there: {possible}.")
+
+
+def identity(op: ReduceOp, dtype: torch.dtype) -> float:
+    """Return the value that changes nothing when it is reduced with others: what an absent rank stands for.
+
+    Raises: UsageError as check_supported does.
+    """
+    check_supported(op, dtype)
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    kind = element_of(dtype).kind
+    if kind is Kind.BOOL:
+        return 1 if op is ReduceOp.MIN else 0
+    if kind is Kind.INTEGER:
+        limits = torch.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return float("inf") if op is ReduceOp.MIN else float("-inf")

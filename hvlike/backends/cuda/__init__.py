@@ -1,0 +1,1 @@
+"""Collectives of tensors on a GPU: NCCL, or staged through pinned host memory."""

@@ -1,0 +1,70 @@
+"""Jobs on tensors of a device: how they find its backend, and what they see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend
+from hvlike.backends.cuda.runtime import Event
+from hvlike.backends.op_queue import Job, OpQueue
+from hvlike.backends.tracing import TracedBackend
+from hvlike.transport.loop.coroutine import Coroutine
+
+T = TypeVar("T")
+
+
+def device_of(plane: Backend) -> DeviceBackend | None:
+    """The plane of a device that a job was given; None where it works on host memory."""
+    inner = plane.plane if isinstance(plane, TracedBackend) else plane
+    return inner if isinstance(inner, DeviceBackend) else None
+
+
+def home_of(plane: Backend) -> torch.device | None:
+    """The device on which the tensors of a job have to be; None for host memory."""
+    device = device_of(plane)
+    return None if device is None else device.home
+
+
+def on_device(
+    lane: OpQueue,
+    opening: Callable[[Backend], Coroutine[DeviceBackend | None]] | None,
+    job: Job,
+    ready: Iterable[Event] = (),
+) -> Job:
+    """The same job for the plane of the lane's device.
+
+    opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
+    the lane. ready: when the tensors of the
+    job hold their values.
+    """
+
+    def run(host: Backend) -> Coroutine[None]:
+        if lane.device is None and opening is not None:
+            lane.device = yield from opening(lane.plane)
+        device = lane.device
+        if device is None:
+            return
+        plane: Backend = host.over(device) if isinstance(host, TracedBackend) else device
+        yield from device.run(job(plane), ready)
+
+    return run
+
+
+def beside(plane: Backend, work: Callable[[Backend], Coroutine[T]]) -> Coroutine[T]:
+    """Have the ranks' hosts do something among themselves in the middle of a job; its result."""
+    device = device_of(plane)
+    if device is None:
+        return (yield from work(plane))
+    return (yield from device.beside(work(device.host)))
+
+
+def in_host_memory(
+    plane: Backend, tensors: Sequence[torch.Tensor], work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]]
+) -> Coroutine[None]:
+    """Do `work(plane, tensors)` where it knows host memory only: with copies, where the tensors are on a device."""
+    device = device_of(plane)
+    yield from work(plane, tensors) if device is None else device.on_host(tensors, work)

@@ -1,0 +1,195 @@
+"""What the backends ask of a device: streams, events, waits, pinned memory, copies that go on by themselves.
+
+Everything that decides, orders and waits is written against this interface. `torch_cuda.py` has it for CUDA; the
+tests have one over host memory whose streams do nothing until somebody waits for them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.multiprocessing
+
+Stream: TypeAlias = Any
+"""A queue of a device: what is put there is done in order, some time. Can be a key of a dict."""
+
+Event: TypeAlias = Any
+"""A point in a stream."""
+
+
+class DeviceRuntime(Protocol):
+    """Streams and memory of one kind of device. Any thread; nothing here waits for the device."""
+
+    kind: str
+    """What torch.device.type says of its tensors."""
+
+    def home(self, local_rank: int) -> torch.device:
+        """The device of a process that has no tensor on one yet, as the so-manieth of its node."""
+
+    def identity(self, device: torch.device) -> str:
+        """What no other device of any host is called, and this one in every process."""
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """A stream that waits for no other one unless it is told to."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Where this thread puts what it asks of `device` now."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """What this thread asks of the device meanwhile goes to `stream`."""
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """What this thread does meanwhile is the host's own work in host memory, whatever stream is in use."""
+
+    def address(self, stream: Stream) -> int:
+        """What libraries in C call the stream."""
+
+    def record(self, stream: Stream) -> Event:
+        """The point behind everything that was put into the stream so far."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What comes into the stream from now on is done after the event."""
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether the device has come by this point."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Bytes of host memory that the device copies to and from by itself."""
+
+    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes on the device that other processes of this host can map."""
+
+    def share(self, tensor: torch.Tensor) -> bytes:
+        """What another process of this host maps a shareable tensor by, as long as this one keeps it."""
+
+    def attach(self, shared: bytes) -> torch.Tensor:
+        """Map what another process has shared. Raises: RuntimeError, OSError where the system does not permit it."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Put a copy between pinned memory and the device into the stream in use."""
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """`stream` uses the memory of the tensor too: it must not go to others before what is there now is done."""
+
+
+def _cuda() -> DeviceRuntime:
+
+    return CudaRuntime()
+
+
+KINDS: dict[str, Callable[[], DeviceRuntime]] = {"cuda": _cuda}
+"""The kinds of devices whose tensors have planes of their own; all others travel as copies in host memory."""
+
+_made: dict[str, DeviceRuntime] = {}
+
+
+def runtime_of(kind: str) -> DeviceRuntime | None:
+    """The runtime of devices of this kind (torch.device.type); None for tensors that go the host's way."""
+    if kind not in KINDS:
+        return None
+    runtime = _made.get(kind)
+    if runtime is None:
+        runtime = _made[kind] = KINDS[kind]()
+    return runtime
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of a device whose tensors have planes of their own; empty for all others."""
+    return device.type if device.type in KINDS else ""
+
+
+def events_of(kind: str, tensors: Iterable[torch.Tensor]) -> list[Event]:
+    """When tensors hold the values that this thread has asked for; none for those that go the host's way."""
+    runtime = runtime_of(kind)
+    if runtime is None:
+        return []
+    devices = dict.fromkeys(each.device for each in tensors if each.device.type == kind)
+    return [runtime.record(runtime.current_stream(device)) for device in devices]
+
+
+def forget(kind: str) -> None:
+    """Make the runtime of this kind anew when it is asked for."""
+    _made.pop(kind, None)
+
+
+_HIGH = -1
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class CudaRuntime:
+    """See DeviceRuntime."""
+
+    kind = "cuda"
+
+    def home(self, local_rank: int) -> torch.device:
+        """See DeviceRuntime; the current device is one of the thread that has set it, which this need not be."""
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+    def identity(self, device: torch.device) -> str:
+        """See DeviceRuntime."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """See DeviceRuntime; of high priority, so that a short reduction need not wait for long kernels."""
+        make: Callable[..., Stream] = torch.cuda.Stream
+        return make(device, priority=_HIGH)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """See DeviceRuntime."""
+        return torch.cuda.current_stream(device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """See DeviceRuntime; also makes the stream's device the current one."""
+        return torch.cuda.stream(stream)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """See DeviceRuntime; CUDA knows host memory by itself."""
+        return _NOTHING
+
+    def address(self, stream: Stream) -> int:
+        """See DeviceRuntime."""
+        return int(stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        """See DeviceRuntime."""
+        return stream.record_event()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See DeviceRuntime."""
+        stream.wait_event(event)
+
+    def has_passed(self, event: Event) -> bool:
+        """See DeviceRuntime."""
+        return bool(event.query())
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """See DeviceRuntime."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """See DeviceRuntime."""
+        with torch.inference_mode(False):
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def share(self, tensor: torch.Tensor) -> bytes:
+        """See DeviceRuntime; as torch sends tensors between processes."""
+        return bytes(ForkingPickler.dumps(tensor))
+
+    def attach(self, shared: bytes) -> torch.Tensor:
+        """See DeviceRuntime."""
+        tensor: torch.Tensor = pickle.loads(shared)
+        return tensor
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See DeviceRuntime."""
+        target.copy_(source, non_blocking=True)
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """See DeviceRuntime."""
+        tensor.record_stream(stream)

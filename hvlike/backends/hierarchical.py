@@ -1,0 +1,256 @@
+"""The hierarchical backend: reduce inside each node, across the nodes, and inside each node again.
+
+    node A   rank 0: chunks a c    rank 1: chunks b d        1. shared reduce-scatter: owners hold the node's sums
+                 |                     |                     2. network: equal local ranks reduce theirs across
+    node B   rank 2: chunks a c    rank 3: chunks b d        3. shared gather: owners hand the results out
+
+All ranks of a node drive the network at once, each for its own chunks. Where the nodes hold different numbers
+of ranks the first rank of each node owns everything and crosses for the others.
+
+What is large goes in waves, and the three steps of different waves at the same time:
+
+    reduce inside   wave 0   wave 1            wave 2            wave 3
+    across                   wave 0            wave 1            wave 2
+    hand out                          wave 0            wave 1
+
+A node's sum of 16-bit floats is rounded to 16 bits before it crosses: half the bytes, and one more rounding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Bundling
+from hvlike.backends.network.network import Network
+from hvlike.backends.network.partition import Run, messages
+from hvlike.backends.shared_memory.schedule import Chunk
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.world import Group
+
+
+def side_by_side(routines: Sequence[Coroutine[None]]) -> Coroutine[None]:
+    """Advance all routines in turn until the last has ended; yields while none can move.
+
+    When one fails, or this one is given up, the others are closed.
+    """
+    left = list(routines)
+    try:
+        while left:
+            wait = Wait.NOTIFY
+            for routine in list(left):
+                step = next(routine, None)
+                if step is None:
+                    left.remove(routine)
+                    step = Wait.AGAIN
+                wait = max(wait, step)
+            if left:
+                yield wait
+    finally:
+        for routine in left:
+            routine.close()
+
+
+SHARD_BYTES = 256 << 10
+"""What one rank reduces of what crosses in a wave: enough that the cost of a message does not count."""
+
+_COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
+
+
+@dataclass
+class Wave:
+    """Tensors on their way through the three steps."""
+
+    tensors: list[torch.Tensor]
+    chunks: list[Chunk] = field(default_factory=list)
+    """Who owns what on this node; nothing where this rank is alone on it."""
+
+
+class HierarchicalBackend:
+    """A group on several nodes."""
+
+    bundling: Bundling | None = None
+
+    def __init__(self, group: Group, shared: SharedBackend | None, cross: Network | None, whole: Network) -> None:
+        """shared: None on a node with one member; cross: None where another rank crosses for this one."""
+        self._group = group
+        self._shared = shared
+        self._cross = cross
+        self._whole = whole
+        self._active = False
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+        """See Backend: not the way of this one."""
+
+    def begin_count(self, *, active: bool) -> None:
+        """See Backend."""
+        self._active = active
+
+    def end_count(self) -> Coroutine[int]:
+        """See Backend; a reduction of one number."""
+        count = torch.tensor([int(self._active)], dtype=torch.int32, device="cpu")
+        yield from self.allreduce([count], _COUNT)
+        return int(count)
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        """Reduce flat contiguous CPU tensors in place."""
+        if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
+            yield from self._cross.allreduce(tensors, arithmetic)
+            return
+        waves = self._waves(tensors, arithmetic)
+        reduced: deque[Wave] = deque()
+        crossed: deque[Wave] = deque()
+        handed: deque[Wave] = deque()
+        yield from side_by_side(
+            [
+                self._reduce_inside(waves, reduced, handed, arithmetic),
+                self._take_across(len(waves), reduced, crossed, arithmetic),
+                self._hand_over(len(waves), crossed, handed, arithmetic),
+            ]
+        )
+
+    def _waves(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> list[Wave]:
+        """Cut tensors into waves, the same on all nodes."""
+        crossing = self._group.local_size if self._group.homogeneous else 1
+        runs = [Run(piece, 0, len(tensor)) for piece, tensor in enumerate(tensors)]
+        wave_bytes = SHARD_BYTES * len(self._group.nodes) * crossing
+        cuts = messages(runs, wave_bytes // arithmetic.itemsize)
+        return [Wave([tensors[piece][start:stop] for piece, start, stop in each]) for each in cuts]
+
+    def _reduce_inside(
+        self, waves: Sequence[Wave], reduced: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        owner = None if self._group.homogeneous else 0
+        for index, wave in enumerate(waves):
+            # The stamps by which the ranks of a node see that they reduce the same are two deep.
+            while index - len(handed) >= 2:
+                yield Wait.NOTIFY
+            if self._shared is not None:
+                wave.chunks = yield from self._shared.reduce_partially(wave.tensors, arithmetic, owner)
+            else:
+                # On other nodes the contributions are prescaled when they are reduced, so here too.
+                for tensor in wave.tensors:
+                    arithmetic.accumulate(arithmetic.view(tensor), [])
+            reduced.append(wave)
+
+    def _take_across(
+        self, count: int, reduced: deque[Wave], crossed: deque[Wave], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        for _ in range(count):
+            while not reduced:
+                yield Wait.NOTIFY
+            wave = reduced.popleft()
+            if self._cross is not None:
+                yield from self._cross.allreduce(self._own(wave), arithmetic.continuation)
+            crossed.append(wave)
+
+    def _own(self, wave: Wave) -> list[torch.Tensor]:
+        """What this rank takes across."""
+        if self._shared is None:
+            return wave.tensors
+        return [
+            wave.tensors[chunk.piece][chunk.start : chunk.stop]
+            for chunk in wave.chunks
+            if chunk.owner == self._group.local_rank
+        ]
+
+    def _hand_over(
+        self, count: int, crossed: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        for _ in range(count):
+            while not crossed:
+                yield Wait.NOTIFY
+            wave = crossed.popleft()
+            if self._shared is not None:
+                yield from self._shared.gather_runs(wave.tensors, [chunk[:4] for chunk in wave.chunks], arithmetic)
+            handed.append(wave)
+            # The first of the three may go on now, and has had its turn.
+            yield Wait.AGAIN
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """Reduce each tensor on the position `owners[i]`, in place; the others' are only read.
+
+        The tensors are reduced in each node by the rank that crosses with the node of their owner, go across, and
+        where that rank is not the owner himself from it to him.
+        """
+        crossers = [self._crosser(owner) for owner in owners]
+        mine = [index for index, local in enumerate(crossers) if local == self._group.local_rank]
+        work = list(tensors)
+        for index in mine:
+            if owners[index] != self._group.rank:
+                # What this rank reduces for others must not appear in their callers' tensors.
+                work[index] = tensors[index].clone()
+        rest = arithmetic
+        if self._shared is not None:
+            yield from self._shared.reduce_scatter(work, crossers, arithmetic, partial=True)
+            rest = arithmetic.continuation
+        elif any(len(node) > 1 for node in self._group.nodes):
+            for index in mine:
+                arithmetic.accumulate(arithmetic.view(work[index]), [])
+            rest = arithmetic.continuation
+        if self._cross is not None:
+            targets = [self._place_across(owners[index]) for index in mine]
+            yield from self._cross.reduce_scatter([work[index] for index in mine], targets, rest)
+        if self._shared is not None and not self._group.homogeneous:
+            yield from self._hand_out(work, owners)
+
+    def _crosser(self, position: int) -> int:
+        """The local rank that crosses for a member, on every node."""
+        return self._node_of(position).index(position) if self._group.homogeneous else 0
+
+    def _node_of(self, position: int) -> tuple[int, ...]:
+        return next(node for node in self._group.nodes if position in node)
+
+    def _place_across(self, position: int) -> int:
+        """The rank, among those that cross with this one, of the node of a member."""
+        local = self._group.local_rank
+        return sorted(node[local] for node in self._group.nodes).index(self._node_of(position)[local])
+
+    def _hand_out(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        """Bring the tensors from the first rank of the node, which has crossed for all, to their owners."""
+        group, shared = self._group, self._shared
+        if shared is None:
+            return
+        owned = [
+            [tensor.view(torch.uint8) for tensor, owner in zip(tensors, owners, strict=True) if owner == position]
+            for position in group.node
+        ]
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        sends, receives = [none] * group.local_size, [none] * group.local_size
+        if group.local_rank == 0:
+            sends = [none, *(torch.cat(each) if each else none for each in owned[1:])]
+            yield from shared.alltoall(sends, receives)
+            return
+        mine = owned[group.local_rank]
+        receives[0] = torch.empty(sum(map(len, mine)), dtype=torch.uint8, device="cpu")
+        yield from shared.alltoall(sends, receives)
+        for target, part in zip(mine, torch.split(receives[0], [len(each) for each in mine]), strict=True):
+            target.copy_(part)
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        """Write each tensor of bytes from its owner to all others."""
+        yield from self._whole.gather(list(zip(owners, tensors, strict=True)))
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """Send `sends[i]` to position i and fill `receives[i]` from there: through memory first, then the network."""
+        sends, receives = list(sends), list(receives)
+        if self._shared is not None:
+            node = self._group.node
+            yield from self._shared.alltoall([sends[each] for each in node], [receives[each] for each in node])
+            for each in node:
+                sends[each], receives[each] = sends[each][:0], receives[each][:0]
+        yield from self._whole.alltoall(sends, receives)
+
+    def close(self) -> None:
+        """Free the communicators. Collective over the group."""
+        self._whole.close()
+        if self._cross is not None:
+            self._cross.close()

@@ -1,0 +1,180 @@
+"""The express way: a reduction in the thread that asks for it, at once, when all ranks of a node ask for it now.
+
+A board (board.py) shows whether they do. A small tensor lies beside its entry on the board: once a rank sees that all
+are there, it reduces all ranks' copies by itself, in the same order. A large one takes the chunked reduction of an
+op queue
+of its own, driven by this thread as long as something moves, and by the loop from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.op_queue import OpQueue
+from hvlike.backends.shared_memory.board import RING, WORDS, Board
+from hvlike.backends.shared_memory.inline_reduction import InlineReduction
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.errors import HorovodInternalError
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.host.topology import is_crowded
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.doorbell import BELL_BYTES, X86, Doorbell
+from hvlike.transport.memory.segment import Segment, words
+from hvlike.transport.world import Group
+
+COPIED_BYTES = 1536 << 10
+"""Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
+
+_LARGEST_COPY = 640 << 10
+_LEAST_IN_PLACE = 256 << 10
+_SMALLEST_COPY = 16 << 10
+
+WAIT_SECONDS = 0.05
+"""How long a rank waits on the board; then it asks in the ordinary way, where deadlocks and stalls are found."""
+
+_BLOCK_BYTES = -(-8 * WORDS // 128) * 128
+_FIRST_LOOKS = 1000
+_LOOKS = 100
+_NAP_SECONDS = 2e-3
+_HEAD_SECONDS = 30.0
+
+
+class InlineEngine:
+    """One rank's part; one thread at a time. Ranks count within the group, all of them on this node."""
+
+    def __init__(self, fabric: Fabric, group: Group, lane: OpQueue, segment: Segment) -> None:
+        size, rank = group.size, group.rank
+        self.lane = lane
+        self._rank = rank
+        self._size = size
+        self._crowded = is_crowded(fabric.cores)
+        bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
+        self._bell = bells[rank]
+        self._others = [bell for each, bell in enumerate(bells) if each != rank]
+        self._bell.initialise(os.getpid())
+        start = size * BELL_BYTES
+        blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
+        order, looks = None if X86 else fabric.fence, 0 if self._crowded else _FIRST_LOOKS
+        self.board = Board(blocks, rank, fabric.fence.barrier, order, self.wake, looks)
+        start += size * _BLOCK_BYTES
+        self._room = room = _copy_bytes(size)
+        self._slots = [
+            [segment.array[at : at + room] for at in range(first, first + RING * room, room)]
+            for first in range(start, start + size * RING * room, RING * room)
+        ]
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether every rank reduces a tensor of so many bytes by itself."""
+        return nbytes <= self._room
+
+    def copies(self, arithmetic: Arithmetic, elements: int) -> list[list[Piece]]:
+        """For each place on the board the memory of all ranks' copies of a small tensor."""
+        nbytes = elements * arithmetic.itemsize
+        return [[arithmetic.over(slots[place][:nbytes]) for slots in self._slots] for place in range(RING)]
+
+    def slots(self, nbytes: int) -> tuple[memoryview, ...]:
+        """For each place on the board the memory of this rank's copy, in bytes."""
+        return tuple(slot[:nbytes].data for slot in self._slots[self._rank])
+
+    def passed(self, count: int) -> None:
+        """This rank has asked for `count` things, the last in the ordinary way; who waits for it shall know."""
+        self.board.passed(count)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the peers that sleep."""
+        for bell in self._others:
+            bell.notify_if_sleeping()
+
+    def wait(self, index: int) -> bool:
+        """Wait for the answer about thing number `index`, which this rank has offered; PATIENCE_SECONDS at most.
+
+        Raises: HorovodInternalError when the first rank has stopped in the middle of its answer.
+        """
+        answer: bool | None = None
+        self.wake()
+        try:
+            answer = self._wait(index)
+            if answer is None:
+                answer = self._withdraw(index)
+        finally:
+            if answer is None:
+                self.board.withdraw(index)
+            self.wake()
+        return answer
+
+    def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> InlineReduction | None:
+        """What reduces a large tensor, and one of middling size in shared memory; None where only the plane does.
+
+        number: the same on all ranks for the like.
+        """
+        plane = self.lane.plane
+        if not isinstance(plane, SharedBackend) or elements * arithmetic.itemsize <= _LEAST_IN_PLACE:
+            return None
+        return plane.at_once(arithmetic, elements, number)
+
+    def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Coroutine[None]:
+        """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""
+        plane = self.lane.plane
+        if isinstance(plane, SharedBackend):
+            return plane.allreduce_pieces([tensor], [own], arithmetic, number)
+        return plane.allreduce([tensor.view(-1)], arithmetic)
+
+    def _wait(self, index: int) -> bool | None:
+        """The answer, None when patience has run out."""
+        look = self.board.look
+        for _ in range(_LOOKS):
+            answer = look(index)
+            if answer is not None:
+                return answer
+            if self._crowded:
+                # The rank that is waited for may need this core.
+                os.sched_yield()
+        until = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < until:
+            self.board.set_asleep(True)
+            self._bell.prepare_sleep()
+            try:
+                answer = look(index)
+                if answer is not None:
+                    return answer
+                self._bell.sleep(_NAP_SECONDS)
+            finally:
+                self._bell.awake()
+                self.board.set_asleep(False)
+        return None
+
+    def _withdraw(self, index: int) -> bool:
+        answer = self.board.withdraw(index)
+        self.wake()
+        until = time.monotonic() + _HEAD_SECONDS
+        while answer is None:
+            # The head is about to decide, or waits for one that is between two statements.
+            time.sleep(0)
+            answer = self.board.look(index)
+            if answer is None and time.monotonic() > until:
+                raise HorovodInternalError(
+                    f"the first rank of the process set has not answered for {_HEAD_SECONDS} s in the middle of a "
+                    "reduction; it was killed or stopped there."
+                )
+        return answer
+
+
+def _copy_bytes(ranks: int) -> int:
+    """The largest tensor that every rank reduces by itself: 640 KiB for two ranks, 384 for four, 192 for eight."""
+    return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
+
+
+def open_inline_allreduce(fabric: Fabric, group: Group, lane: OpQueue) -> Coroutine[InlineEngine | None]:
+    """Make the express way of a group that is on one node; None where its ranks cannot share the memory.
+
+    lane: one that nothing else uses. Collective over the group.
+    """
+    size = group.size
+    nbytes = size * (_BLOCK_BYTES + BELL_BYTES + RING * _copy_bytes(size))
+    segment = yield from fabric.share(group, ("express", group.number), nbytes)
+    return None if segment is None else InlineEngine(fabric, group, lane, segment)

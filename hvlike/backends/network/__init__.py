@@ -1,0 +1,1 @@
+"""Collectives among ranks on different nodes, over MPI messages."""

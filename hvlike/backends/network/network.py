@@ -1,0 +1,220 @@
+"""The network backend: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
+
+Small reductions are one message each way between two nodes (swap.py); among more they are MPI's own, on one flat
+buffer, where MPI computes the type right. All others are a pairwise exchange (Exchange). 16-bit floats are summed
+in float32 and rounded once in every way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import ordinary_tensor
+from hvlike.backends.network.pairwise_alltoall import PairwiseAlltoall
+from hvlike.backends.network.pairwise_reduction import PairwiseExchange, Swap
+from hvlike.backends.network.partition import Run, message_elements, messages, shards
+from hvlike.backends.network.progress import BandwidthEstimator, BufferPool
+from hvlike.transport.loop.coroutine import Coroutine, complete
+from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, raw_view
+
+SMALL_BYTES = 512 << 10
+"""Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
+SMALLEST_SHARD = 32 << 10
+"""Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
+SWAP_BYTES = 2 << 20
+"""Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic."""
+LARGEST_MESSAGE = 4 << 20
+SMALLEST_MESSAGE = 256 << 10
+BUFFER_BYTES = 16 << 20
+"""About how much memory the messages being received take, at any number of ranks."""
+BROADCAST_BYTES = 1 << 30
+"""Counts of 2^31 fail in Open MPI."""
+
+_MPI_OPS = {
+    ReduceOp.AVERAGE: "SUM",
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PRODUCT: "PROD",
+}
+
+# MPI may still write to the memory of a request that nobody waits for any more: it must never be freed.
+_ABANDONED: list[Any] = []
+
+
+class Network:
+    """Reductions and gathers over one communicator; one call at a time, in the same order on all its ranks."""
+
+    def __init__(self, comm: Any) -> None:
+        """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on."""
+        self._comm = comm
+        self._size: int = comm.Get_size()
+        self._natives = MpiConstants()
+        self._buffers = BufferPool()
+        self._pace = BandwidthEstimator()
+        self._flat: Array = np.empty(0, np.uint8)
+        self._broken = False
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        """Reduce flat contiguous CPU tensors in place; the same lengths on every rank; bitwise the same everywhere."""
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        if self._size == 1:
+            for piece in pieces:
+                arithmetic.combine(piece, [])
+        elif pieces:
+            yield from self._reduce(pieces, tensors, arithmetic)
+
+    def _reduce(
+        self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """Reduce among several ranks, in the way that is best for so many bytes."""
+        size = sum(map(len, pieces)) * arithmetic.itemsize
+        if self._size == 2 and size <= SWAP_BYTES:
+            self._buffers.require(size)
+            swap = Swap(self._comm, self._natives, self._buffers, size)
+            yield from self._keep(swap.run(pieces, _bytes_of(pieces, tensors), arithmetic), lambda: swap.requests)
+            return
+        half = arithmetic.element.kind is Kind.HALF
+        wide = arithmetic.on(torch.float32) if half else arithmetic
+        native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
+        small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
+        if native is not None and size <= small:
+            yield from self._reduce_flat(pieces, wide, *native)
+        else:
+            owned = shards([len(piece) for piece in pieces], self._size)
+            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=True)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """Reduce each flat contiguous CPU tensor on the rank `owners[i]`, in place; the others' are only read."""
+        owned: list[list[Run]] = [[] for _ in range(self._size)]
+        for index, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
+            if len(tensor):
+                owned[owner].append(Run(index, 0, len(tensor)))
+        pieces = [arithmetic.view(tensor) for tensor in tensors]
+        if self._size == 1:
+            for piece in pieces:
+                arithmetic.combine(piece, [])
+        elif any(owned):
+            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=False)
+
+    def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Coroutine[None]:
+        """Write each flat contiguous CPU tensor of (owner, tensor) from its owner to all other ranks."""
+        if self._size == 1:
+            return
+        requests: list[Any] = []
+        for owner, tensor in pieces:
+            raw = raw_view(tensor)
+            for start in range(0, len(raw), BROADCAST_BYTES):
+                run = raw[start : start + BROADCAST_BYTES]
+                requests.append(self._comm.Ibcast([run, self._natives.byte], owner))
+        yield from self._keep(complete(requests), lambda: requests)
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """Send `sends[i]` to rank i and fill `receives[i]` from it; the own part is copied."""
+        rank: int = self._comm.Get_rank()
+        receives[rank].copy_(sends[rank])
+        transfer = PairwiseAlltoall(self._comm, self._natives, sends, receives)
+        yield from self._keep(transfer.run(), lambda: transfer.requests)
+
+    def close(self) -> None:
+        """Free the communicator, unless messages of a routine that was given up may still arrive on it."""
+        if self._comm is not None and not self._broken:
+            self._comm.Free()
+        self._comm = None
+
+    def _reduce_flat(self, pieces: Sequence[Piece], arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
+        """Reduce by MPI on one flat buffer; `arithmetic` is that of the buffer, wider than 16-bit pieces."""
+        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
+            yield from self._reduce_by_mpi(pieces[0], arithmetic, datatype, op)
+            return
+        length = sum(map(len, pieces))
+        size = length * arithmetic.itemsize
+        if len(self._flat) < size:
+            self._flat = np.empty(size, np.uint8)
+        flat = self._flat[:size].view(arithmetic.element.storage)
+        places = _split(flat, pieces)
+        for place, piece in zip(places, pieces, strict=True):
+            _convert(place, piece)
+        yield from self._reduce_by_mpi(flat, arithmetic, datatype, op)
+        for place, piece in zip(places, pieces, strict=True):
+            _convert(piece, place)
+
+    def _reduce_by_mpi(self, flat: Array, arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
+        if arithmetic.factors.prescale != 1:
+            arithmetic.accumulate(flat, [])
+        request = self._comm.Iallreduce(self._natives.in_place, [flat.view(np.uint8), len(flat), datatype], op)
+        yield from self._keep(complete([request]), lambda: [request])
+        arithmetic.finish(flat)
+
+    def _exchange(
+        self,
+        pieces: Sequence[Piece],
+        raw: Sequence[Array],
+        arithmetic: Arithmetic,
+        owned: Sequence[Sequence[Run]],
+        *,
+        share: bool,
+    ) -> Coroutine[None]:
+        """Reduce by pairwise exchange; owned: the runs of each rank; share: all want the results."""
+        total = sum(map(len, pieces))
+        elements = message_elements(
+            total, self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE
+        )
+        parts = [messages(runs, elements) for runs in owned]
+        size = elements * arithmetic.itemsize
+        self._buffers.require(size)
+        window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
+        exchange = PairwiseExchange(
+            self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window, self._pace, share=share
+        )
+        yield from self._keep(exchange.run(), lambda: exchange.requests)
+
+    def _keep(self, routine: Coroutine[None], requests: Callable[[], Sequence[Any]]) -> Coroutine[None]:
+        """Run `routine`; if it is given up or fails, keep its requests and their memory for ever."""
+        ended = False
+        try:
+            yield from routine
+            ended = True
+        finally:
+            if not ended:
+                _ABANDONED.extend(requests())
+                self._broken = True
+
+
+def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """The memory of tensors that were viewed as pieces already."""
+    return [
+        piece.view(np.uint8) if isinstance(piece, np.ndarray) else raw_view(tensor)
+        for piece, tensor in zip(pieces, tensors, strict=True)
+    ]
+
+
+def _split(flat: Array, pieces: Sequence[Piece]) -> list[Array]:
+    """Places in `flat` for the pieces, one after the other."""
+    places = []
+    offset = 0
+    for piece in pieces:
+        places.append(flat[offset : offset + len(piece)])
+        offset += len(piece)
+    return places
+
+
+def _convert(target: Piece, source: Piece) -> None:
+    """Copy a piece; to or from float32 where one side is a 16-bit float."""
+    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(target, source)
+    else:
+        _as_tensor(target).copy_(_as_tensor(source))
+
+
+def _as_tensor(piece: Piece) -> torch.Tensor:
+    return ordinary_tensor(piece, torch.float32) if isinstance(piece, np.ndarray) else piece

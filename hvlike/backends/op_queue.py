@@ -1,0 +1,216 @@
+"""An op queue: one backend of a group and the jobs that wait for it, run one by one in the order they came.
+
+Every rank must submit the same jobs in the same order. That order is agreed per op queue, so whatever has an
+order of its own (the negotiated requests of a process set, the plan of an optimizer) has an op queue of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from hvlike.backends.base import Backend, SoloBackend
+from hvlike.backends.cuda.device_backend import DeviceBackend
+from hvlike.backends.hierarchical import HierarchicalBackend
+from hvlike.backends.network.network import Network
+from hvlike.backends.shared_memory.cma import CmaMemory
+from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
+from hvlike.backends.shared_memory.region import Region, region_bytes
+from hvlike.backends.shared_memory.schedule import chunk_bytes
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.host.topology import is_crowded
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.world import Group
+
+# A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
+_BUDGETS = (2 << 20, 512 << 10, 64 << 10)
+
+_STILL_LOOKS = 200
+"""How often a thread that drives looks for a peer before it leaves that to the loop, which sleeps: some 100 us."""
+
+Job = Callable[[Backend], Coroutine[None]]
+
+
+class OpQueue:
+    """Runs jobs on one plane, in order."""
+
+    def __init__(self, fabric: Fabric, group: Group, number: int, plane: Backend) -> None:
+        self.group = group
+        self.number = number
+        self._fabric = fabric
+        self.plane = plane
+        self.device: DeviceBackend | None = None
+        """The plane for tensors of a GPU, once one has come."""
+        self.recorder = fabric.recorder
+        self.counters = fabric.counters
+        self.drives = isinstance(plane, SharedBackend)
+        """Any thread may take the steps of a routine on the plane: MPI is not called there."""
+        self._crowded = is_crowded(fabric.cores)
+        self._looks = _STILL_LOOKS
+        self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
+        self._running: Task[None] | None = None
+        self.broken: BaseException | None = None
+
+    def drive(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
+        """Take the steps of a routine on the plane in this thread, as long as it moves; True when it has ended.
+
+        Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
+        the lane `drives`, while it is idle, by the one thread that submits to it. Raises: what the routine raises.
+        """
+        still = 0
+        for wait in routine:
+            still = 0 if wait is Wait.AGAIN else still + 1
+            if still > self._looks:
+                self._hand_over(routine, after)
+                return False
+            if still and self._crowded:
+                # The rank that is waited for may need this core.
+                os.sched_yield()
+        return True
+
+    def _hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
+        def rest(plane: Backend) -> Coroutine[None]:
+            yield from routine
+
+        self.submit(rest, after, wake=False)
+
+    def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
+        """Run `job(plane)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
+        self._fabric.loop.post(lambda: self._enqueue(job, after), wake=wake)
+
+    def _enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
+        self._jobs.append((job, after))
+        if self._running is None:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._jobs:
+            self._running = None
+            return
+        job, after = self._jobs.popleft()
+        routine = self._refuse(self.broken) if self.broken else job(self.plane)
+        self._running = self._fabric.loop.start(routine, lambda task: self._ended(task, after), wake=False)
+
+    def _ended(self, task: Task[None], after: Callable[[Task[None]], None]) -> None:
+        if task.error is not None:
+            # The ranks no longer agree on where they are in the lane.
+            self.broken = self.broken or task.error
+        after(task)
+        self._next()
+
+    def _refuse(self, error: BaseException) -> Coroutine[None]:
+        yield from ()
+        raise error
+
+    @property
+    def idle(self) -> bool:
+        """True when no job runs or waits."""
+        return self._running is None and not self._jobs
+
+    def fail(self, error: BaseException) -> None:
+        """End what runs and what waits with `error`. From inside the loop."""
+        self.broken = self.broken or error
+        if self.device is not None:
+            self.device.abort(error)
+        if self._running is not None:
+            self._fabric.loop.cancel(self._running, error)
+
+    def watch(self, now: float) -> HorovodInternalError | None:
+        """End the lane if something has gone wrong on the device, and say what; a few times a second. In the loop."""
+        error = None if self.device is None else self.device.watch(now)
+        if error is not None:
+            self.fail(error)
+        return error
+
+    def close(self) -> None:
+        """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""
+        self.fail(ShutdownError("hvlike was shut down, or the process set removed, while this was in flight"))
+        self.plane.close()
+
+
+def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
+    """Make lane `number` of a group. Collective over the group; lanes of one group in the same order everywhere.
+
+    Raises: LaunchError when the ranks of a node cannot share memory.
+    """
+    if group.size == 1:
+        return OpQueue(fabric, group, number, SoloBackend())
+    shared = None
+    if group.local_size > 1:
+        shared = yield from _open_shared(fabric, group, number)
+    if len(group.nodes) == 1 and shared is not None:
+        return OpQueue(fabric, group, number, shared)
+    cross = None
+    whole = Network((yield from fabric.duplicate(group.comm)))
+    if group.cross_comm != fabric.world.mpi.COMM_NULL:
+        cross = Network((yield from fabric.duplicate(group.cross_comm)))
+    return OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
+
+
+def _open_shared(fabric: Fabric, group: Group, number: int) -> Coroutine[SharedBackend]:
+    for budget in _BUDGETS:
+        chunk = chunk_bytes(group.local_size, budget)
+        nbytes = region_bytes(group.local_size, chunk)
+        key = ("lane", group.number, number, budget)
+        segment = yield from fabric.share(group, key, nbytes)
+        if segment is not None:
+            bells = [fabric.bells[group.ranks[position]] for position in group.node]
+            crowded = is_crowded(fabric.cores)
+            ranks = group.local_size
+            region = Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded)
+            members = [group.ranks[each] for each in group.node]
+            processes = [fabric.bells[each].process for each in members] if fabric.reaches_peers else []
+            memory = CmaMemory(processes, crowded=fabric.node_is_crowded)
+            return SharedBackend(region, SharedAllocations(fabric.allocations, members), memory)
+    raise LaunchError(
+        f"the ranks {[group.ranks[each] for each in group.node]} on {fabric.world.host} cannot share even {nbytes} "
+        "bytes: give /dev/shm more room (docker run --shm-size=256m)"
+    )
+
+
+class OpQueues:
+    """The lanes of a group on this rank: the first for negotiated requests, others for plans, used again when spare."""
+
+    def __init__(self, fabric: Fabric, first: OpQueue) -> None:
+        self.first = first
+        self._fabric = fabric
+        self._lanes = [first]
+        self._spare: deque[int] = deque()
+
+    def all(self) -> tuple[OpQueue, ...]:
+        """Every lane that was opened."""
+        return tuple(self._lanes)
+
+    def spare_numbers(self) -> list[int]:
+        """The lanes that are not used now."""
+        return list(self._spare)
+
+    def set_spare(self, numbers: Iterable[int]) -> None:
+        """Let these lanes be the spare ones, in rising order; the same on every rank."""
+        self._spare = deque(sorted(numbers))
+
+    def propose(self) -> int:
+        """The number of a spare lane, -1 if there is none; the caller hands it to `take` or to `give_back`."""
+        try:
+            return self._spare.popleft()
+        except IndexError:
+            return -1
+
+    def take(self, number: int) -> Coroutine[OpQueue]:
+        """OpQueue `number`, or a new one for -1. Collective over the group, in the same order everywhere."""
+        if number >= 0:
+            if number in self._spare:
+                # This rank has joined and takes what the others have chosen.
+                self._spare.remove(number)
+            return self._lanes[number]
+        lane = yield from open_queue(self._fabric, self.first.group, len(self._lanes))
+        self._lanes.append(lane)
+        return lane
+
+    def give_back(self, number: int) -> None:
+        """The lane `number` is not used any more. Any thread, also a finaliser."""
+        if number >= 0 and self._lanes[number].broken is None:
+            self._spare.append(number)

@@ -1,0 +1,1 @@
+"""Collectives among the ranks of one node, over memory that they share."""

@@ -1,0 +1,98 @@
+"""Reductions of tensors that lie in shared allocations: read and written in place on all ranks, nothing is staged.
+
+    rank 0   arrive   reduce A into A0 and A1   reduce C into C0 and C1   depart
+    rank 1   arrive   reduce B into B0 and B1   reduce D into D0 and D1   depart
+
+Chunk A has the copies A0 in the tensor of rank 0 and A1 in that of rank 1; its owner reads and writes both. No rank
+touches a copy before all have arrived with the same work, and none leaves before all have departed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.shared_memory.region import Region
+from hvlike.backends.shared_memory.schedule import cut
+from hvlike.backends.shared_memory.work_stealing import WorkStealing
+from hvlike.transport.memory.allocations import Allocation, Allocations
+
+PASSES = 16
+"""How many chunks are reduced before other routines have a turn."""
+
+
+class AllocationPlace(NamedTuple):
+    """Where a tensor lies: so many bytes after the start of this rank's copy of an allocation."""
+
+    allocation: Allocation
+    offset: int
+
+
+class SharedAllocations:
+    """The shared allocations as one plane sees them."""
+
+    def __init__(self, allocations: Allocations, ranks: Sequence[int]) -> None:
+        """ranks: of the world, those of the plane, in its order."""
+        self.allocations = allocations
+        self._ranks = tuple(ranks)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> dict[int, AllocationPlace]:
+        """Which of these flat tensors lie in an allocation of which every rank of the plane has a copy, and where."""
+        if not self.allocations:
+            return {}
+        found = {}
+        for index, tensor in enumerate(tensors):
+            place = self.allocations.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+            if place is not None and tensor.numel() and self.has(place[0]):
+                found[index] = AllocationPlace(*place)
+        return found
+
+    def has(self, allocation: Allocation) -> bool:
+        """Whether every rank of the plane has a copy of an allocation."""
+        return allocation.includes(self._ranks)
+
+    def copies(self, place: AllocationPlace, nbytes: int, arithmetic: Arithmetic) -> list[Piece]:
+        """The tensor of so many bytes at the same place on each rank of the plane."""
+        stop = place.offset + nbytes
+        return [arithmetic.over(place.allocation.copy(rank)[place.offset : stop]) for rank in self._ranks]
+
+
+def place_word(places: dict[int, AllocationPlace]) -> int:
+    """A number that says which tensors lie where, for the ranks to compare; 0: none lies in a shared allocation."""
+    if not places:
+        return 0
+    described = tuple((index, *place.allocation.number, place.offset) for index, place in places.items())
+    return hash(described) & 0x7FFFFFFFFFFFFFFF | 1 << 63
+
+
+class InPlaceReduction:
+    """The chunks that this rank reduces of one piece of work."""
+
+    def __init__(
+        self, region: Region, arithmetic: Arithmetic, tensors: Sequence[Sequence[Piece]], first_owner: int
+    ) -> None:
+        """tensors: for each tensor its copies on all ranks of the plane; first_owner: of the first chunk."""
+        rank = region.rank
+        runs = cut([len(copies[0]) for copies in tensors], region.chunk // arithmetic.itemsize)
+        self._claims = WorkStealing(region, runs, first_owner)
+        self._arithmetic = arithmetic
+        # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
+        self._tensors = [[each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else each for each in tensors]
+
+    def begin(self, number: int) -> None:
+        """Begin the work of this number, on the same tensors each time; all ranks have arrived."""
+        self._claims.begin(number)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks may be left for this rank."""
+        return self._claims.unfinished
+
+    def advance(self) -> bool:
+        """Reduce the next few chunks, if any can be taken now; the caller silences numpy."""
+        runs = self._claims.take(PASSES)
+        self._arithmetic.spread(self._tensors, runs)
+        return bool(runs)

@@ -1,0 +1,107 @@
+"""A backend that records its calls in the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.views import Bundle
+from hvlike.backends.base import Backend, Repeating
+from hvlike.observe.recorder import Recorder
+from hvlike.transport.loop.coroutine import Coroutine
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class TracedBackend:
+    """Does what the plane does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
+
+    def __init__(self, plane: Backend, recorder: Recorder, row: int) -> None:
+        self.plane = plane
+        self._recorder = recorder
+        self._row = row
+        self._bundling = plane.bundling
+        self._kind = type(plane).__name__.removesuffix("Backend").upper()
+
+    def over(self, plane: Backend) -> TracedBackend:
+        """Another plane in the same row."""
+        return TracedBackend(plane, self._recorder, self._row)
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int) -> Iterator[None]:
+        """What is done meanwhile is a phase of this name."""
+        self._recorder.begin(self._row, name, {"bytes": nbytes})
+        try:
+            yield
+        finally:
+            self._recorder.end(self._row)
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        """See Backend."""
+        with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
+            yield from self.plane.allreduce(tensors, arithmetic)
+
+    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
+        """See Backend; who has it shows by itself when it is used."""
+        return self.plane.repeated(lengths, arithmetic)
+
+    @property
+    def bundling(self) -> TracedBackend | None:
+        """See Backend."""
+        return self if self._bundling is not None else None
+
+    def bundle_elements(self, total: int, itemsize: int) -> int:
+        """See Bundling."""
+        return self._bundling.bundle_elements(total, itemsize) if self._bundling is not None else 0
+
+    def allreduce_bundles(
+        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """See Bundling."""
+        if self._bundling is not None:
+            size = total_bytes(tensors) + sum(total_bytes(each.tensors) for each in bundles)
+            with self.phase(f"{self._kind}_ALLREDUCE_BUNDLES", size):
+                yield from self._bundling.allreduce_bundles(bundles, tensors, arithmetic)
+
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        """See Backend."""
+        with self.phase(f"{self._kind}_REDUCE_SCATTER", total_bytes(tensors)):
+            yield from self.plane.reduce_scatter(tensors, owners, arithmetic)
+
+    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        """See Backend."""
+        with self.phase(f"{self._kind}_GATHER", total_bytes(tensors)):
+            yield from self.plane.gather(tensors, owners)
+
+    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """See Backend."""
+        with self.phase(f"{self._kind}_ALLTOALL", total_bytes(sends)):
+            yield from self.plane.alltoall(sends, receives)
+
+    def begin_count(self, *, active: bool) -> None:
+        """See Backend."""
+        self.plane.begin_count(active=active)
+
+    def end_count(self) -> Coroutine[int]:
+        """See Backend."""
+        with self.phase("COUNT_ACTIVE_RANKS", 0):
+            return (yield from self.plane.end_count())
+
+    def close(self) -> None:
+        """See Backend."""
+        self.plane.close()
+
+
+def phase(plane: Backend, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A phase in the row of `plane`, if it has one; nothing otherwise."""
+    return plane.phase(name, total_bytes(tensors)) if isinstance(plane, TracedBackend) else _NOTHING
+
+
+def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The size of all tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,144 @@
+"""What every benchmark shares: its entry in the command line, common options, the conditions of a run.
+
+Figures without their conditions say nothing, so each report starts with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import hvlike
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.observe.pictures import png
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark: its name, one line of purpose, its options, and how it runs (on every rank; exit status)."""
+
+    name: str
+    purpose: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bool = True) -> None:
+    """Add --repetitions, --no-horovod, --seed, --json and --plot.
+
+    repetitions: what the default is, in words. horovod: whether it could take part.
+    """
+    parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
+    if horovod:
+        parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
+    parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
+
+
+def add_bare(parser: argparse.ArgumentParser) -> None:
+    """Add --bare."""
+    parser.add_argument("--bare", action="store_true", help="beside a loop of numpy calls and no more; two ranks")
+
+
+def add_device(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --device. what: is measured there."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")
+
+
+def left_out(by_hand: bool, option: str) -> str | None:
+    """Why a contestant is left out, if the user wants it so."""
+    return f"left out by {option}" if by_hand else None
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0. Raises: argparse.ArgumentTypeError."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return number
+
+
+def where(device: torch.device) -> dict[str, Any]:
+    """What is measured, for the conditions of a run: the device, and how many ranks of this node share each GPU."""
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    gpus = min(torch.cuda.device_count(), hvlike.local_size())
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "gpus": gpus,
+        "ranks_per_gpu": -(-hvlike.local_size() // gpus),
+        "nccl": hvlike.nccl_built(),
+    }
+
+
+def cpu_only(device: torch.device) -> str | None:
+    """Why Horovod, whose job here works in host memory, takes no part."""
+    return None if device.type == "cpu" else "its part of this benchmark measures the CPU"
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what this process has asked of it."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
+    """Return what was measured with what; hvlike is initialised."""
+    return {
+        "benchmark": benchmark,
+        "ranks": hvlike.size(),
+        "nodes": hvlike.size() // hvlike.local_size() if hvlike.is_homogeneous() else "uneven",
+        "cores": len(os.sched_getaffinity(0)),
+        "hvlike": hvlike.__version__,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "mpi": raw.library,
+    }
+
+
+def describe_alone(benchmark: str) -> dict[str, Any]:
+    """The same where plain MPI is no contestant. Collective."""
+    raw = RawMpi()
+    conditions = describe(benchmark, raw)
+    raw.free()
+    return conditions
+
+
+def runs_on_two_ranks(benchmark: str) -> bool:
+    """Start hvlike for a benchmark of two ranks; on another number say so on rank 0, and end it. Collective."""
+    hvlike.init()
+    if hvlike.size() == 2:
+        return True
+    if hvlike.rank() == 0:
+        print(f"bench {benchmark} is for two ranks: mpirun -n 2 python -m hvlike bench {benchmark}", file=sys.stderr)
+    hvlike.shutdown()
+    return False
+
+
+def heading(conditions: dict[str, Any]) -> str:
+    """One line of them for the head of a table."""
+    horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
+    gpus = (
+        f"{conditions['gpus']} x {conditions['device']}, {conditions['ranks_per_gpu']} rank(s) on each\n"
+        if "gpus" in conditions
+        else ""
+    )
+    return (
+        f"{gpus}{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
+        f"{conditions['torch_threads']} thread(s) each\n"
+        f"hvlike {conditions['hvlike']}, torch {conditions['torch']}, "
+        f"Python {conditions['python']}, {conditions['mpi']}{horovod}"
+    )

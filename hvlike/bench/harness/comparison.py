@@ -1,0 +1,188 @@
+"""Compare contestants in one run: interleaved in random order, the slowest rank counts.
+
+The speed of a machine drifts while you measure (other load, frequency, placement of virtual cores). Therefore
+contestants are never measured one after the other: every repetition runs all of them, and ratios are taken within it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+SCRUB_BYTES = 24 << 20
+"""Private memory touched before each measurement: more than a core's share of the caches."""
+
+
+class Ranks(Protocol):
+    """What a comparison needs of the job; transport/raw.py has it."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return for each value the maximum over ranks."""
+
+
+class Entrant(Protocol):
+    """Who takes part in a comparison, be it in this process or elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """What the samples are called."""
+
+    def turn(self, ranks: Ranks) -> float:
+        """Do the work once and return its seconds on this rank. Collective."""
+
+    def check(self) -> None:
+        """Look at the result of the first turn. Raises: HvlikeError when it is wrong."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the work here. `prepare` is not timed and makes the input anew; `run` is timed."""
+
+    name: str
+    prepare: Callable[[], None]
+    run: Callable[[], None]
+    verify: Callable[[], None] = lambda: None
+
+    def turn(self, ranks: Ranks) -> float:
+        """Prepare, wait for all ranks, run. Collective. Returns the seconds that `run` took."""
+        self.prepare()
+        ranks.barrier()
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
+
+    def warmed(self, times: int) -> Contestant:
+        """Return the same contestant, which has done its work so many times just before its turn."""
+
+        def prepare() -> None:
+            for _ in range(times):
+                self.prepare()
+                self.run()
+            self.prepare()
+
+        return replace(self, prepare=prepare)
+
+    def check(self) -> None:
+        """Verify what `run` has done."""
+        self.verify()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles."""
+
+    median: float
+    first_quartile: float
+    third_quartile: float
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range as a part of the median."""
+        return (self.third_quartile - self.first_quartile) / self.median
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        """Summarise samples; at least one."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, first, third)
+
+
+def compare(
+    ranks: Ranks,
+    contestants: Sequence[Entrant],
+    repetitions: int,
+    *,
+    warmups: int = 2,
+    seed: int = 0,
+    cold: bool = True,
+) -> dict[str, list[float]]:
+    """Measure all contestants `repetitions` times, after `warmups` that do not count.
+
+    cold: other memory is touched before each turn, so that nothing of the turn is in the caches.
+    Collective: every rank calls it with the same contestants and the same seed (which draws the order).
+    Returns for each contestant the seconds of every repetition, of its slowest rank.
+    """
+    order = random.Random(seed)
+    private = np.ones(SCRUB_BYTES // 8)
+    measured: dict[str, list[float]] = {each.name: [] for each in contestants}
+    for repetition in range(warmups + repetitions):
+        for contestant in order.sample(contestants, len(contestants)):
+            if cold:
+                np.add(private, 1.0, out=private)
+            seconds = contestant.turn(ranks)
+            if repetition == 0:
+                contestant.check()
+            if repetition >= warmups:
+                measured[contestant.name].append(seconds)
+    return {name: ranks.maximum(samples) for name, samples in measured.items()}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How two contestants compare."""
+
+    of_medians: float
+    paired: Summary
+    """Of the ratios within one repetition."""
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], name: str, to: str) -> Ratio:
+        """The times of `name` divided by those of `to`."""
+        above, below = samples[name], samples[to]
+        paired = Summary.of([a / b for a, b in zip(above, below, strict=True)])
+        return cls(statistics.median(above) / statistics.median(below), paired)
+
+
+_RESAMPLES = 2000
+_TAIL = 0.05
+
+
+@dataclass(frozen=True)
+class OverheadRatio:
+    """A ratio with a 90 % interval from resampled repetitions."""
+
+    value: float
+    low: float
+    high: float
+
+
+def overheads(samples: Sequence[float], floor: Sequence[float]) -> list[float]:
+    """Return for each repetition the seconds above the floor of the same repetition."""
+    return [a - b for a, b in zip(samples, floor, strict=True)]
+
+
+def relative(samples: Sequence[float], floor: Sequence[float]) -> Summary:
+    """Summarise the overheads as fractions of the floor of the same repetition."""
+    return Summary.of([a / b - 1 for a, b in zip(samples, floor, strict=True)])
+
+
+def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> OverheadRatio | None:
+    """Return the ratio of the median overheads; the same repetitions are drawn for both sides of the interval.
+
+    None when the median of theirs is not above zero: then there is nothing to compare with.
+    """
+    if statistics.median(theirs) <= 0:
+        return None
+    draw = random.Random(seed)
+    count = len(ours)
+    found = []
+    for _ in range(_RESAMPLES):
+        chosen = [draw.randrange(count) for _ in range(count)]
+        below = statistics.median(theirs[index] for index in chosen)
+        if below > 0:
+            found.append(statistics.median(ours[index] for index in chosen) / below)
+    found.sort()
+    value = statistics.median(ours) / statistics.median(theirs)
+    low, high = found[int(_TAIL * len(found))], found[int((1 - _TAIL) * len(found))]
+    return OverheadRatio(value, low, high)

@@ -1,0 +1,133 @@
+"""Tables, sizes and times for people, and pictures with panels of bars and curves."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvlike.observe.pictures import new_figure
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+    lines = []
+    for line in (header, *rows):
+        first, *others = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        lines.append("  ".join([line[0].ljust(len(first)), *others]).rstrip())
+    return "\n".join(lines)
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return bytes; units are powers of 1024. Raises: argparse.ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 64KiB or 25MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return a list of bytes from sizes separated by commas. Raises: argparse.ArgumentTypeError."""
+    return [parse_size(each) for each in text.split(",")]
+
+
+def format_size(size: int) -> str:
+    """Return a size with the largest unit in which it is at least 1."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time with three digits in us, ms or s."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us"
+
+
+_PANEL_INCHES = (6.4, 4.4)
+_ROOM = 0.8
+"""Part of the distance between two groups that their bars fill."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Groups of bars: one value for each group in each series; NaN leaves a gap."""
+
+    title: str
+    unit: str
+    groups: Sequence[str]
+    series: Mapping[str, Sequence[float]]
+    line: float | None = None
+    """Height of a line for comparison, for example 1 for ratios."""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves over one abscissa, both axes logarithmic; NaN leaves a gap."""
+
+    title: str
+    abscissa: str
+    unit: str
+    positions: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+    labels: Sequence[str] | None = None
+    """What to write at the positions; None for the numbers themselves."""
+
+
+def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
+    """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
+    width, height = _PANEL_INCHES
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width * columns, height * rows)
+    figure.suptitle(title)
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        if isinstance(panel, Bars):
+            _draw_bars(axes, panel)
+        else:
+            _draw_curves(axes, panel)
+        axes.set_title(panel.title, fontsize="medium")
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, format="png")
+
+
+def _draw_bars(axes: Any, panel: Bars) -> None:
+    width = _ROOM / max(1, len(panel.series))
+    for index, (name, values) in enumerate(panel.series.items()):
+        offset = (index - (len(panel.series) - 1) / 2) * width
+        bars = axes.bar([place + offset for place in range(len(panel.groups))], values, width, label=name)
+        axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
+    axes.set_xticks(range(len(panel.groups)), panel.groups)
+    axes.set_ylabel(panel.unit)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    if panel.line is not None:
+        axes.axhline(panel.line, color="black", linewidth=0.8)
+
+
+def _draw_curves(axes: Any, panel: Curves) -> None:
+    for name, values in panel.series.items():
+        axes.plot(panel.positions, values, marker="o", markersize=3, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    if panel.labels is not None:
+        axes.set_xticks(panel.positions, panel.labels, rotation=30, fontsize="small")
+        axes.minorticks_off()
+    axes.set_xlabel(panel.abscissa)
+    axes.set_ylabel(panel.unit)

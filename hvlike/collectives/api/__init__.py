@@ -1,0 +1,1 @@
+"""The public collectives, one file an operation."""

@@ -1,0 +1,371 @@
+"""allreduce and its derivative: every rank gets the reduction of all ranks' tensors.
+
+y[r] = postscale * op over s of (prescale * x[s]) on every rank r. Of the eight public calls those with a trailing
+underscore write into the tensors they are given; those with `async` return a handle.
+
+With L = sum over r of L[r](y[r]), g = sum over r of dL[r]/dy[r], p = prescale and c = postscale:
+
+    Sum, Average   dL/dx[s] = (factors) g                          an allreduce with the same op and factors
+    Min, Max       dL/dx[s] = c p g / ties where p x[s] was chosen, else 0
+    Product        dL/dx[s] = c p g * (product over the other ranks of p x)
+    Adasum         none: its coefficients depend on all inputs, and to hold them constant would be a wrong answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
+from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum, check_reduction, choose_op
+from hvlike.collectives.requests.request import Handle, synchronize
+from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.submission import begin, check_tensors, check_writable, signature_of, submit
+from hvlike.errors import UsageError
+
+Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
+
+
+class GroupedAllreduce(torch.autograd.Function):
+    """Reduces out of place.
+
+    forward(tensors): the reduction itself. run(tensors, suffix, reduction): another one of the same group, under
+    the name of this one with `suffix`; differentiable in its turn where that is asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:
+        """Reduce, and keep what the derivative of this op looks at."""
+        outputs = forward(tensors)
+        ctx.run, ctx.reduction = run, reduction
+        ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
+        if reduction.op in (Min, Max, Product):
+            ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective like the forward call: all ranks of the set run backward."""
+        if ctx.reduction.op is Adasum:
+            raise UsageError(
+                "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
+                "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
+            )
+        incoming = [gradients[index] for index in ctx.smooth]
+        inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
+        if ctx.reduction.op is Product:
+            found = _gradient_of_product(ctx.run, ctx.reduction, incoming, inputs)
+        elif ctx.reduction.op in (Min, Max):
+            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs)
+        else:
+            # Sum and Average are their own adjoints, the factors included, which are real.
+            found = ctx.run(incoming, "gradient", ctx.reduction)
+        by_index = dict(zip(ctx.smooth, found, strict=True))
+        return (None, None, None, *(by_index.get(index) for index in range(len(gradients))))
+
+
+def _gradient_of_choice(
+    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
+    total = run(incoming, "gradient", _SUM)
+    # The result of the forward call may be rounded, by its factors or between nodes; without factors it is exact.
+    op = reduction.op if reduction.prescale >= 0 else {Min: Max, Max: Min}[reduction.op]
+    plain = [each.detach() for each in inputs]
+    best = run(plain, "choice", Reduction(op, 1.0, 1.0))
+    chosen = [(own == extreme).to(gradient.dtype) for own, extreme, gradient in zip(plain, best, incoming, strict=True)]
+    ties = run(chosen, "ties", _SUM)
+    scale = reduction.prescale * reduction.postscale
+    return [scale * g * mine / tied.clamp(min=1) for g, mine, tied in zip(total, chosen, ties, strict=True)]
+
+
+def _gradient_of_product(
+    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """For each element the product over all other ranks, right also where some are zero."""
+    if torch.is_grad_enabled():
+        raise UsageError("allreduce with op=hvd.Product has no second derivative: run backward without create_graph.")
+    total = run(incoming, "gradient", _SUM)
+    scaled = [each * reduction.prescale for each in inputs]
+    is_zero = [each == 0 for each in scaled]
+    without_zeros = [torch.where(zero, torch.ones_like(each), each) for each, zero in zip(scaled, is_zero, strict=True)]
+    products = run(without_zeros, "product", Reduction(Product, 1.0, 1.0))
+    zeros = run([zero.to(torch.int32) for zero in is_zero], "zeros", _SUM)
+    scale = reduction.prescale * reduction.postscale
+    result = []
+    for g, own, zero, product, count in zip(total, without_zeros, is_zero, products, zeros, strict=True):
+        others_have_none = count == zero.to(torch.int32)
+        others = torch.where(others_have_none, product / own, torch.zeros_like(product))
+        result.append(scale * g * others.conj())
+    return result
+
+
+_SUM = Reduction(Sum, 1.0, 1.0)
+
+
+_differentiable: Callable[..., tuple[torch.Tensor, ...]] = GroupedAllreduce.apply
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: CompressorLike = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> torch.Tensor:
+    """Reduce over ranks into a new tensor.
+
+    tensor: any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
+    op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while reducing, integers truncate toward
+        zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once what the
+        ranks' tensors have in common. average: deprecated, True for Average and False for Sum.
+    compression: applied before and after, e.g. Compression.fp16.
+    Returns a tensor like `tensor`. Collective: every rank of the set calls it, in any order, under the same name.
+    Blocks until done.
+    Raises: UsageError (a ValueError) on this rank alone; MismatchError, PeerLeftError, ShutdownError (all
+        HorovodInternalError) on every rank.
+    Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: to the
+        elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
+        UsageError.
+    Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
+    """
+    plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)
+    if plain and not _needs_gradient([tensor]):
+        return allreduce_(_copy(tensor), None, name, op, prescale_factor, postscale_factor, process_set)
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    compressor = check_compressor(compression)
+    compressed, context = compressor.compress(tensor)
+    (reduced,) = _reduce_out_of_place(call, [compressed])
+    return compressor.decompress(reduced, context)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> torch.Tensor:
+    """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
+    way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
+    outcome = None
+    if way is not None and average is None:
+        outcome = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
+    if outcome is not None:
+        if outcome.done:
+            return tensor
+        name = outcome.name
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    handle = _start(call, [tensor], lambda outputs: outputs[0], wake=False, counted=outcome is not None)
+    result: torch.Tensor = synchronize(handle)
+    return result
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start `allreduce` into a new tensor, which `synchronize(handle)` returns. No gradient. Does not block."""
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, [_copy(tensor)], lambda outputs: outputs[0])
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start `allreduce` in place; leave `tensor` alone until `synchronize(handle)` has returned it."""
+    call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, [tensor], lambda outputs: outputs[0])
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: CompressorLike = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors at once, never partially; dtypes may be mixed. Returns a list of new tensors.
+
+    Raises: UsageError for an empty list; else as `allreduce`.
+    Gradient: as `allreduce`, grouped.
+    """
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    compressor = check_compressor(compression)
+    pairs = [compressor.compress(tensor) for tensor in _listed(tensors)]
+    reduced = _reduce_out_of_place(call, [pair[0] for pair in pairs])
+    return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[torch.Tensor]:
+    """`grouped_allreduce` in place, without compression and gradient; returns the tensors."""
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    handle = _start(call, _listed(tensors), list, wake=False)
+    result: list[torch.Tensor] = synchronize(handle)
+    return result
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start `grouped_allreduce` into new tensors, which `synchronize(handle)` returns. No gradient."""
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    copies = [_copy(tensor) for tensor in _listed(tensors)]
+    return _start(call, copies, list)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start `grouped_allreduce` in place; leave the tensors alone until `synchronize(handle)` has returned them."""
+    call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start(call, _listed(tensors), list)
+
+
+class _Call(NamedTuple):
+    """A call that has its number: what it runs in, under which name, and what it reduces."""
+
+    what: str
+    set_state: ProcessSetState
+    name: str
+    reduction: Reduction
+    process_set: ProcessSet | None
+    given_name: str | None
+
+
+def _begin(
+    what: str,
+    name: str | None,
+    process_set: ProcessSet | None,
+    average: bool | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> _Call:
+    """Number the call before anything can be wrong with it, then look at what it asks for."""
+    set_state, full_name = begin(what, name, process_set)
+    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
+    return _Call(what, set_state, full_name, reduction, process_set, name)
+
+
+def _start(
+    call: _Call,
+    tensors: Sequence[torch.Tensor],
+    result: Callable[[Sequence[torch.Tensor]], Any],
+    *,
+    wake: bool = True,
+    counted: bool = False,
+) -> Handle:
+    """Start reducing `tensors` in place; `result(tensors)` is what the handle returns."""
+    what, reduction = call.what, call.reduction
+    check_tensors(what, call.name, tensors)
+    check_writable(what, call.name, tensors)
+    check_reduction(what, call.name, reduction, [tensor.dtype for tensor in tensors])
+    signature = signature_of(
+        "allreduce", tensors, op=int(reduction.op), prescale=reduction.prescale, postscale=reduction.postscale
+    )
+    key = call.name if what == "allreduce" else f"{what}.{call.name}"
+    if call.set_state.express is not None and what == "allreduce":
+        call.set_state.express.learn(signature, tensors[0])
+    return submit(
+        call.set_state,
+        signature,
+        key,
+        tensors,
+        lambda request: result(request.tensors),
+        wake=wake,
+        counted=counted,
+    )
+
+
+def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
+
+    def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = synchronize(_start(call, [_copy(each) for each in inputs], list, wake=False))
+        return result
+
+    def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
+        name = None if call.given_name is None else f"{call.given_name}.{suffix}"
+        set_state, full_name = begin(call.what, name, call.process_set)
+        another = _Call(call.what, set_state, full_name, reduction, call.process_set, name)
+        return _reduce_out_of_place(another, list(inputs))
+
+    if _needs_gradient(tensors):
+        return list(_differentiable(forward, run, call.reduction, *tensors))
+    return forward(tensors)
+
+
+def _needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to reduce into, holding the same values in the same order in memory."""
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _listed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    listed = list(tensors)
+    if not listed:
+        raise UsageError("grouped_allreduce: expected at least one tensor, got an empty list.")
+    return listed
+
+
+__all__ = [
+    "ReduceOp",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]

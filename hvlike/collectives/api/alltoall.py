@@ -1,0 +1,154 @@
+"""alltoall: every rank sends some of its rows to each other.
+
+y[r] = x[0][rows for r] over x[1][rows for r] over ... on rank r. The derivative sends the rows of the gradient back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.request import Handle, Request, synchronize
+from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.submission import begin, check_tensors, signature_of, submit
+from hvlike.errors import UsageError
+
+Splits = torch.Tensor | Sequence[int]
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send rows of `tensor` to every rank and return those that came, in the order of the ranks.
+
+    tensor: (N, ...), any strides, any dtype of the table; N may differ between ranks and be 0, the other dimensions
+        and the dtype may not.
+    splits: how many rows go to each rank of the set, in order: a list, or a 1-d int32 or int64 tensor. Rows beyond
+        their sum are not sent. Without splits every rank gets as many, and N must be divisible by the size of the set.
+    Returns the rows that came; with `splits` the pair (rows that came, how many from each rank: int32 or the dtype of
+    splits). Collective: every rank of the set calls it, in any order, under the same name; some may give splits and
+    others not. Blocks until done.
+    Raises: UsageError (a ValueError) on this rank alone; ShapeMismatchError, MismatchError, PeerLeftError,
+        ShutdownError (all HorovodInternalError) on every rank.
+    Gradient: alltoall of the incoming gradient with the received splits; zero for rows that were not sent.
+    Source: MPI 4.1 section 6.8; horovod.torch.alltoall.
+    """
+    call = _begin(tensor, splits, name, process_set)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        output, received = _differentiable(call, tensor)
+    else:
+        output, received = synchronize(_start(call, tensor, wake=False))
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start `alltoall`; `synchronize(handle)` always returns the pair. No gradient. Does not block.
+
+    Leave `tensor` alone until then.
+    """
+    return _start(_begin(tensor, splits, name, process_set), tensor)
+
+
+class _Call(NamedTuple):
+    """A call that has its number and is in order."""
+
+    set_state: ProcessSetState
+    name: str
+    process_set: ProcessSet | None
+    given_name: str | None
+    splits: list[int]
+    counts_dtype: torch.dtype
+
+
+def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Call:
+    """Number the call before anything can be wrong with it, then look at what it asks for."""
+    set_state, full_name = begin("alltoall", name, process_set)
+    check_tensors("alltoall", full_name, [tensor])
+    which = f"alltoall {full_name!r}"
+    if tensor.dim() == 0:
+        raise UsageError(f"{which}: expected at least one dimension, got shape []; a 0-dim tensor has no rows to send.")
+    size = set_state.group.size
+    if splits is None:
+        if len(tensor) % size:
+            raise UsageError(
+                f"{which}: splits not provided, but first dimension of tensor is not an even multiple of the number "
+                f"of workers. Got {len(tensor)} rows for {size} ranks; pass splits=[rows for each rank]."
+            )
+        return _Call(set_state, full_name, process_set, name, [len(tensor) // size] * size, torch.int32)
+    counts_dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
+    return _Call(set_state, full_name, process_set, name, _checked(which, splits, len(tensor), size), counts_dtype)
+
+
+def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
+    """The splits as a list, if they can be meant."""
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype not in (torch.int32, torch.int64) or splits.dim() != 1:
+            raise UsageError(
+                f"{which}: alltoall expects splits to contain 32-bit integer elements, or 64-bit ones, in one "
+                f"dimension; got {splits.dtype} of shape {list(splits.shape)}."
+            )
+        splits = splits.tolist()
+    try:
+        counts = [operator.index(each) for each in splits]
+    except TypeError:
+        raise UsageError(
+            f"{which}: alltoall expects splits to contain 32-bit integer elements, or 64-bit ones; got {splits!r}."
+        ) from None
+    if len(counts) != size:
+        raise UsageError(
+            f"{which}: Number of entries in splits does not equal number of workers. Got {len(counts)} entries for "
+            f"{size} ranks."
+        )
+    if min(counts) < 0:
+        raise UsageError(f"{which}: expected no negative entry in splits, got {counts}.")
+    if sum(counts) > rows:
+        raise UsageError(
+            f"{which}: Sum of splits entries is greater than the first dimension of tensor. Got {counts}, which is "
+            f"{sum(counts)}, for {rows} rows."
+        )
+    return counts
+
+
+def _start(call: _Call, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
+    def finish(request: Request) -> Any:
+        output, rows = request.outputs
+        return output.to(tensor.device), torch.tensor(rows, dtype=call.counts_dtype, device="cpu")
+
+    # The numbers of rows differ between ranks, so they are no part of what is compared.
+    splits = torch.tensor(call.splits, dtype=torch.int64, device="cpu")
+    signature = signature_of("alltoall", [tensor])
+    return submit(call.set_state, signature, call.name, [tensor, splits], finish, wake=wake)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> Any:
+        """Exchange rows, and keep how many came from whom."""
+        output, received = synchronize(_start(call, tensor, wake=False))
+        ctx.call, ctx.shape, ctx.received = call, tensor.shape, received.tolist()
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective like the forward call: all ranks of the set run backward."""
+        call: _Call = ctx.call
+        name = None if call.given_name is None else f"{call.given_name}.gradient"
+        sent, _ = alltoall(gradients[0], ctx.received, name, call.process_set)
+        rest = sent.new_zeros((ctx.shape[0] - len(sent), *ctx.shape[1:]))
+        return None, torch.cat([sent, rest])
+
+
+_differentiable: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Alltoall.apply

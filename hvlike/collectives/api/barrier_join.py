@@ -1,0 +1,132 @@
+"""barrier, and join: a rank without data lets the others go on.
+
+A rank that has joined contributes neutral values until all ranks have joined; hvd.join() and the Join context share
+`begin_join` and `end_join`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvlike.backends.base import Backend
+from hvlike.backends.op_queue import Job
+from hvlike.collectives.compression import Mark
+from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.request import Handle, RequestSpec, synchronize
+from hvlike.collectives.session.context import current
+from hvlike.collectives.session.joined_proxy import raise_first
+from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.submission import begin, submit
+from hvlike.errors import HorovodInternalError, UsageError
+from hvlike.transport.loop.coroutine import Coroutine
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Wait until every rank of the set has called this.
+
+    Collective: every rank of the set. Blocks. Operations of other names may be in flight meanwhile.
+    Raises: PeerLeftError, ShutdownError, DeadlockError (all HorovodInternalError).
+    Source: MPI 4.1 section 6.3; horovod.torch.barrier.
+    """
+    set_state, name = begin("barrier", None, process_set)
+    synchronize(submit(set_state, RequestSpec("barrier"), name, [], lambda request: None, wake=False))
+
+
+def set_away(set_state: ProcessSetState, away: bool) -> None:
+    """Keep off the express way, and let the others keep off it. Local."""
+    if set_state.express is not None:
+        set_state.express.set_away(away)
+
+
+def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: JoinScope, how: str) -> Handle:
+    """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so."""
+    proxies = set_state.proxies
+    # Nothing of it may vanish before it has its proxy: the others count on it.
+    planned = list(proxies.planned)
+    request = JoinRequest(
+        set_state.controller.names.counts(),
+        proxies.plans(planned),
+        proxies.spare_lanes(),
+        marks,
+        scope,
+        how,
+    )
+    ends: list[JoinEnd] = []
+
+    def job(end: JoinEnd) -> Job:
+        def run(plane: Backend) -> Coroutine[None]:
+            # On the lane like any other operation: what was agreed before has ended then.
+            ends.append(end)
+            yield from ()
+
+        return run
+
+    # First the proxies: what the others begin once they know of this rank needs them.
+    current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
+    signature = RequestSpec("join", detail=request)
+    return submit(set_state, signature, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
+
+
+def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
+    """Wait for the last step of every plan, the one without an active rank, and go on alike.
+
+    Raises: what has gone wrong in a proxy.
+    """
+    loop = current().fabric.loop
+    pairs = list(zip(set_states, ends, strict=True))
+    loop.wait(lambda: all(each.proxies.settled(end.plans) for each, end in pairs))
+    errors: list[BaseException | None] = []
+
+    def end_all() -> None:
+        for set_state, end in pairs:
+            errors.append(set_state.proxies.error())
+            set_state.proxies.end(end.plans, end.spare_lanes)
+
+    loop.post(end_all, wake=False)
+    loop.wait(lambda: len(errors) == len(pairs))
+    raise_first(errors)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks say so.
+
+    Meanwhile this rank is neutral in what the others do: it contributes the identity of the op to allreduce and
+    grouped allreduce (zeros to the gradients of optimizers; Average still divides by all ranks) and counts as arrived
+    in barriers. Other collectives raise HorovodInternalError on the active ranks; the job goes on.
+    device: accepted for Horovod's sake; nothing depends on it.
+    Returns the rank that joined last, the same on all ranks. Collective: every rank of the job calls it. Blocks.
+    The numbers of unnamed operations, which differ by then, are aligned when it ends.
+    Raises: UsageError between backward and step, and inside a Join context; PeerLeftError, ShutdownError
+        (HorovodInternalErrors).
+    Source: horovod.torch.join.
+    """
+    context = current()
+    set_states = [context.registry.set_states[number] for number in sorted(context.registry.set_states)]
+    for set_state in set_states:
+        if set_state.rounds.inside:
+            raise UsageError("hvd.join() inside a Join context, which does the same at its end. Leave it first.")
+        for each in list(set_state.proxies.planned):
+            if each.busy:
+                raise UsageError(
+                    f"hvd.join() between backward and step: {each.name!r} is being reduced. Call optimizer.step() or "
+                    "optimizer.synchronize() first."
+                )
+    marks = [set_state.proxies.marks() for set_state in set_states]
+    for set_state in set_states:
+        set_away(set_state, True)
+    try:
+        handles = [
+            begin_join(set_state, mine, JoinScope.EVERYTHING, "called hvd.join()")
+            for set_state, mine in zip(set_states, marks, strict=True)
+        ]
+        ends: list[JoinEnd] = [handle.result() for handle in handles]
+        end_join(set_states, ends)
+    except HorovodInternalError:
+        for set_state in set_states:
+            context.fabric.loop.post(set_state.proxies.give_up, wake=False)
+        raise
+    finally:
+        for set_state in set_states:
+            set_away(set_state, False)
+    return ends[0].last

@@ -1,0 +1,105 @@
+"""broadcast: every rank gets the tensor of one rank. The derivative sums the gradients on that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Sum
+from hvlike.collectives.requests.request import Handle, synchronize
+from hvlike.collectives.session.submission import begin, check_tensors, check_writable, signature_of, submit
+from hvlike.errors import UsageError
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> torch.Tensor:
+    """Copy the tensor of `root_rank` into a new tensor on every rank.
+
+    tensor: any shape and strides, any dtype of the table; the same shape and dtype on every rank.
+    root_rank: rank in the job, also when a process set is given.
+    Returns a tensor like `tensor`. Collective: every rank of the set calls it, in any order, under the same name.
+    Blocks until done.
+    Raises: UsageError (a ValueError) on this rank alone; MismatchError, PeerLeftError, ShutdownError (all
+        HorovodInternalError) on every rank.
+    Gradient: the sum of all ranks' gradients on the root, zero elsewhere.
+    Source: MPI 4.1 section 6.4; horovod.torch.broadcast.
+    """
+    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        return _differentiable(tensor, root_rank, name, process_set)
+    result: torch.Tensor = synchronize(_start(_copy(tensor), root_rank, name, process_set, wake=False))
+    return result
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> torch.Tensor:
+    """`broadcast` into `tensor` itself, without a gradient; returns it."""
+    result: torch.Tensor = synchronize(_start(tensor, root_rank, name, process_set, wake=False))
+    return result
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Start `broadcast` into a new tensor, which `synchronize(handle)` returns. No gradient. Does not block."""
+    return _start(_copy(tensor), root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Start `broadcast` in place; leave `tensor` alone until `synchronize(handle)` has returned it."""
+    return _start(tensor, root_rank, name, process_set)
+
+
+def _start(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
+) -> Handle:
+    set_state, full_name = begin("broadcast", name, process_set)
+    check_tensors("broadcast", full_name, [tensor])
+    check_writable("broadcast", full_name, [tensor])
+    if root_rank not in set_state.group.ranks:
+        raise UsageError(
+            f"broadcast received invalid root rank {root_rank} for provided process set: {full_name!r} runs among "
+            f"{name_ranks(set_state.group.ranks)}."
+        )
+    signature = signature_of("broadcast", [tensor], root=int(root_rank))
+    return submit(set_state, signature, full_name, [tensor], lambda request: request.tensors[0], wake=wake)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+class _Broadcast(torch.autograd.Function):
+    """y[r] = x[root], so dL/dx[root] = sum over r of dL[r]/dy[r], and nothing elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
+    ) -> torch.Tensor:
+        """Broadcast without a gradient."""
+        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
+        result: torch.Tensor = synchronize(_start(_copy(tensor), root_rank, name, process_set, wake=False))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective like the forward call."""
+        name = None if ctx.name is None else f"{ctx.name}.gradient"
+        total = allreduce(gradients[0], name=name, op=Sum, process_set=ctx.process_set)
+        set_state, _ = begin("gradient of broadcast", "", ctx.process_set)
+        is_root = set_state.group.ranks[set_state.group.rank] == ctx.root_rank
+        # Zeros that still hang on the sum: a second backward is collective too.
+        if not is_root:
+            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
+        return (total, None, None, None)
+
+
+_differentiable: Callable[..., torch.Tensor] = _Broadcast.apply

@@ -1,0 +1,349 @@
+"""allgather and reducescatter: each is the derivative of the other.
+
+    allgather       y[r] = x[0] over x[1] over ...                on every rank r
+    reducescatter   y[r] = c * op over s of (p * x[s][rows of r])
+
+With L = sum over ranks of L[r](y[r]):
+
+    allgather                    dL/dx[s] = sum over r of dL[r]/dy[r][rows of s]              a reducescatter by Sum
+    reducescatter Sum, Average   dL/dx[s] = c p (dL[0]/dy[0] over dL[1]/dy[1] over ...)       an allgather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import op_name, reduce_op
+from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum, check_reduction
+from hvlike.collectives.requests.request import Handle, Request, synchronize
+from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.submission import begin, check_tensors, signature_of, submit
+from hvlike.errors import UsageError
+
+Rows = tuple[int, ...]
+"""How many rows belong to each rank."""
+
+
+class RowsCall(NamedTuple):
+    """A call that has its number: what it runs in and under which name."""
+
+    what: str
+    set_state: ProcessSetState
+    name: str
+    process_set: ProcessSet | None
+    given_name: str | None
+
+    @classmethod
+    def begin(cls, what: str, name: str | None, process_set: ProcessSet | None) -> RowsCall:
+        """Number the call before anything can be wrong with it."""
+        set_state, full_name = begin(what, name, process_set)
+        return cls(what, set_state, full_name, process_set, name)
+
+    def gradient(self, kind: str) -> RowsCall:
+        """The call of another kind that backward makes."""
+        what = f"grouped_{kind}" if self.what.startswith("grouped_") else kind
+        name = None if self.given_name is None else f"{self.given_name}.gradient"
+        return RowsCall.begin(what, name, self.process_set)
+
+    @property
+    def key(self) -> str:
+        """The name under which the ranks meet; groups and sparse tensors have names of their own."""
+        return self.name if self.what in ("allgather", "reducescatter") else f"{self.what}.{self.name}"
+
+
+def start_gather(
+    call: RowsCall,
+    tensors: Sequence[torch.Tensor],
+    result: Callable[[list[torch.Tensor]], Any],
+    *,
+    detail: Any = None,
+    wake: bool = True,
+) -> Handle:
+    """Start concatenating the rows of all ranks; `result(outputs)` is what the handle returns.
+
+    detail: what else must be the same on all ranks.
+    """
+    return _start_gather(call, tensors, lambda pairs: result([output for output, _ in pairs]), detail, wake=wake)
+
+
+def _start_gather(
+    call: RowsCall, tensors: Sequence[torch.Tensor], result: Callable[[list[Any]], Any], detail: Any, *, wake: bool
+) -> Handle:
+    check_tensors(call.what, call.name, tensors)
+    signature = signature_of("allgather", tensors, detail=detail)
+
+    def finish(request: Request) -> Any:
+        return result(
+            [(output.to(tensor.device), rows) for tensor, (output, rows) in zip(tensors, request.outputs, strict=True)]
+        )
+
+    return submit(call.set_state, signature, call.key, tensors, finish, wake=wake)
+
+
+def start_reduce(
+    call: RowsCall,
+    tensors: Sequence[torch.Tensor],
+    reduction: Reduction,
+    result: Callable[[list[torch.Tensor]], Any],
+    *,
+    rows: Sequence[Rows] | None = None,
+    wake: bool = True,
+) -> Handle:
+    """Start reducing rows; rows: those of each rank for each tensor, None to divide them evenly."""
+    check_tensors(call.what, call.name, tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() == 0:
+            which = repr(call.name) if len(tensors) == 1 else f"{call.name!r} (tensor {index})"
+            raise UsageError(
+                f"{call.what} {which}: Reducescatter does not support scalar inputs; expected at least one dimension, "
+                "got shape []. Use hvd.allreduce."
+            )
+    if reduction.op is Adasum:
+        raise UsageError(
+            f"{call.what} {call.name!r}: op Adasum is not defined on rows; possible: Average, Sum, Min, Max, Product."
+        )
+    check_reduction(call.what, call.name, reduction, [tensor.dtype for tensor in tensors])
+    signature = signature_of(
+        "reducescatter",
+        tensors,
+        op=int(reduction.op),
+        prescale=reduction.prescale,
+        postscale=reduction.postscale,
+        detail=None if rows is None else tuple(rows),
+    )
+
+    def finish(request: Request) -> Any:
+        return result([output.to(tensor.device) for tensor, output in zip(tensors, request.outputs, strict=True)])
+
+    return submit(call.set_state, signature, call.key, tensors, finish, wake=wake)
+
+
+def gather_rows(call: RowsCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
+    if _is_recorded(tensors):
+        return list(_gather(call, *tensors))
+    result: list[torch.Tensor] = synchronize(start_gather(call, tensors, list, wake=False))
+    return result
+
+
+def reduce_rows(
+    call: RowsCall, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
+) -> list[torch.Tensor]:
+    """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
+    if _is_recorded(tensors):
+        return list(_reduce(call, reduction, rows, *tensors))
+    result: list[torch.Tensor] = synchronize(start_reduce(call, tensors, reduction, list, rows=rows, wake=False))
+    return result
+
+
+def _is_recorded(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
+    """Only numbers that are not whole have gradients."""
+    ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
+    ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: RowsCall, *tensors: torch.Tensor) -> Any:
+        """Gather, and keep which rows are whose."""
+        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(_start_gather(call, tensors, list, None, wake=False))
+        ctx.call = call
+        ctx.rows = [rows for _, rows in pairs]
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        _smooth(ctx, [output for output, _ in pairs])
+        return tuple(output for output, _ in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective like the forward call: all ranks of the set run backward."""
+        incoming = [gradients[index] for index in ctx.smooth]
+        rows = [ctx.rows[index] for index in ctx.smooth]
+        found = reduce_rows(ctx.call.gradient("reducescatter"), incoming, Reduction(Sum, 1.0, 1.0), rows)
+        # A 0-dim tensor has given one row.
+        mine = {index: each.reshape(ctx.shapes[index]) for index, each in zip(ctx.smooth, found, strict=True)}
+        return (None, *(mine.get(index) for index in range(len(gradients))))
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: RowsCall, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor
+    ) -> Any:
+        """Reduce."""
+        outputs: list[torch.Tensor] = synchronize(start_reduce(call, tensors, reduction, list, rows=rows, wake=False))
+        ctx.call, ctx.reduction = call, reduction
+        _smooth(ctx, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Collective like the forward call: all ranks of the set run backward."""
+        call, reduction = ctx.call, ctx.reduction
+        if reduction.op not in (Sum, Average):
+            raise UsageError(
+                f"{call.what} {call.name!r} with op {op_name(reduction.op)} has no gradient; Sum and Average have. "
+                "Use hvd.allreduce and take the rows of this rank from its result."
+            )
+        gathered = gather_rows(call.gradient("allgather"), [gradients[index] for index in ctx.smooth])
+        divisor = call.set_state.group.size if reduction.op is Average else 1
+        factor = reduction.prescale * reduction.postscale / divisor
+        whole = dict(zip(ctx.smooth, gathered, strict=True))
+        found = (whole[index] * factor if index in whole else None for index in range(len(gradients)))
+        return (None, None, None, *found)
+
+
+_gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
+_reduce: Callable[..., tuple[torch.Tensor, ...]] = _Reduce.apply
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
+    """Concatenate the tensors of all ranks along dimension 0.
+
+    tensor: (N, ...), any strides, any dtype of the table; N may differ between ranks and be 0, the other dimensions
+        and the dtype may not. A 0-dim tensor counts as one row.
+    Returns (sum of N, ...), in rank order. Collective: every rank of the set calls it, in any order, under the same
+    name. Blocks until done.
+    Raises: UsageError (a ValueError) on this rank alone; ShapeMismatchError, MismatchError, PeerLeftError,
+        ShutdownError (all HorovodInternalError) on every rank.
+    Gradient: the sum over all ranks of the gradients of this rank's rows.
+    Source: MPI 4.1 section 6.7; horovod.torch.allgather.
+    """
+    return gather_rows(RowsCall.begin("allgather", name, process_set), [tensor])[0]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+    """Start `allgather`; `synchronize(handle)` returns the result. No gradient. Does not block.
+
+    Leave `tensor` alone until then.
+    """
+    return start_gather(RowsCall.begin("allgather", name, process_set), [tensor], lambda outputs: outputs[0])
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors at once, never partially; dtypes and shapes may be mixed. Returns a list.
+
+    Raises: UsageError for an empty list; else as `allgather`.
+    Gradient: as `allgather`, grouped.
+    """
+    return gather_rows(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Start `grouped_allgather`; `synchronize(handle)` returns the list. No gradient. Does not block.
+
+    Leave the tensors alone until then.
+    """
+    return start_gather(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors), list)
+
+
+def _listed_to_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    listed = list(tensors)
+    if not listed:
+        raise UsageError("grouped_allgather: expected at least one tensor, got an empty list.")
+    return listed
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: CompressorLike = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce over ranks and keep this rank's rows.
+
+    tensor: (N, ...), any strides, any dtype on which the op is defined; the same shape and dtype on every rank.
+    op: Average (default), Sum, Min, Max or Product, with the rules of `allreduce`.
+    compression: applied before and after, e.g. Compression.fp16.
+    Returns (N // size, ...), with one row more on the first N % size ranks. Collective: every rank of the set calls
+    it, in any order, under the same name. Blocks until done.
+    Raises: UsageError (a ValueError) on this rank alone, also for a 0-dim tensor; MismatchError, PeerLeftError,
+        ShutdownError (all HorovodInternalError) on every rank.
+    Gradient: Sum and Average: allgather of the gradients, scaled like the forward. The other ops have none.
+    Source: MPI 4.1 section 6.10; horovod.torch.reducescatter.
+    """
+    call = RowsCall.begin("reducescatter", name, process_set)
+    compressor = check_compressor(compression)
+    compressed, context = compressor.compress(tensor)
+    (reduced,) = reduce_rows(call, [compressed], _reduction(op, prescale_factor, postscale_factor))
+    return compressor.decompress(reduced, context)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `reducescatter`; `synchronize(handle)` returns the result. No gradient. Does not block.
+
+    Leave `tensor` alone until then.
+    """
+    call = RowsCall.begin("reducescatter", name, process_set)
+    return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor), lambda outputs: outputs[0])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: CompressorLike = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """`reducescatter` of several tensors at once, never partially; dtypes and shapes may be mixed. Returns a list.
+
+    Raises: UsageError for an empty list; else as `reducescatter`.
+    Gradient: as `reducescatter`, grouped.
+    """
+    call = RowsCall.begin("grouped_reducescatter", name, process_set)
+    compressor = check_compressor(compression)
+    pairs = [compressor.compress(tensor) for tensor in _listed_to_reduce(tensors)]
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    reduced = reduce_rows(call, [pair[0] for pair in pairs], reduction)
+    return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `grouped_reducescatter`; `synchronize(handle)` returns the list. No gradient. Does not block.
+
+    Leave the tensors alone until then.
+    """
+    call = RowsCall.begin("grouped_reducescatter", name, process_set)
+    return start_reduce(call, _listed_to_reduce(tensors), _reduction(op, prescale_factor, postscale_factor), list)
+
+
+def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+    return Reduction(reduce_op(op), float(prescale_factor), float(postscale_factor))
+
+
+def _listed_to_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    listed = list(tensors)
+    if not listed:
+        raise UsageError("grouped_reducescatter: expected at least one tensor, got an empty list.")
+    return listed

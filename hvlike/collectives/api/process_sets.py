@@ -1,0 +1,91 @@
+"""add_process_set and remove_process_set: collective over all ranks, agreed like any request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvlike.backends.base import Backend
+from hvlike.backends.op_queue import Job
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
+from hvlike.collectives.session.context import current
+from hvlike.collectives.session.process_set_state import ranks_of, what_is_wrong
+from hvlike.collectives.session.submission import submit
+from hvlike.errors import UsageError
+from hvlike.transport.loop.coroutine import Coroutine
+
+KIND = "process_set"
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
+    """Register a process set after init().
+
+    process_set: a ProcessSet, ranks of the job, or an mpi4py communicator of some of them; the same on every rank.
+    Returns the registered set. Collective: every rank of the job calls it, members of the set and others, in the same
+    order. Blocks until done.
+    Raises: UsageError (a ValueError) on every rank for a set that is registered already or has ranks the job has not;
+        MismatchError on every rank when the ranks pass different sets.
+    Source: horovod.torch.add_process_set; HOROVOD_DYNAMIC_PROCESS_SETS is not needed here.
+    """
+    context = current()
+    registry = context.registry
+    added = global_process_set
+    ranks: list[int] = []
+    wrong: str | None = None
+    try:
+        added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        ranks = ranks_of(added.mpi_comm, context.world) if added.ranks is None else added.ranks
+        wrong = what_is_wrong(ranks, [each.ranks or [] for each in registry.sets.values()], context.world.size)
+    except UsageError as error:
+        # Told to the others all the same: they wait for this rank.
+        wrong = str(error)
+
+    def job(agreed: Any) -> Job:
+        def run(plane: Backend) -> Coroutine[None]:
+            if wrong is None:
+                added.ranks = list(ranks)
+                yield from registry.enroll(added)
+
+        return run
+
+    _agree("add", (tuple(ranks), wrong is None), job)
+    if wrong is not None:
+        raise UsageError(f"add_process_set: {wrong}")
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set; what is in flight in it ends with ShutdownError.
+
+    Returns True, or False for the global set and for one that is not registered. Its `process_set_id` becomes None.
+    Collective: every rank of the job calls it, members of the set and others, in the same order. Blocks until done.
+    Raises: MismatchError on every rank when the ranks pass different sets; UsageError for what is no ProcessSet.
+    Source: horovod.torch.remove_process_set.
+    """
+    registry = current().registry
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"remove_process_set: expected a ProcessSet, got {type(process_set).__name__}.")
+    possible = process_set is not global_process_set and registry.is_registered(process_set)
+
+    def job(agreed: Any) -> Job:
+        def run(plane: Backend) -> Coroutine[None]:
+            if possible:
+                yield from registry.dismiss(process_set)
+
+        return run
+
+    _agree("remove", (tuple(process_set.ranks or ()), possible), job)
+    return possible
+
+
+def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
+    """Let all ranks agree on what they add or remove, and do it."""
+    set_state = current().set_state(None, f"{what}_process_set")
+    name = set_state.controller.names.next(KIND)
+    signature = RequestSpec(KIND, detail=(what, *detail))
+    synchronize(submit(set_state, signature, name, [], _nothing, wake=False, job=job))
+
+
+def _nothing(request: Request) -> None:
+    """There is no result."""

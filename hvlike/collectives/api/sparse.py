@@ -1,0 +1,100 @@
+"""Allreduce of sparse tensors: an allgather of indices and values, summed locally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name, reduce_op
+from hvlike.collectives.api.gather_scatter import RowsCall, start_gather
+from hvlike.collectives.fusion.bucket import ReductionSettings
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Average, Sum
+from hvlike.collectives.requests.request import Handle
+from hvlike.errors import UsageError
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet | None = None
+) -> Callable[[], torch.Tensor]:
+    """Start the sum of sparse tensors over ranks.
+
+    tensor: sparse COO, coalesced or not, any dtype on which the op is defined; the same shape, sparse dimensions and
+        dtype on every rank, but any number of entries, also none. op: Average (default) or Sum.
+    Returns a callable that blocks until done and returns the result: a sparse tensor of the same shape with the
+    entries of all ranks in rank order, not coalesced. No gradient. Does not block.
+    Collective: every rank of the set calls it, in any order, under the same name.
+    Raises: UsageError (a ValueError) on this rank alone; the callable: ShapeMismatchError and the other
+        HorovodInternalErrors on every rank.
+    Source: horovod.torch.sparse_allreduce_async.
+    """
+    call = RowsCall.begin("sparse_allreduce", name, process_set)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise UsageError(f"sparse_allreduce {call.name!r}: expected a sparse COO tensor, got {got}; see to_sparse().")
+    reduction = _checked(f"sparse_allreduce {call.name!r}", reduce_op(op))
+    try:
+        check_supported(reduction, tensor.dtype)
+    except UsageError as error:
+        raise UsageError(f"sparse_allreduce {call.name!r}: {error}") from None
+    size = call.set_state.group.size if reduction is Average else 1
+    handle = _start(call, tensor.detach())
+
+    def result() -> torch.Tensor:
+        indices, values = handle.result()
+        scaled = values if size == 1 else _divide(values, size)
+        return _assemble(indices, scaled, tensor.shape)
+
+    return result
+
+
+class SparseSum:
+    """One sparse reduction of gradients in flight."""
+
+    def __init__(
+        self, tensor: torch.Tensor, name: str, settings: ReductionSettings, process_set: ProcessSet | None
+    ) -> None:
+        """Start gathering; a dense tensor (a stand-in of zeros) contributes nothing. Collective."""
+        _checked(f"gradient {name!r}", settings.op)
+        own = tensor.detach() if tensor.is_sparse else empty_like_sparse(tensor)
+        self._shape = own.shape
+        divisor = settings.size if settings.op is ReduceOp.AVERAGE else 1
+        self._factor = settings.prescale * settings.postscale / divisor
+        self._handle = _start(RowsCall.begin("sparse_allreduce", name, process_set), own.coalesce())
+
+    def result(self) -> torch.Tensor:
+        """Wait for the sum; coalesced."""
+        indices, values = self._handle.result()
+        return _assemble(indices, values * self._factor, self._shape).coalesce()
+
+
+def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of one sparse dimension without entries, shaped like a dense one."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=tensor.device)
+    values = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    return torch.sparse_coo_tensor(indices, values, tuple(tensor.shape), check_invariants=False, device=tensor.device)
+
+
+def _checked(what: str, op: ReduceOp) -> ReduceOp:
+    if op not in (Average, Sum):
+        raise UsageError(f"{what}: op {op_name(op)} is not defined on sparse tensors; possible: Average, Sum.")
+    return op
+
+
+def _start(call: RowsCall, tensor: torch.Tensor) -> Handle:
+    """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
+    rows = [tensor._indices().t().contiguous(), tensor._values()]
+    return start_gather(call, rows, list, detail=tuple(tensor.shape))
+
+
+def _divide(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide; integers are truncated toward zero, entry by entry."""
+    if values.is_floating_point() or values.is_complex():
+        return values / size
+    return torch.div(values, size, rounding_mode="trunc")
+
+
+def _assemble(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    # Without checks: torch warns about every sparse tensor that is made without saying whether to check it.
+    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False, device=values.device)

@@ -1,0 +1,1 @@
+"""Negotiation of named requests, and running what was agreed."""

@@ -1,0 +1,340 @@
+"""Negotiation: named requests come in any order on each rank; the coordinator announces one order for all.
+
+    submit        any thread: the request goes into the tensor queue and to the coordinator
+    coordinator   on the first rank: compares what all members ask for and sends a response list
+    run           every rank runs the responses of one message in its order
+
+A spec that was announced once is referred to by its number from then on. Only `submit` and `wait` may be called from
+any thread; the rest runs in the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
+from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
+from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.stall_inspector import (
+    PING,
+    PONG,
+    PeerProbe,
+    StallInspector,
+    StallLimits,
+    StatusReply,
+    Submission,
+    answer_of,
+    describe_tensors,
+)
+from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
+from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure, neutral_tensors
+from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.request import CallSite, Request, RequestKey, RequestSpec
+from hvlike.errors import HorovodInternalError
+from hvlike.observe.stacks import main_stack
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.host import mpi_library
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.world import Group
+
+PATIENCE_SECONDS = 0.5
+"""How long a rank waits before it says so; only then can a deadlock be found."""
+
+READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
+INSPECT, ANSWER, END = "inspect", "answer", "end"
+FAILURE, FAILED = "failure", "failed"
+
+Send = Callable[[int, str, Any], None]
+Runner = Callable[[list[tuple[Request, Response]]], None]
+
+
+class Controller:
+    """The requests of this rank in one process set and, on its first rank, the coordinator of all."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        group: Group,
+        run: Runner,
+        send: Send,
+        end: Callable[[HorovodInternalError], None],
+        limits: StallLimits,
+        capacity: int,
+        cycle_seconds: float,
+        trace: Trace,
+    ) -> None:
+        """run: carries out what was agreed; send: takes a message to a rank; end: ends everything with an error."""
+        self.cycle_seconds = cycle_seconds
+        """How long the coordinator gathers what is ready before it announces it."""
+        self.names = AutomaticNames()
+        self.optimizer_names = AutomaticNames()
+        """Of optimizers, in the order of their first use; join() does not align them: there is no gap to skip."""
+        self.steps: dict[str, int] = {}
+        """Steps of each planned reduction that this rank has entered."""
+        self.stand_in: Callable[[Response], Request | None] = stand_in
+        """Makes the request of a rank that has joined from what the others ask for."""
+        self.on_failure: Callable[[int, JoinFailure], None] = _ignore_failure
+        """Told in the loop which Join context, by its number, a member has left by an exception."""
+        self._fabric = fabric
+        self._group = group
+        self._run = run
+        self._send = send
+        self._trace = trace
+        self._end = end
+        self.tensor_queue = TensorQueue(fabric.world.rank)
+        self._outbox: deque[Request] = deque()
+        self._numbers: dict[RequestSpec, int] = {}
+        self._positions = {rank: position for position, rank in enumerate(group.ranks)}
+        me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
+        look = partial(fabric.look_at, many_look=True)
+        self._silence = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, send, look, limits)
+        self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
+        """How to end waits for something that is not a request of this controller."""
+        self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
+        self._gathered: list[ResponseList] = []
+        self._coordinator: Coordinator | None = None
+        if group.rank == 0:
+            inspection = StallInspector(
+                group.ranks, lambda number: self._tell_all(INSPECT, number), limits, fabric.look_at
+            )
+            self._coordinator = Coordinator(group.ranks, self._announce, inspection, capacity, trace)
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def submit(self, request: Request, *, wake: bool, counted: bool = False) -> None:
+        """Ask for an operation; `wake=False` when the caller will wait for it at once.
+
+        counted: it was numbered before, for an attempt on the express way.
+        Raises: DuplicateNameError, ShutdownError.
+        """
+        key = request.key
+        self.tensor_queue.enter(request, counted=counted)
+        if self._trace.recorder.on:
+            self._trace.submitted(request)
+        request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
+        self._outbox.append(request)
+        self._fabric.loop.post(self._flush, wake=wake)
+
+    def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
+
+        Raises: ForkedProcessError in a child that has inherited the handle.
+        """
+        mpi_library.check_not_forked()
+        loop = self._fabric.loop
+        if timeout is not None and timeout <= 0:
+            loop.turn()
+            return done()
+        patience = PATIENCE_SECONDS if timeout is None else min(timeout, PATIENCE_SECONDS)
+        if loop.wait(done, patience):
+            return True
+        if timeout is not None and timeout <= patience:
+            return False
+        # With several threads another one may still ask for what the peers lack.
+        certain = self.tensor_queue.has_one_thread()
+        waiting = WaitReport(key, self.names.counts(), dict(self.steps), certain)
+        loop.post(lambda: self._report(WAITING, waiting), wake=False)
+        try:
+            return self._wait_on(key, done, None if timeout is None else timeout - patience)
+        finally:
+            loop.post(lambda: self._report(RESUMED, None), wake=False)
+
+    def _wait_on(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
+        loop, seconds = self._fabric.loop, self._silence.seconds
+        if seconds is None or timeout is not None:
+            return loop.wait(done, timeout)
+        began = time.monotonic()
+        while not loop.wait(done, seconds):
+            agreed = key[0] != STEP and key not in self.tensor_queue.requests
+            error = self._silence.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
+            if error is not None:
+                loop.post(partial(self._end, error), wake=False)
+        return True
+
+    def report_failure(self, number: int, failure: JoinFailure) -> None:
+        """This rank leaves its Join context of this number by an exception; all members are told."""
+        self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
+
+    def stop_steps(self, failure: JoinFailure) -> None:
+        """End the planned steps that this rank waits in and a member will not take part in; in the loop."""
+        for (kind, name), stop in list(self._stoppable.items()):
+            if kind == STEP and failure.misses(name, self.steps.get(name, 0)):
+                stop(failure.error)
+
+    def enter_step(
+        self, key: RequestKey, step: int, place: CallSite, detail: str, stop: Callable[[HorovodInternalError], None]
+    ) -> None:
+        """This rank waits in a step of a planned reduction from now on; `stop` ends that wait, in the loop."""
+        self.tensor_queue.notice(key, place)
+        self.steps[key[1]] = step
+        self._steps_at[key] = (place, time.monotonic(), detail)
+        self._stoppable[key] = stop
+
+    def leave_step(self, key: RequestKey) -> None:
+        """The step has ended."""
+        self._steps_at.pop(key, None)
+        self._stoppable.pop(key, None)
+
+    # -- in the loop: as a member ---------------------------------------------------------------
+
+    def hear(self, rank: int, what: str, value: Any) -> None:
+        """A message of a member of this group."""
+        coordinator = self._coordinator
+        if what == VERDICTS:
+            self._obey(*value)
+        elif what == INSPECT:
+            self._report(ANSWER, self._answer(value))
+        elif what == END:
+            self._end(value)
+        elif what == PING:
+            self._send(rank, PONG, answer_of(value))
+        elif what == PONG:
+            self._silence.hear(rank, value)
+        elif what == FAILED:
+            self.on_failure(*value)
+        elif coordinator is not None:
+            position = self._positions[rank]
+            if what == READY:
+                coordinator.collect(position, value)
+            elif what == WAITING:
+                coordinator.waiting(position, value)
+            elif what == RESUMED:
+                coordinator.resumed(position)
+            elif what == ANSWER:
+                coordinator.answered(position, value)
+            elif what == FAILURE and not coordinator.failing:
+                # First this, so that a member knows the reason when what it waits for fails.
+                self._tell_all(FAILED, value)
+                coordinator.fail_all(value[1].error)
+
+    def watch(self) -> None:
+        """On the coordinator, look for stalls; called about four times a second."""
+        if self._coordinator is not None and self.tensor_queue.closed is None:
+            error = self._coordinator.watch()
+            if error is not None:
+                self._tell_all(END, error)
+
+    def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some members have left. On every rank of the group."""
+        if self._coordinator is not None:
+            self._coordinator.lose(errors)
+
+    def close(self, error: HorovodInternalError) -> None:
+        """Refuse what comes and fail what is there."""
+        for request in self.tensor_queue.close(error):
+            request.handle.complete(None, error)
+        for stop in list(self._stoppable.values()):
+            stop(error)
+        self._stoppable.clear()
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is in flight here, nor known to be anywhere."""
+        return not (
+            self.tensor_queue.requests or self._outbox or (self._coordinator and self._coordinator.agreement.pending)
+        )
+
+    def _flush(self) -> None:
+        entries = []
+        while self._outbox:
+            request = self._outbox.popleft()
+            number = self._numbers.get(request.signature)
+            entries.append((request.name, request.signature if number is None else number))
+        if entries:
+            self._report(READY, entries)
+
+    def _report(self, what: str, value: Any) -> None:
+        """Tell the coordinator, which may be this rank."""
+        if self._coordinator is not None:
+            self.hear(self._fabric.world.rank, what, value)
+        else:
+            self._send(self._group.ranks[0], what, value)
+
+    def _tell_all(self, what: str, value: Any) -> None:
+        for rank in self._group.ranks[1:]:
+            self._send(rank, what, value)
+        self.hear(self._fabric.world.rank, what, value)
+
+    def _announce(self, announcement: ResponseList) -> None:
+        if not self.cycle_seconds:
+            self._tell_all(VERDICTS, announcement)
+            return
+        self._gathered.append(announcement)
+        if len(self._gathered) == 1:
+            self._fabric.loop.start(self._gather(), wake=False)
+
+    def _gather(self) -> Coroutine[None]:
+        until = time.monotonic() + self.cycle_seconds
+        while time.monotonic() < until:
+            yield Wait.POLL
+        gathered, self._gathered = self._gathered, []
+        responses = [each for announced, _ in gathered for each in announced]
+        self._tell_all(VERDICTS, (responses, {kind: n for _, counts in gathered for kind, n in counts.items()}))
+
+    def _obey(self, responses: list[tuple[Response, int | None]], counts: dict[str, int]) -> None:
+        self.names.align(counts)
+        if counts or any(
+            response.error is not None or response.key in (JOIN_KEY, LEAVE_KEY) for response, _ in responses
+        ):
+            # The ranks may have asked for different numbers of things: all go on from here.
+            self.tensor_queue.begin_epoch()
+        agreed = []
+        for response, number in responses:
+            self._trace.decided(response)
+            request = self.tensor_queue.leave(response.key)
+            if number is not None:
+                self._numbers[response.signature] = number
+            if response.error is not None:
+                stop = self._stoppable.pop(response.key, None)
+                if request is not None:
+                    request.handle.complete(None, response.error)
+                elif stop is not None:
+                    stop(response.error)
+                continue
+            # Decided without this rank: it has joined.
+            request = request or self.stand_in(response)
+            if request is not None:
+                agreed.append((request, response))
+        if agreed:
+            self._run(agreed)
+
+    def unfinished(self) -> dict[RequestKey, Submission]:
+        """What this rank has asked for or waits for, and is not over; any thread."""
+        now = time.monotonic()
+        found = {
+            key: Submission(
+                key,
+                str(request.place),
+                now - request.time,
+                describe_tensors(request.signature.shapes, request.signature.dtypes),
+            )
+            for key, request in list(self.tensor_queue.requests.items())
+        }
+        for key, (place, since, detail) in list(self._steps_at.items()):
+            found[key] = Submission(key, str(place), now - since, detail)
+        return found
+
+    def _answer(self, number: int) -> StatusReply:
+        now = time.monotonic()
+        last = None
+        if self.tensor_queue.last is not None:
+            key, place, since = self.tensor_queue.last
+            last = Submission(key, str(place), now - since)
+        return StatusReply(number, self.unfinished(), last, dict(self.steps), main_stack())
+
+
+def _ignore_failure(number: int, failure: JoinFailure) -> None:
+    """Nobody here is in a Join context."""
+
+
+def stand_in(response: Response) -> Request | None:
+    """What a rank that has joined does for an operation of the others; None: nothing."""
+    if response.key[0] != "allreduce":
+        return None
+    tensors = neutral_tensors(response.signature)
+    return Request(response.key[1], response.signature, tensors, lambda request: None)

@@ -1,0 +1,220 @@
+"""Running what was agreed: responses become jobs on an op queue, and small operations of one kind are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend
+from hvlike.backends.cuda.device_jobs import home_of, on_device
+from hvlike.backends.cuda.runtime import DeviceRuntime, runtime_of
+from hvlike.backends.cuda.selection import Choice
+from hvlike.backends.op_queue import Job, OpQueue, OpQueues
+from hvlike.collectives.controller.operations import (
+    Agreed,
+    ExecutionSite,
+    allgather_job,
+    allreduce_job,
+    alltoall_job,
+    broadcast_job,
+    gathered_bytes,
+    plan_job,
+    reducescatter_job,
+)
+from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.requests.request import Request, RequestSpec
+from hvlike.config import Config
+from hvlike.errors import LaunchError
+from hvlike.transport.loop.coroutine import Coroutine, Task
+
+JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
+    "allgather": allgather_job,
+    "allreduce": allreduce_job,
+    "alltoall": alltoall_job,
+    "broadcast": broadcast_job,
+    "lane": plan_job,
+    "plan": plan_job,
+    "reducescatter": reducescatter_job,
+}
+"""What each kind does on a lane; a barrier is over once it is agreed."""
+
+AGREEMENTS = ("lane", "plan")
+"""Kinds that move nothing of the user's."""
+
+OPEN_AFTER = 3
+"""Reductions of single tensors before the express way is made: a process set that does one or two shall stay light."""
+
+
+class Executor:
+    """Runs the agreed requests of one process set on its lane, in the order they were agreed."""
+
+    def __init__(
+        self, lanes: OpQueues, trace: Trace, knobs: Config, opening: Callable[[], Coroutine[None]] | None = None
+    ) -> None:
+        """opening: what to do on the lane, once, after the first few reductions of single tensors."""
+        self._site = ExecutionSite(lanes, knobs)
+        self._trace = trace
+        self._limit = knobs.fusion_threshold
+        self._whole_groups = knobs.disable_group_fusion
+        self._opening = opening
+        self._single = 0
+
+    def run(self, agreed: list[Agreed]) -> None:
+        """Start what the coordinator has announced; in the loop."""
+        for batch in fuse(agreed, self._limit, whole_groups=self._whole_groups):
+            kind = batch[0][0].signature.kind
+            if kind == "barrier":
+                complete(batch, None)
+                if self._trace.recorder.on:
+                    self._trace.began(batch)
+                    self._trace.ended(batch)
+            else:
+                request, response = batch[0]
+                if kind not in AGREEMENTS:
+                    self._site.lanes.first.counters.ran(kind, len(batch), sum(map(size_of, batch)))
+                job = request.job(response.extra) if request.job else JOBS[kind](self._site, batch)
+                after = partial(complete, batch)
+                runtime = runtime_of(request.signature.device)
+                if runtime is not None and request.tensors:
+                    job = self._on_device(runtime, job, batch)
+                    after = partial(complete_on_device, self._site.lanes.first, batch)
+                if kind == "allreduce" and self._opening is not None:
+                    job = self._opening_after(job, batch)
+                if self._trace.recorder.on:
+                    job = self._trace.observe(self._site.lanes.first, batch, job)
+                self._site.lanes.first.submit(job, after, wake=False)
+
+    def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
+        """The job, on the plane of the device that the tensors of this rank are on."""
+        site, lane = self._site, self._site.lanes.first
+        device = next(
+            (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind),
+            None,
+        )
+        ready = [event for request, _ in batch for event in request.ready]
+
+        def run(plane: Backend) -> Coroutine[None]:
+            home = home_of(plane)
+            for request, _ in batch:
+                if request.signature.kind == "allreduce":
+                    # Those of a rank that has joined were made in host memory.
+                    request.tensors = [
+                        each if each.device.type == runtime.kind else each.to(home) for each in request.tensors
+                    ]
+            yield from job(plane)
+
+        def opening(host: Backend) -> Coroutine[DeviceBackend | None]:
+            try:
+                return (yield from site.devices.open(host, runtime, device))
+            except LaunchError as error:
+                # Of every rank alike: the lane is as good as before.
+                for request, _ in batch:
+                    request.finish = partial(_refuse, error)
+                return None
+
+        return on_device(lane, opening, run, ready)
+
+    @property
+    def device_choice(self) -> Choice | None:
+        """The plane that serves tensors of a GPU in this process set, and why; None before the first one."""
+        return self._site.device_choice
+
+    def close(self) -> None:
+        """Give back what the jobs have kept."""
+        self._site.close()
+
+    def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
+        """The job, and after it the opening if it is time; decided by what was agreed, so alike on every rank."""
+        self._single += sum(response.uniform and len(response.signature.shapes) == 1 for _, response in batch)
+        opening = self._opening
+        if opening is None or self._single < OPEN_AFTER:
+            return job
+        self._opening = None
+
+        def run(plane: Backend) -> Coroutine[None]:
+            yield from job(plane)
+            yield from opening()
+
+        return run
+
+
+def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) -> list[list[Agreed]]:
+    """Join neighbours that one job can do; the same on every rank, as it depends on the announcement alone.
+
+    limit: bytes of a batch. whole_groups: a grouped operation is a batch of its own.
+    """
+    batches: list[list[Agreed]] = []
+    filled = 0
+    for each in agreed:
+        size = size_of(each)
+        kind = fusion_kind(each[0].signature, whole_groups=whole_groups)
+        if (
+            batches
+            and kind is not None
+            and kind == fusion_kind(batches[-1][-1][0].signature, whole_groups=whole_groups)
+            and filled + size <= limit
+        ):
+            batches[-1].append(each)
+            filled += size
+        else:
+            batches.append([each])
+            filled = size
+    return batches
+
+
+def fusion_kind(signature: RequestSpec, *, whole_groups: bool) -> Any:
+    """What two requests must have in common to be fused; None for those that never are."""
+    if whole_groups and len(signature.shapes) > 1:
+        return None
+    if signature.kind in ("allreduce", "reducescatter"):
+        return (signature.kind, signature.device, signature.op, signature.prescale, signature.postscale)
+    return (signature.kind, signature.device) if signature.kind in ("allgather", "broadcast", "barrier") else None
+
+
+def size_of(agreed: Agreed) -> int:
+    """How many bytes an operation moves; the same number on every rank."""
+    request = agreed[0]
+    if request.signature.kind == "allgather":
+        return gathered_bytes(agreed)
+    return sum(tensor.numel() * tensor.element_size() for tensor in request.tensors)
+
+
+def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:
+    """Tell the callers how it ended."""
+    for request, _ in batch:
+        error = task.error if task is not None else None
+        result = None
+        if error is None:
+            try:
+                result = request.finish(request)
+            except Exception as failure:
+                error = failure
+        request.handle.complete(result, error)
+
+
+def _refuse(error: LaunchError, request: Request) -> None:
+    raise error
+
+
+def complete_on_device(lane: OpQueue, batch: Sequence[Agreed], task: Task[None]) -> None:
+    """The same for operations on a device: they are in its stream, and who waits for them lets his own stream wait."""
+    device = lane.device
+    if task.error is not None or device is None:
+        complete(batch, task)
+        return
+    with device.runtime.use(device.stream):
+        for request, _ in batch:
+            _complete_one(device, request)
+
+
+def _complete_one(device: DeviceBackend, request: Request) -> None:
+    try:
+        device.keep(request.tensors)
+        result = request.finish(request)
+        fence = device.fence(result)
+    except Exception as failure:
+        request.handle.complete(None, failure)
+    else:
+        request.handle.complete(result, None, fence)

@@ -1,0 +1,336 @@
+"""Inline allreduce: when all ranks of a node call at the same time, the calling thread reduces at once.
+
+The tensor, op, factors and a number that ranks can compare are learned when a call is negotiated. Everything that is
+not plain is negotiated, with the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.arithmetic.kernels import KernelCall
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import SilentErrstate
+from hvlike.backends.inline_allreduce import InlineEngine
+from hvlike.backends.shared_memory.board import FINISHED, RING
+from hvlike.backends.shared_memory.inline_reduction import AS_SHARED, InlineReduction
+from hvlike.backends.shared_memory.staging import StagedReduction
+from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.tensor_queue import automatic_name
+from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.requests.reduction import Average, arithmetic_of, working_dtype
+from hvlike.collectives.requests.request import CallSite, RequestKey, RequestSpec, find_call_site
+from hvlike.observe.recorder import Recorder
+from hvlike.transport.loop.coroutine import Task
+from hvlike.transport.memory.dtypes import bytes_at
+
+MOST_KNOWN = 1024
+"""Kinds of calls, their memory and their names that are remembered; with one more all are learned anew."""
+
+MOST_SPARING = 63
+"""After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
+
+_COMPLEX = (torch.complex64, torch.complex128)
+_FRAMES = 3
+"""Of the library, where the place of a call is found: allreduce_, attempt and _call."""
+
+_KIND = "allreduce"
+_STEPS = "allreduce on the express way"
+_NAMED = 1 << 63
+_AWAY_SECONDS = 1e-3
+_Kind = tuple[torch.Size, torch.dtype, int, float, float]
+"""Shape, dtype, op, prescale and postscale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call."""
+
+    done: bool
+    name: str
+    """Under which it goes on in the ordinary way, where it is not done."""
+
+
+DONE = Outcome(True, "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is known of calls of one kind."""
+
+    number: int
+    """The same on all ranks for the same kind."""
+    arithmetic: Arithmetic
+    copies: list[list[Piece]] | None
+    """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
+    at_once: InlineReduction | None
+    """What reduces large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    op: int | None
+    prescale: float
+    postscale: float
+    plan: _Plan
+    at_once: InlineReduction | None
+    is_complex: bool
+    bytes: int
+    elements: Piece
+    memory: memoryview
+    slots: tuple[memoryview, ...]
+    """Where this rank copies it to, for each place on the board, if it is small."""
+    calls: tuple[list[KernelCall], ...]
+    """What reduces the ranks' copies to it."""
+    staged: StagedReduction | None
+    """What reduces one of middling size."""
+
+
+class _Name(NamedTuple):
+    """What is known of a name."""
+
+    key: RequestKey
+    code: int
+    """The same on all ranks for the same name."""
+    place: CallSite
+    """Where in the program it was used first."""
+
+
+class InlineAllreduce:
+    """The express way of one process set on one node."""
+
+    def __init__(self, controller: Controller, express: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
+        """size: of the set; rank: in it."""
+        self._negotiator = controller
+        self._ledger = tensor_queue = controller.tensor_queue
+        self._express = express
+        self._board = express.board
+        self._size = size
+        self._rank = rank
+        self._plans: dict[_Kind, _Plan] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._names: dict[str | None, _Name] = {}
+        self._recorder = recorder
+        self._busy = False
+        self._away = False
+        self._sparing = 0
+        self.served = 0
+        """Calls that were done here; the same on every rank after any of them."""
+        self.bytes = 0
+        """Of the tensors of those calls."""
+        self._large = 0
+        self._run = SilentErrstate().run
+        with tensor_queue.lock:
+            tensor_queue.on_entry = express.passed
+            express.board.passed(tensor_queue.entered)
+
+    # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
+    def attempt(
+        self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
+    ) -> Outcome | None:
+        """Reduce in place, if all ranks of the set call this now with the like. Blocks for a moment.
+
+        Returns None when nothing was tried; then nothing is known of the call to anybody.
+        Raises: HorovodInternalError as the ordinary way does.
+        """
+        try:
+            plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
+            if not plain or tensor.requires_grad or tensor.is_neg():
+                return None
+            address = tensor.data_ptr()
+        except RuntimeError:
+            # It is sparse, or stands for others in a transformation of torch.func.
+            return None
+        piece = self._pieces.get(address)
+        if (
+            piece is None
+            or piece.shape != tensor.shape
+            or piece.dtype is not tensor.dtype
+            or (piece.op != op or piece.prescale != prescale or piece.postscale != postscale)
+        ):
+            piece = self._piece(tensor, address, op, prescale, postscale)
+        if piece is None or (piece.is_complex and tensor.is_conj()):
+            return None
+        at_once, number, slots, staged = piece.at_once, piece.plan.number, piece.slots, piece.staged
+        if at_once is not None and (slots or staged) and at_once.is_shared(address):
+            # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
+            number, slots, staged = number ^ AS_SHARED, (), None
+        tensor_queue, board = self._ledger, self._board
+        begun = offered = False
+        try:
+            with tensor_queue.lock:
+                index = tensor_queue.entered
+                if self._busy or self._away or self._recorder.on or index & self._sparing:
+                    return None
+                if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((_KIND, name or "")):
+                    return None
+                if index != board.following and not board.is_free(index):
+                    return None
+                begun = self._busy = True
+                key, code, place = self._names.get(name) or self._call(name)
+                if slots:
+                    slots[index % RING][:] = piece.memory
+                elif staged is None and at_once is not None:
+                    number = at_once.foretell(address, number)
+                tensor_queue.entered = index + 1
+                offered = True
+                agreed = board.offer(index, number, code)
+            if not tensor_queue.here.is_known:
+                tensor_queue.know_thread()
+            tensor_queue.last = (key, place, time.monotonic())
+            if not agreed and not self._wait(at_once, index):
+                return Outcome(False, key[1])
+            self._sparing = 0
+            self.served += 1
+            self.bytes += piece.bytes
+            if slots:
+                run = self._run
+                for function, arguments, keywords in piece.calls[index % RING]:
+                    run(function, *arguments, **keywords)
+            else:
+                self._reduce(piece, staged, tensor, key[1])
+        except BaseException:
+            if offered and at_once is not None and not slots and staged is None:
+                # The others may go on with it, in the memory of this rank.
+                at_once.keep(tensor)
+            raise
+        finally:
+            if offered:
+                board.mine[FINISHED] = index + 1
+            if begun:
+                self._busy = False
+        return DONE
+
+    def learn(self, signature: RequestSpec, tensor: torch.Tensor) -> None:
+        """A call goes the ordinary way: remember what it is, if its like may take this one."""
+        op = ReduceOp(signature.op)
+        kind = (tensor.shape, tensor.dtype, op, signature.prescale, signature.postscale)
+        if kind in self._plans or signature.device != "cpu" or signature.strides != (None,) or not tensor.numel():
+            return
+        if op is ReduceOp.ADASUM or working_dtype(tensor.dtype, op) is not tensor.dtype:
+            return
+        if len(self._plans) >= MOST_KNOWN:
+            self._plans.clear()
+            self._pieces.clear()
+        arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
+        small = self._express.is_small(tensor.numel() * tensor.element_size())
+        copies = self._express.copies(arithmetic, tensor.numel()) if small else None
+        number = code_of(repr(signature))
+        at_once = self._express.at_once(arithmetic, tensor.numel(), number)
+        self._plans[kind] = _Plan(number, arithmetic, copies, at_once)
+
+    def set_away(self, away: bool) -> None:
+        """This rank has joined, or all have. Waits for an attempt of another thread."""
+        with self._ledger.lock:
+            self._away = away
+        while self._busy:
+            time.sleep(_AWAY_SECONDS)
+        self._board.set_away(away)
+
+    def _piece(
+        self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
+    ) -> _Piece | None:
+        """What is known of a plain tensor at an address, from now on; None where its kind is not known."""
+        shape, dtype = tensor.shape, tensor.dtype
+        plan = self._plans.get((shape, dtype, Average if op is None else op, prescale, postscale))
+        if plan is None:
+            return None
+        if len(self._pieces) >= MOST_KNOWN:
+            self._pieces.clear()
+        nbytes = tensor.numel() * tensor.element_size()
+        raw = bytes_at(address, nbytes)
+        elements = plan.arithmetic.over(raw)
+        slots: tuple[memoryview, ...] = ()
+        calls: tuple[list[KernelCall], ...] = ()
+        staged = None
+        if plan.copies is not None:
+            slots = self._express.slots(nbytes)
+            calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
+        elif plan.at_once is not None:
+            staged = plan.at_once.staged
+        piece = _Piece(
+            shape,
+            dtype,
+            op,
+            prescale,
+            postscale,
+            plan,
+            plan.at_once,
+            dtype in _COMPLEX,
+            nbytes,
+            elements,
+            raw.data,
+            slots,
+            calls,
+            staged,
+        )
+        self._pieces[address] = piece
+        return piece
+
+    def _call(self, name: str | None) -> _Name:
+        """What is known of a name from now on; a new one for a call without."""
+        place = find_call_site(_FRAMES)
+        if name is None:
+            number = self._negotiator.names.draw(_KIND)
+            return _Name((_KIND, automatic_name(number)), number, place)
+        if len(self._names) >= MOST_KNOWN:
+            self._names.clear()
+        known = self._names[name] = _Name((_KIND, name), code_of(name), place)
+        return known
+
+    def _wait(self, at_once: InlineReduction | None, index: int) -> bool:
+        """Whether all ranks do thing number `index` at once, where that was not plain at first sight."""
+        if self._express.wait(index):
+            return True
+        self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
+        if at_once is not None:
+            at_once.forget()
+        return False
+
+    def _reduce(self, piece: _Piece, staged: StagedReduction | None, tensor: torch.Tensor, name: str) -> None:
+        """A tensor that is not small, on the plane; where a peer is slow, wait with reports of who is missing."""
+        controller, express, plan = self._negotiator, self._express, piece.plan
+        self._large += 1
+        controller.steps[_STEPS] = self._large
+        if staged is not None:
+            routine = staged.run([tensor.data_ptr()])
+        elif piece.at_once is not None:
+            routine = piece.at_once.begin(tensor)
+        else:
+            routine = express.reduction(piece.elements, tensor, plan.arithmetic, plan.number)
+        ended: list[Task[None]] = []
+        if express.lane.drive(routine, ended.append):
+            return
+        key = (STEP, _STEPS)
+        controller.enter_step(key, self._large, find_call_site(), name, express.lane.fail)
+        try:
+            controller.wait(key, lambda: bool(ended), None)
+        finally:
+            controller.leave_step(key)
+        error = ended[0].error
+        if error is not None:
+            raise error
+
+
+@lru_cache(maxsize=4096)
+def code_of(text: str) -> int:
+    """A number of 64 bits for a text, the same on all ranks; above those of unnamed operations."""
+    return _NAMED | int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+inline_allreduces: dict[int | None, InlineAllreduce] = {}
+"""The express ways of this process, by the numbers of the process sets."""
+
+os.register_at_fork(after_in_child=inline_allreduces.clear)

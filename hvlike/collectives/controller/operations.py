@@ -1,0 +1,232 @@
+"""The work of each negotiated operation: a function makes the job that an op queue runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hvlike.backends.adasum import Adasum
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import beside, home_of, in_host_memory
+from hvlike.backends.cuda.runtime import runtime_of
+from hvlike.backends.cuda.selection import Choice
+from hvlike.backends.fusion_buffer import FusionBuffer
+from hvlike.backends.op_queue import Job, OpQueues
+from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.reduction import Operand, arithmetic_of, working_dtype
+from hvlike.collectives.requests.request import Request
+from hvlike.config import Config
+from hvlike.errors import LaunchError
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.world import Group
+
+if TYPE_CHECKING:
+    from hvlike.backends.cuda.opening import DeviceBackends
+
+
+Agreed = tuple[Request, Response]
+
+
+@dataclass
+class ExecutionSite:
+    """The lanes of a process set, and what is kept between jobs."""
+
+    lanes: OpQueues
+    knobs: Config
+    packer: FusionBuffer = field(default_factory=FusionBuffer)
+    _devices: DeviceBackends | None = None
+
+    @property
+    def group(self) -> Group:
+        """The members of the set."""
+        return self.lanes.first.group
+
+    @property
+    def devices(self) -> DeviceBackends:
+        """What opens planes for tensors of a GPU; nothing of it is imported before the first one comes."""
+        if self._devices is None:
+            from hvlike.backends.cuda.opening import DeviceBackends
+
+            self._devices = DeviceBackends(self.group, self.knobs, self.group.world.host)
+        return self._devices
+
+    @property
+    def device_choice(self) -> Choice | None:
+        """The plane that was chosen for them, and why; None before the first one."""
+        return None if self._devices is None else self._devices.choice
+
+    def close(self) -> None:
+        """Give back what the planes of a device share."""
+        if self._devices is not None:
+            self._devices.close()
+
+
+def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Gather; the outputs of a request are pairs of a tensor and the rows that each rank has in it."""
+
+    def job(plane: Backend) -> Coroutine[None]:
+        pieces: list[torch.Tensor] = []
+        home = home_of(plane) or "cpu"
+        for request, response in batch:
+            for index, tensor in enumerate(request.tensors):
+                rows = tuple(lengths[index] for lengths in response.extra)
+                output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home)
+                parts = torch.split(output, list(rows))
+                own = parts[site.group.rank]
+                own.copy_(tensor.detach().reshape(own.shape))
+                pieces += [part.reshape(-1).view(torch.uint8) for part in parts]
+                request.outputs.append((output, rows))
+        yield from plane.gather(pieces, list(range(site.group.size)) * (len(pieces) // site.group.size))
+
+    return job
+
+
+def gathered_bytes(agreed: Agreed) -> int:
+    """Bytes of the results of an allgather, the same number on every rank."""
+    request, response = agreed
+    return sum(
+        sum(lengths[index] for lengths in response.extra) * math.prod(tensor.shape[1:]) * tensor.element_size()
+        for index, tensor in enumerate(request.tensors)
+    )
+
+
+def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Reduce; all requests of the batch have the same op and factors."""
+    signature = batch[0][0].signature
+    op = ReduceOp(signature.op)
+
+    def job(plane: Backend) -> Coroutine[None]:
+        operands = []
+        home = home_of(plane)
+        for request, response in batch:
+            for tensor, strides, alike in zip(request.tensors, request.signature.strides, response.extra, strict=True):
+                operands.append(Operand(tensor, strides if alike else None, working_dtype(tensor.dtype, op), home))
+        for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
+            flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
+            if op is ReduceOp.ADASUM:
+                whole = Adasum(site.group.rank, site.group.size, signature.prescale, signature.postscale)
+                yield from in_host_memory(plane, flats, whole.allreduce)
+                continue
+            arithmetic = arithmetic_of(dtype, op, site.group.size, signature.prescale, signature.postscale)
+            yield from site.packer.allreduce(plane, flats, arithmetic)
+        for operand in operands:
+            operand.write_back()
+
+    return job
+
+
+def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Exchange rows; the tensors of a request are the rows and how many of them go to each rank (int64).
+
+    The outputs are the rows that came, and how many came from each rank.
+    The numbers are exchanged here and not told by the coordinator, which would have to send all of them,
+    size * size, to everybody.
+    """
+
+    def job(plane: Backend) -> Coroutine[None]:
+        home = home_of(plane)
+        for request, _ in batch:
+            tensor, sent = request.tensors
+            splits, rows = yield from beside(plane, partial(_exchange_counts, sent))
+            output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home or "cpu")
+            source = Operand(tensor, None, home=home).flat.view(tensor.shape)[: sum(splits)]
+            yield from plane.alltoall(_parts(source, splits), _parts(output, rows))
+            request.outputs += [output, tuple(rows)]
+
+    return job
+
+
+def _exchange_counts(sent: torch.Tensor, host: Backend) -> Coroutine[tuple[list[int], list[int]]]:
+    """The rows that go to each rank, and those that come."""
+    received = torch.zeros_like(sent)
+    yield from host.alltoall(_each(sent), _each(received))
+    return sent.tolist(), received.tolist()
+
+
+def _each(counts: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of each element."""
+    return [count.view(1).view(torch.uint8) for count in counts.unbind()]
+
+
+def _parts(rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """The bytes of the rows of each rank."""
+    return [part.reshape(-1).view(torch.uint8) for part in torch.split(rows, list(lengths))]
+
+
+def broadcast_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Write the tensors of the roots, which may differ, to all members."""
+
+    def job(plane: Backend) -> Coroutine[None]:
+        operands = []
+        owners = []
+        home = home_of(plane)
+        for request, response in batch:
+            owner = site.group.ranks.index(request.signature.root)
+            for tensor, strides, alike in zip(request.tensors, request.signature.strides, response.extra, strict=True):
+                operands.append(Operand(tensor, strides if alike else None, home=home))
+                owners.append(owner)
+        yield from plane.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        for operand in operands:
+            operand.write_back()
+
+    return job
+
+
+def plan_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Take or open a lane; a job like any other, so that lanes are opened in the same order everywhere."""
+    request, response = batch[0]
+
+    def job(plane: Backend) -> Coroutine[None]:
+        lane = yield from site.lanes.take(response.extra.spare_lane)
+        runtime = runtime_of(response.extra.device)
+        if runtime is not None and lane.device is None:
+            try:
+                lane.device = yield from site.devices.open(lane.plane, runtime, request.home)
+            except LaunchError as error:
+                # Of every rank alike: the first lane, where this runs, is as good as before.
+                request.finish = partial(_refuse, error)
+        request.outputs += [lane, response.extra]
+
+    return job
+
+
+def _refuse(error: LaunchError, request: Request) -> None:
+    raise error
+
+
+def reducescatter_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
+    """Reduce; all requests of the batch have the same op and factors. The inputs are only read."""
+    signature = batch[0][0].signature
+    op = ReduceOp(signature.op)
+    size, rank = site.group.size, site.group.rank
+
+    def job(plane: Backend) -> Coroutine[None]:
+        parts: dict[torch.dtype, list[torch.Tensor]] = {}
+        results = []
+        home = home_of(plane)
+        for request, _ in batch:
+            for index, tensor in enumerate(request.tensors):
+                rows = request.signature.detail[index] if request.signature.detail else even_rows(len(tensor), size)
+                whole = Operand(tensor, None, working_dtype(tensor.dtype, op), home).flat.view(tensor.shape)
+                pieces = list(torch.split(whole, list(rows)))
+                pieces[rank] = pieces[rank].clone()
+                parts.setdefault(whole.dtype, []).extend(piece.reshape(-1) for piece in pieces)
+                results.append((request, tensor.dtype, pieces[rank]))
+        for dtype, flats in parts.items():
+            arithmetic = arithmetic_of(dtype, op, size, signature.prescale, signature.postscale)
+            yield from plane.reduce_scatter(flats, list(range(size)) * (len(flats) // size), arithmetic)
+        for request, dtype, mine in results:
+            request.outputs.append(mine.to(dtype))
+
+    return job
+
+
+def even_rows(total: int, size: int) -> tuple[int, ...]:
+    """The rows of each rank; the first ones get one more where they are uneven. 5 rows, 3 ranks: 2, 2, 1."""
+    return tuple(total // size + (rank < total % size) for rank in range(size))

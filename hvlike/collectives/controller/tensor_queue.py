@@ -1,0 +1,154 @@
+"""What this rank has asked for in one process set: in flight, how many, and which last; and names for unnamed calls.
+
+Negotiated and inline operations are numbered in one order here, by any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from hvlike.collectives.requests.request import CallSite, Request, RequestKey
+from hvlike.errors import DuplicateNameError, HorovodInternalError
+
+
+class AutomaticNames:
+    """The numbers given out on this rank in one process set."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def next(self, kind: str) -> str:
+        """A name for the next unnamed operation of this kind; the same on ranks that issue the same operations."""
+        return automatic_name(self.draw(kind))
+
+    def draw(self, kind: str) -> int:
+        """The number of the next unnamed operation of this kind."""
+        with self._lock:
+            number = self._counts.get(kind, 0)
+            self._counts[kind] = number + 1
+        return number
+
+    def counts(self) -> dict[str, int]:
+        """How many names of each kind were given out."""
+        with self._lock:
+            return dict(self._counts)
+
+    def align(self, counts: Mapping[str, int]) -> None:
+        """Go on from `counts`, which all ranks have agreed on."""
+        with self._lock:
+            self._counts.update(counts)
+
+
+def automatic_name(number: int) -> str:
+    """The name of an unnamed operation."""
+    return f"noname.{number}"
+
+
+MANY_THREADS = 64
+"""Beyond this many the table of threads is cleared of those that have ended."""
+
+_EPOCH_BITS = 32
+
+
+class TensorQueue:
+    """What one rank asks for in one process set. Any thread."""
+
+    __slots__ = ("_rank", "_threads", "closed", "entered", "here", "last", "lock", "on_entry", "requests")
+
+    def __init__(self, rank: int) -> None:
+        """rank: of the world, for messages."""
+        self._rank = rank
+        self.lock = threading.Lock()
+        """Held while something is numbered."""
+        self.entered = 0
+        """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
+        self.on_entry: Callable[[int], None] | None = None
+        """Told that number, with the lock held, where other ranks look at it."""
+        self.requests: dict[RequestKey, Request] = {}
+        """What goes through the coordinator and has not been announced."""
+        self.closed: HorovodInternalError | None = None
+        """Why nothing is accepted any more."""
+        self.last: tuple[RequestKey, CallSite | str, float] | None = None
+        """What was asked for last, where in the program, and when."""
+        self.here = _Here()
+        self._threads: set[threading.Thread] = set()
+
+    def enter(self, request: Request, *, counted: bool) -> None:
+        """A request begins; counted: it was numbered before, for an attempt on the express way.
+
+        Raises: DuplicateNameError while one of its name is in flight; what the tensor_queue was closed with.
+        """
+        key = request.key
+        with self.lock:
+            if self.closed is not None:
+                raise self.closed
+            if key in self.requests:
+                raise DuplicateNameError(
+                    f"Requested to {key[0]} a tensor with the same name as another tensor that is currently being "
+                    f"processed: {key[1]!r} on rank {self._rank}. Synchronize the first one before, or use a "
+                    "different tensor name."
+                )
+            self.requests[key] = request
+            if not counted:
+                self.count()
+        self.last = (key, request.place, request.time)
+        self.know_thread()
+
+    def leave(self, key: RequestKey) -> Request | None:
+        """A request has been announced; None where this rank has not asked for it."""
+        with self.lock:
+            return self.requests.pop(key, None)
+
+    def may_begin(self, key: RequestKey) -> bool:
+        """Whether an operation could be entered now; with the lock held."""
+        return self.closed is None and key not in self.requests
+
+    def notice(self, key: RequestKey, place: CallSite) -> None:
+        """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
+        self.know_thread()
+        self.last = (key, place, time.monotonic())
+
+    def count(self) -> None:
+        """Number one more thing in the order of this rank; with the lock held."""
+        self.entered += 1
+        if self.on_entry is not None:
+            self.on_entry(self.entered)
+
+    def begin_epoch(self) -> None:
+        """The ranks may have asked for different numbers of things: all go on from here alike."""
+        with self.lock:
+            self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+
+    def close(self, error: HorovodInternalError) -> list[Request]:
+        """Accept nothing more; returns what was in flight."""
+        with self.lock:
+            self.closed = error
+            requests = list(self.requests.values())
+            self.requests.clear()
+        return requests
+
+    def know_thread(self) -> None:
+        """The calling thread uses hvlike in this set."""
+        if self.here.is_known:
+            return
+        self.here.is_known = True
+        self._threads.add(threading.current_thread())
+        if len(self._threads) > MANY_THREADS:
+            self.has_one_thread()
+
+    def has_one_thread(self) -> bool:
+        """Whether at most one thread that lives has asked for something: no other one can ask for more."""
+        for thread in tuple(self._threads):
+            if not thread.is_alive():
+                self._threads.discard(thread)
+        return len(self._threads) <= 1
+
+
+class _Here(threading.local):
+    """Of the calling thread. Numbers of threads serve more than one of them, and objects take longer to find."""
+
+    is_known = False
+    """It has asked for something."""

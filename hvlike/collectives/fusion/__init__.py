@@ -1,0 +1,1 @@
+"""Buckets of tensors that are reduced together, in the order of an agreed plan."""

@@ -1,0 +1,227 @@
+"""A bucket: tensors that are reduced together in every step, in one buffer per dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvlike.backends.adasum import Adasum
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import home_of, in_host_memory
+from hvlike.backends.fusion_buffer import FusionBuffer
+from hvlike.backends.op_queue import Job
+from hvlike.collectives.compression import (
+    CastCompressor,
+    Compression,
+    CompressorLike,
+    NoneCompressor,
+    StatefulCompressor,
+)
+from hvlike.collectives.fusion.bucket_packer import BucketPacker, pick
+from hvlike.collectives.requests.reduction import Operand, arithmetic_of
+from hvlike.transport.loop.coroutine import Coroutine
+
+Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
+"""What is kept from step to step: each round of a bucket has tensors of its own lengths."""
+
+
+class BucketExchange:
+    """An Exchange over the plane of a bucket, with the arithmetic of its plan."""
+
+    def __init__(
+        self,
+        plane: Backend,
+        place: tuple[int, int],
+        factor: float,
+        arithmetic: Callable[[torch.dtype], Arithmetic],
+        packers: Packers,
+    ) -> None:
+        """place: the rank among those of the reduction, and their number."""
+        self.rank, self.size = place
+        self.factor = factor
+        self._plane = plane
+        self._arithmetic = arithmetic
+        self._packers = packers
+
+    def allreduce(self, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """See Exchange.allreduce; every dtype is a reduction of its own."""
+        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
+        for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
+            flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
+            packer = self._packers.setdefault((dtype, tuple(len(flat) for flat in flats)), FusionBuffer())
+            yield from packer.allreduce(self._plane, flats, self._arithmetic(dtype))
+        for operand in operands:
+            operand.write_back()
+
+    def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        """See Exchange.share."""
+        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
+        if operands:
+            yield from self._plane.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        for operand in operands:
+            operand.write_back()
+
+    def are_finite(self, groups: Sequence[Sequence[torch.Tensor]]) -> Coroutine[list[bool]]:
+        """See Exchange.are_finite."""
+        if not groups:
+            return []
+        flags = [torch.stack([tensor.isfinite().all() for tensor in group]).all() for group in groups]
+        answers: list[bool] = []
+
+        def read(_: Backend, copies: Sequence[torch.Tensor]) -> Coroutine[None]:
+            answers.extend(bool(each) for each in copies[0].tolist())
+            yield from ()
+
+        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._plane))
+        yield from in_host_memory(self._plane, [operand.flat], read)
+        return answers
+
+
+Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]
+"""Chooses the tensors of one dtype from a bucket, and reduces them."""
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """What is done to every tensor of a planned reduction."""
+
+    op: ReduceOp
+    size: int
+    prescale: float
+    postscale: float
+    compression: CompressorLike
+
+    def arithmetic(self, dtype: torch.dtype) -> Arithmetic:
+        """The arithmetic for tensors of this dtype."""
+        return arithmetic_of(dtype, self.op, self.size, self.prescale, self.postscale)
+
+    @property
+    def compresses(self) -> bool:
+        """True when the tensors travel in another form."""
+        return self.compression is not Compression.none
+
+    @property
+    def memory(self) -> StatefulCompressor | None:
+        """The compressor, where it remembers something from step to step."""
+        return self.compression if isinstance(self.compression, StatefulCompressor) else None
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What tensors of this dtype travel as, element by element; None where the compressor alone knows."""
+        if type(self.compression) is CastCompressor:
+            return self.compression.cast(dtype)
+        return None if self.compresses else dtype
+
+    @property
+    def is_trivial(self) -> bool:
+        """True when a single rank has nothing to do."""
+        return self.prescale * self.postscale == 1
+
+    @property
+    def is_portable(self) -> bool:
+        """True when a rank that has no such reduction can take part in it for one that has joined."""
+        return isinstance(self.compression, (NoneCompressor, CastCompressor))
+
+    def describe(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks, as plain values."""
+        return (op_name(self.op), self.prescale, self.postscale, repr(self.compression))
+
+
+class Bucket:
+    """Some entries of a plan and what is kept for them from step to step."""
+
+    def __init__(
+        self,
+        entries: Sequence[int],
+        strides: Sequence[tuple[int, ...] | None],
+        dtypes: Sequence[torch.dtype],
+        settings: ReductionSettings,
+        names: Sequence[str] = (),
+        rank: int = 0,
+    ) -> None:
+        """strides, dtypes, names: of each entry of the plan; strides are the agreed order in memory.
+
+        rank: the place of this rank in the process set. Names and rank are what a stateful compressor remembers by.
+        """
+        self.entries = tuple(entries)
+        self.pick = pick(self.entries)
+        """The tensors of this bucket from those of all entries."""
+        self._names = [names[index] for index in entries] if names else []
+        self._rank = rank
+        self._strides = [strides[index] for index in entries]
+        self._settings = settings
+        self._packers: Packers = {}
+        self._parts = self._same_dtypes([dtypes[index] for index in entries])
+
+    @property
+    def is_plain(self) -> bool:
+        """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
+        return self._parts is not None
+
+    def job(self, tensors: Sequence[torch.Tensor]) -> Job:
+        """The job that reduces these tensors, one for each entry, in place."""
+
+        def run(plane: Backend) -> Coroutine[None]:
+            if self._parts is not None:
+                for places, packer in self._parts:
+                    yield from packer.allreduce(plane, places(tensors))
+            elif self._settings.memory is not None:
+                originals = [tensor.detach() for tensor in tensors]
+                yield from self._settings.memory.reduce(self._names, originals, self._exchange(plane))
+            else:
+                yield from self._compress(plane, [tensor.detach() for tensor in tensors])
+
+        return run
+
+    def _same_dtypes(self, dtypes: Sequence[torch.dtype]) -> list[Part] | None:
+        """What travels together, where each element travels as itself or cast; None where it takes more than that."""
+        settings = self._settings
+        wires = [settings.wire_dtype(dtype) for dtype in dtypes]
+        if settings.op is ReduceOp.ADASUM or settings.memory is not None:
+            return None
+        parts: list[Part] = []
+        for wire in dict.fromkeys(wires):
+            if wire is None:
+                return None
+            places = [place for place, each in enumerate(wires) if each is wire]
+            casts = any(dtypes[place] is not wire for place in places)
+            strides = [self._strides[place] for place in places]
+            packer = BucketPacker(strides, settings.arithmetic(wire), casts=casts)
+            parts.append((pick(places), packer))
+        return parts
+
+    def _compress(self, plane: Backend, originals: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """Reduce what the compressor makes of the tensors, or their Adasum."""
+        compression = self._settings.compression
+        pairs = [compression.compress(tensor) for tensor in originals]
+        work = [pair[0] for pair in pairs]
+        home = home_of(plane)
+        operands = [Operand(tensor, strides, home=home) for tensor, strides in zip(work, self._strides, strict=True)]
+        yield from self._reduce(plane, [operand.flat for operand in operands])
+        for operand in operands:
+            operand.write_back()
+        for original, reduced, (_, context) in zip(originals, work, pairs, strict=True):
+            restored = compression.decompress(reduced, context)
+            if restored is not original:
+                original.copy_(restored)
+
+    def _reduce(self, plane: Backend, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
+        """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
+        settings = self._settings
+        for dtype in dict.fromkeys(flat.dtype for flat in flats):
+            same = [flat for flat in flats if flat.dtype is dtype]
+            if settings.op is ReduceOp.ADASUM:
+                whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
+                yield from in_host_memory(plane, same, whole.allreduce)
+                continue
+            packer = self._packers.setdefault((dtype, ()), FusionBuffer())
+            yield from packer.allreduce(plane, same, settings.arithmetic(dtype))
+
+    def _exchange(self, plane: Backend) -> BucketExchange:
+        settings = self._settings
+        factor = settings.prescale * settings.postscale / (settings.size if settings.op is ReduceOp.AVERAGE else 1)
+        return BucketExchange(plane, (self._rank, settings.size), factor, settings.arithmetic, self._packers)

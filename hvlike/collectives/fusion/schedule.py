@@ -1,0 +1,234 @@
+"""An agreed plan of buckets on its op queue: starts the buckets of a step in the order of the plan.
+
+For tensors on a device also the streams in which gradients are made: a bucket waits for these before it starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend
+from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
+from hvlike.backends.op_queue import Job, OpQueue
+from hvlike.collectives.controller.trace import recorded
+from hvlike.collectives.fusion.bucket import Bucket, ReductionSettings
+from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
+from hvlike.transport.loop.coroutine import Coroutine, Task
+
+
+class OnDevice(Protocol):
+    """What has a device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+
+
+class GradientStreams:
+    """The streams of one step, by bucket; used with the lock of the reducer held."""
+
+    def __init__(self, runtime: DeviceRuntime, devices: Sequence[torch.device]) -> None:
+        """devices: all that have gradients; the first is where they are reduced."""
+        self.home = devices[0]
+        self._runtime = runtime
+        self._devices = devices
+        self._streams: dict[int, dict[Stream, None]] = {}
+
+    def note(self, bucket: int, tensor: torch.Tensor) -> None:
+        """A tensor of a bucket is made where this thread is now."""
+        self._streams.setdefault(bucket, {})[self._runtime.current_stream(tensor.device)] = None
+
+    def streams(self, bucket: int) -> Collection[Stream]:
+        """What a bucket that is started now has to wait for."""
+        return {**self._streams.get(bucket, {}), **self._current()}
+
+    def leave(self, plane: DeviceBackend | None) -> BaseException | None:
+        """Make this thread's streams, and those that were noted, wait for the results; what has gone wrong, if any."""
+        if plane is None:
+            return None
+        if plane.broken is None:
+            event = self._runtime.record(plane.stream)
+            noted = {stream: None for streams in self._streams.values() for stream in streams}
+            for stream in {**noted, **self._current()}:
+                self._runtime.wait(stream, event)
+        return plane.broken
+
+    def clear(self) -> None:
+        """A step is over."""
+        self._streams.clear()
+
+    def _current(self) -> dict[Stream, None]:
+        return {self._runtime.current_stream(device): None for device in self._devices}
+
+
+def gradient_streams_of(entries: Sequence[OnDevice]) -> GradientStreams | None:
+    """For tensors of these devices; None where all are reduced in host memory."""
+    devices = dict.fromkeys(each.device for each in entries)
+    found = [(runtime, device) for device in devices if (runtime := runtime_of(device.type)) is not None]
+    return GradientStreams(found[0][0], [device for _, device in found]) if found else None
+
+
+Ended = Callable[[Task[None]], None]
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+PLANNED = "gradients"
+"""What buckets are counted as."""
+
+
+class Schedule:
+    """Starts the buckets of a plan, in its order, step after step.
+
+    With the first bucket of a step travels the count of active ranks: those that have joined contribute zeros to the
+    buckets and nothing to the count, so that every rank knows without a message when all have joined.
+    """
+
+    def __init__(self, agreed: Proposal, lane: OpQueue, settings: ReductionSettings) -> None:
+        """agreed: the merged proposals; settings: the same on every rank."""
+        self.serial = agreed.serial
+        self.lane = lane
+        self.described = describe_names(agreed.names)
+        self._agreed = agreed
+        self._memory = settings.memory
+        self._dtypes: list[torch.dtype] = [getattr(torch, name) for name in agreed.dtypes]
+        groups: Sequence[Sequence[int]] = agreed.settings[1]
+        self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
+        self.buckets = [
+            Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
+            for entries in self.plan.buckets
+        ]
+        self._on_device = {
+            number for number, entries in enumerate(self.plan.buckets) if any(agreed.devices[each] for each in entries)
+        }
+        self._bytes = [sum(map(self._size_of, bucket)) for bucket in self.plan.buckets]
+        self.active = 0
+        """How many ranks took part in the last step with gradients of their own."""
+
+    def start(
+        self,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        after: Ended,
+        *,
+        active: bool,
+        wake: bool,
+        streams: Iterable[Stream] = (),
+        drive: bool = False,
+    ) -> bool:
+        """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop.
+
+        streams: of a device, where the tensors are made. drive: the caller, whose buckets have all ended, would wait
+        for this one, and does what it can of the work itself, here and now. Returns False, and does not call `after`,
+        where the host has nothing left to do: all is done, or in the stream of the device.
+        Raises: what a reduction raises that was driven here.
+        """
+        self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
+        job = self.buckets[number].job(tensors)
+        if number in self._on_device:
+            rest = self._launch(number, job, streams)
+            if rest is None and number:
+                return False
+            job = rest or _nothing
+        job = job if number else self._counting(job, active)
+        if self.lane.recorder.on:
+            job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
+        elif drive and self._may_drive(number):
+            return not self._drive(job, after)
+        self.lane.submit(job, after, wake=wake)
+        return True
+
+    def _may_drive(self, number: int) -> bool:
+        """Whether a thread other than the loop's may take the steps of a bucket."""
+        lane = self.lane
+        alone = lane.drives and lane.idle and lane.broken is None
+        return alone and number not in self._on_device and self.buckets[number].is_plain
+
+    def _drive(self, job: Job, after: Ended) -> bool:
+        lane = self.lane
+        try:
+            return lane.drive(job(lane.plane), after)
+        except BaseException as error:
+            # As where the loop runs it: the ranks no longer agree on where they are.
+            lane.broken = lane.broken or error
+            raise
+
+    @property
+    def device(self) -> DeviceBackend | None:
+        """What reduces the tensors that are on a device; None where there are none."""
+        return self.lane.device if self._on_device else None
+
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """What this thread does with results on the device meanwhile is done after they are there."""
+        device = self.device
+        return _NOTHING if device is None else device.runtime.use(device.stream)
+
+    def commit(self) -> None:
+        """All buckets of a step are reduced: a compressor remembers the step. On every rank, or it is agreed anew."""
+        if self._memory is not None:
+            self._memory.commit()
+
+    def roll_back(self) -> None:
+        """A step has ended otherwise: a compressor remembers nothing of it."""
+        if self._memory is not None:
+            self._memory.roll_back()
+
+    def zeros(self, number: int) -> list[torch.Tensor]:
+        """What a rank without gradients contributes to bucket `number`."""
+        tensors = []
+        home = self.device.home if self.device is not None and number in self._on_device else None
+        device = home or torch.device("cpu")
+        for index in self.plan.buckets[number]:
+            shape, strides, dtype = self._agreed.shapes[index], self.plan.strides[index], self._dtypes[index]
+            room = (
+                torch.empty(shape, dtype=dtype, device=device)
+                if strides is None
+                else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            )
+            tensors.append(room.zero_())
+        return tensors
+
+    def _launch(self, number: int, job: Job, streams: Iterable[Stream]) -> Job | None:
+        """Put what can be put into the device's stream at once, here and now; the job that is left, None for none."""
+        device = self.device
+        assert device is not None
+        ready = [device.runtime.record(stream) for stream in dict.fromkeys(streams)]
+        if self.lane.recorder.on or not (self.buckets[number].is_plain or device.launches):
+            return on_device(self.lane, None, job, ready)
+        routine = device.run(job(device), ready)
+        try:
+            next(routine)
+        except StopIteration:
+            return None
+        except Exception as error:
+            # It shall end the lane like an error that comes later.
+            return partial(_fail, error)
+        return lambda plane: routine
+
+    def _size_of(self, index: int) -> int:
+        return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
+
+    def _counting(self, job: Job, active: bool) -> Job:
+        def run(plane: Backend) -> Coroutine[None]:
+            plane.begin_count(active=active)
+            yield from job(plane)
+            self.active = yield from plane.end_count()
+
+        return run
+
+
+def _nothing(plane: Backend) -> Coroutine[None]:
+    """A job with nothing to do."""
+    yield from ()
+
+
+def _fail(error: Exception, plane: Backend) -> Coroutine[None]:
+    """A job that has failed before it began."""
+    yield from ()
+    raise error

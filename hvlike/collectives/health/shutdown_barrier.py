@@ -1,0 +1,210 @@
+"""The end of a job: no rank frees what others still need, and none waits for a rank that has left.
+
+A rank that is done (its program ended, or it called shutdown) tells rank 0 and stays reachable until all are. When some
+have left and others go on, rank 0 tells those who has left, and what needs the missing ranks fails with an error.
+Ranks that have left sleep; from time to time rank 0 reports where the others are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from math import inf
+from typing import Any
+
+from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS, StallLimits
+from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
+from hvlike.observe.stacks import main_stack
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+
+logger = logging.getLogger("hvlike")
+
+
+class MissingRanksReport:
+    """Asks and reports; used from inside the loop."""
+
+    def __init__(self, limits: StallLimits, ask: Callable[[int], None], look: Callable[[int], str]) -> None:
+        """ask: sends the question to a rank. look: what can be seen from here of a rank that does not answer."""
+        self._limits = limits
+        self._ask = ask
+        self._look = look
+        self._places: dict[int, str] = {}
+        self._began = time.monotonic()
+        self._next = self._began + (limits.shortest or 0.0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to ask."""
+        return self._limits.shortest is not None and time.monotonic() >= self._next
+
+    def hear(self, rank: int, place: str) -> None:
+        """The rank has said where it is."""
+        self._places[rank] = place
+
+    def inspect(self, missing: Callable[[], Collection[int]]) -> Coroutine[StalledError | None]:
+        """Ask who is missing, and report; the error once the wait is past its limit."""
+        self._places.clear()
+        for rank in missing():
+            self._ask(rank)
+        until = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < until and not self._places.keys() >= set(missing()):
+            yield Wait.NOTIFY
+        now = time.monotonic()
+        self._next = now + (self._limits.shortest or 0.0)
+        absent = sorted(missing())
+        if not absent:
+            return None
+        waited = now - self._began
+        text = (
+            f"Other ranks have ended their program, or called shutdown(), {waited:.0f} s ago; {name_ranks(absent)} "
+            f"{'has' if len(absent) == 1 else 'have'} not.\n" + "\n".join(self._describe(absent))
+        )
+        report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
+        if report is not None and waited >= report:
+            logger.warning("%s", text)
+        if not shutdown or waited < shutdown:
+            return None
+        return StalledError(f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}")
+
+    def _describe(self, absent: Sequence[int]) -> list[str]:
+        lines = []
+        for rank in absent[:SHOWN_STACKS]:
+            if rank not in self._places:
+                lines.append(f"  rank {rank} does not answer; {self._look(rank)}".removesuffix("; "))
+            elif self._places[rank]:
+                lines.append(f"  rank {rank} is at\n{self._places[rank]}")
+            else:
+                lines.append(f"  rank {rank} waits inside hvlike")
+        return lines
+
+
+_TOPIC = 3
+GRACE_SECONDS = 0.5
+"""Ranks that end together are this close; only a longer absence is announced."""
+
+EXIT, SHUTDOWN = "exit", "shutdown"
+
+
+class ShutdownBarrier:
+    """The end of a job, seen from one rank."""
+
+    def __init__(
+        self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None], limits: StallLimits
+    ) -> None:
+        """on_gone: told in the loop, on the ranks that go on, who has left and with which error."""
+        self._fabric = fabric
+        self._world = fabric.world
+        self._on_gone = on_gone
+        self._limits = limits
+        self._left: dict[int, str] = {}
+        self._told: set[int] = set()
+        self._telling = False
+        self._latecomers: MissingRanksReport | None = None
+        self._answered = -inf
+        self._stalled: StalledError | None = None
+        self.all_left = False
+        fabric.channel.listen(_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
+
+    def part(self, reason: str) -> None:
+        """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this.
+
+        Raises: StalledError when that takes longer than the limit for waits.
+        """
+        loop = self._fabric.loop
+        loop.post(lambda: self._tell(0, "left", reason), wake=False)
+        began = time.monotonic()
+        while not loop.wait(self._is_over, self._limits.shortest):
+            if self._world.rank != 0:
+                self._look_for_first_rank(time.monotonic() - began)
+        if self._stalled is not None:
+            raise self._stalled
+
+    def _is_over(self) -> bool:
+        return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)
+
+    def _look_for_first_rank(self, waited: float) -> None:
+        """Rank 0 reports who is late, if it can."""
+        loop = self._fabric.loop
+        asked = time.monotonic()
+        loop.post(lambda: self._tell(0, "where", asked), wake=False)
+        if loop.wait(lambda: self._is_over() or self._answered == asked, ANSWER_SECONDS):
+            return
+        text = (
+            f"{self._world} has ended its program, or called shutdown(), {waited:.0f} s ago and waits for the others. "
+            f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0, many_look=True)}"
+        ).removesuffix("; ")
+        report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
+        if report is not None and waited >= report:
+            logger.warning("%s", text)
+        # One that was only busy has answered before.
+        if shutdown and min(waited, asked - self._answered) >= shutdown:
+            self._stalled = StalledError(
+                f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}"
+            )
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._world.size) if rank not in self._left]
+
+    def _tell(self, rank: int, what: str, value: Any) -> None:
+        if rank == self._world.rank:
+            self._hear(rank, what, value)
+        else:
+            self._fabric.channel.send(rank, _TOPIC, (what, value), kind="farewell")
+
+    def _hear(self, rank: int, what: str, value: Any) -> None:
+        if what == "left":
+            self._left[rank] = value
+            if len(self._left) == self._world.size:
+                for each in range(self._world.size):
+                    self._tell(each, "all left", None)
+            elif not self._telling:
+                self._telling = True
+                self._fabric.loop.start(self._tell_the_rest(), wake=False)
+        elif what == "gone":
+            self._on_gone({each: _error(each, reason) for each, reason in value.items()})
+        elif what == "all left":
+            self.all_left = True
+        elif what == "where":
+            self._tell(rank, "here", (value, main_stack()))
+        elif what == "here":
+            self._answered, place = value
+            if self._latecomers is not None:
+                self._latecomers.hear(rank, place)
+        elif what == "stalled":
+            self._stalled = value
+
+    def _tell_the_rest(self) -> Coroutine[None]:
+        """On rank 0, while some have left and others have not."""
+        self._latecomers = MissingRanksReport(
+            self._limits, lambda rank: self._tell(rank, "where", 0.0), self._fabric.look_at
+        )
+        while len(self._left) < self._world.size:
+            until = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < until:
+                yield Wait.NOTIFY
+            if len(self._left) < self._world.size and set(self._left) != self._told:
+                self._told = set(self._left)
+                # Rank 0 serves the others even after it has left itself, so it always hears this too.
+                for rank in range(self._world.size):
+                    if rank == 0 or rank not in self._left:
+                        self._tell(rank, "gone", dict(self._left))
+            if self._latecomers.is_due:
+                error = yield from self._latecomers.inspect(self._missing)
+                if error is not None:
+                    for rank in self._left:
+                        self._tell(rank, "stalled", error)
+
+
+def _error(rank: int, reason: str) -> HorovodInternalError:
+    if reason == SHUTDOWN:
+        return ShutdownError(
+            f"Horovod has been shut down on rank {rank}: it called hvd.shutdown() while other ranks went on. Call "
+            "shutdown() on every rank, after the last collective."
+        )
+    return PeerLeftError(
+        f"Rank {rank} has ended its program while other ranks go on. Every rank has to run the same number of "
+        "collective operations and steps; look for a rank with less data or an early exit."
+    )

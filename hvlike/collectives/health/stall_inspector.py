@@ -1,0 +1,311 @@
+"""Stall reports: who waits, who is missing, and where the missing ranks are.
+
+StallInspector   on the coordinator: asks all members when a request is overdue, and reports their answers
+PeerProbe        on a member that waits: asks the coordinator and the ranks of its node whether they still answer,
+                 for stalls that the coordinator cannot see
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from hvlike.collectives.health.wait_for_graph import STEP, Counts, WaitForGraph
+from hvlike.collectives.requests.join_protocol import JOIN_KEY
+from hvlike.collectives.requests.message_table import MessageTable, name_ranks
+from hvlike.collectives.requests.request import RequestKey
+from hvlike.errors import HorovodInternalError, StalledError
+from hvlike.observe.stacks import main_stack
+from hvlike.transport.loop.loop import Loop
+
+logger = logging.getLogger("hvlike")
+
+ANSWER_SECONDS = 2.0
+"""How long the members have to answer."""
+
+SHOWN_STACKS = 4
+"""Of so many missing ranks the stack is shown."""
+
+HEAD = (
+    "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for "
+    "remainder of ranks for more than {seconds:.0f} seconds. Every rank has to call the same operations; look for a "
+    "rank that is busy, takes another branch, or has less data (see hvd.join())."
+)
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """When waiting is too long."""
+
+    report_seconds: float | None = 60.0
+    """After how long a report is made, and how long until the next; None: never."""
+    shutdown_seconds: float = 0.0
+    """After how long everything in the process set ends with StalledError; 0: never."""
+
+    @property
+    def shortest(self) -> float | None:
+        """After how long a wait is worth a look; None: never."""
+        limits = (self.report_seconds, self.shutdown_seconds or None)
+        return min((each for each in limits if each is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """An operation as the rank that asked for it describes it."""
+
+    key: RequestKey
+    place: str
+    """File and line of the call."""
+    seconds: float
+    """How long ago."""
+    detail: str = ""
+    """Shapes and dtypes, or the parameters of a bucket."""
+
+    def __str__(self) -> str:
+        return f"{self.key[0]} {self.key[1]!r} at {self.place}, {self.seconds:.0f} s ago"
+
+
+@dataclass(frozen=True)
+class StatusReply:
+    """What a member is at."""
+
+    number: int
+    """Of the question."""
+    unfinished: Mapping[RequestKey, Submission]
+    last: Submission | None
+    """What it has asked for last, finished or not."""
+    steps: Counts
+    """Steps of each planned reduction it has entered."""
+    stack: str = ""
+    """Where its main thread is, while that does not wait in hvlike."""
+
+
+@dataclass
+class StallInspector:
+    """Watches one process set. Positions count within the group."""
+
+    ranks: tuple[int, ...]
+    ask: Callable[[int], None]
+    """Sends a question with this number to every member."""
+    limits: StallLimits
+    look: Callable[[int], str] = lambda rank: ""
+    """What can be seen from here of a rank that does not answer; empty: nothing."""
+    _number: int = 0
+    _deadline: float | None = None
+    _next_report: float = 0.0
+    _answers: dict[int, StatusReply] = field(default_factory=dict)
+
+    def watch(self, agreement: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
+        """Ask, or report what was answered; returns the error that shall end everything once that is due."""
+        now = time.monotonic()
+        shortest = self.limits.shortest
+        if shortest is None:
+            return None
+        overdue = find_overdue(agreement, waits, now, shortest)
+        if self._deadline is None:
+            if overdue and now >= self._next_report:
+                self._number += 1
+                self._answers = {}
+                self._deadline = now + ANSWER_SECONDS
+                self.ask(self._number)
+            return None
+        if len(self._answers) < len(self.ranks) and now < self._deadline:
+            return None
+        self._deadline = None
+        self._next_report = now + shortest
+        absent: set[int] = set()
+        if JOIN_KEY in overdue:
+            # A wait in join() takes as long as the others have data: what counts is how long they rest.
+            overdue[JOIN_KEY] = self._rest(agreement.missing(JOIN_KEY))
+        lines = {key: self._describe(key, agreement, waits, absent) for key in overdue}
+        found = {key: line for key, line in lines.items() if line is not None}
+        if not found:
+            return None
+        report, shutdown = self.limits.report_seconds, self.limits.shutdown_seconds
+        text = "\n".join([*found.values(), *self._stacks(sorted(absent))])
+        if report is not None and any(overdue[key] >= report for key in found):
+            logger.warning("%s\n%s", HEAD.format(seconds=report), text)
+        if shutdown and any(overdue[key] >= shutdown for key in found):
+            return StalledError(
+                f"Horovod has been shut down: operations have waited for other ranks for more than {shutdown:g} s "
+                f"(HVLIKE_STALL_SHUTDOWN_TIME_SECONDS).\n{text}"
+            )
+        return None
+
+    def hear(self, position: int, answer: StatusReply) -> None:
+        """The member at `position` answers."""
+        if answer.number == self._number:
+            self._answers[position] = answer
+
+    def _describe(self, key: RequestKey, agreement: MessageTable, waits: WaitForGraph, absent: set[int]) -> str | None:
+        """One operation of the report, None if it is not clear that it waits for anybody; `absent`: for whom."""
+        if key == JOIN_KEY:
+            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
+            waiting = sorted(agreement.pending.get(key, ()))
+            if self._rest(agreement.missing(key)) < (self.limits.shortest or 0.0):
+                return None
+        elif key[0] == STEP:
+            missing = self._behind(key[1], agreement)
+            waiting = [each for each, wait in waits.waits.items() if wait.key == key]
+        else:
+            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
+            waiting = sorted(agreement.pending.get(key, ()))
+        if not missing or not waiting:
+            return None
+        known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
+        details = [each.detail for each in known if each is not None]
+        where = ", ".join(self._where(position, key) for position in waiting)
+        last = "; ".join(self._last_of(position) for position in missing)
+        absent.update(missing)
+        return f"{key[0]} {key[1]!r}{details[0] if details else ''}\n  waits on {where}\n  missing: {last}"
+
+    def _rest(self, ranks: Iterable[int]) -> float:
+        """For how long none of these has asked for anything; those that do not answer do not count."""
+        answers = [self._answers.get(self.ranks.index(rank)) for rank in ranks]
+        return min((each.last.seconds for each in answers if each is not None and each.last is not None), default=inf)
+
+    def _stacks(self, positions: Sequence[int]) -> Iterable[str]:
+        """Where the members at these positions are, a line for each and its stack; the first few of them."""
+        for position in positions[:SHOWN_STACKS]:
+            answer = self._answers.get(position)
+            rank = self.ranks[position]
+            if answer is None:
+                seen = self.look(rank)
+                if seen:
+                    yield f"  rank {rank} does not answer; {seen}"
+            elif answer.stack:
+                yield f"  rank {rank} is at\n{answer.stack}"
+
+    def _behind(self, name: str, agreement: MessageTable) -> list[int]:
+        """Who has not entered the step that others are in, as far as they have answered."""
+        steps = {position: answer.steps.get(name, 0) for position, answer in self._answers.items()}
+        most = max(steps.values(), default=0)
+        silent = [each for each in range(len(self.ranks)) if each not in steps]
+        return [
+            each
+            for each in sorted([*silent, *(position for position, step in steps.items() if step < most)])
+            if each not in agreement.away
+        ]
+
+    def _where(self, position: int, key: RequestKey) -> str:
+        answer = self._answers.get(position)
+        submission = answer.unfinished.get(key) if answer is not None else None
+        rank = f"rank {self.ranks[position]}"
+        return rank if submission is None else f"{rank} ({submission.place}, since {submission.seconds:.0f} s)"
+
+    def _last_of(self, position: int) -> str:
+        answer = self._answers.get(position)
+        rank = name_ranks([self.ranks[position]])
+        if answer is None:
+            return f"{rank}, which does not answer (stopped, or busy in a call that holds Python's lock)"
+        if answer.last is None:
+            return f"{rank}, which has submitted nothing yet"
+        return f"{rank}, which submitted last {answer.last}"
+
+
+def find_overdue(agreement: MessageTable, waits: WaitForGraph, now: float, seconds: float) -> dict[RequestKey, float]:
+    """What has waited for others longer than `seconds`, and how long: requests not all have made, planned steps."""
+    ages = {key: now - since for key, since in agreement.since.items()}
+    for wait in waits.waits.values():
+        if wait.key[0] == STEP:
+            ages[wait.key] = max(ages.get(wait.key, 0.0), now - wait.since)
+    return {key: age for key, age in ages.items() if age >= seconds}
+
+
+def describe_tensors(shapes: Iterable[tuple[int, ...]], dtypes: Iterable[str]) -> str:
+    """A request's tensors, the first few of them: ": float32 [3, 4], int64 []"."""
+    listed = [f"{dtype} {list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True)]
+    shown = ", ".join(listed[:4]) + (f", ... ({len(listed)} in all)" if len(listed) > 4 else "")
+    return f": {shown}" if listed else ""
+
+
+PING, PONG = "ping", "pong"
+
+
+class PeerProbe:
+    """Asks the coordinator and the ranks of this node, seen from a member that waits."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        rank: int,
+        coordinator: int,
+        neighbours: Collection[int],
+        send: Callable[[int, str, float], None],
+        look: Callable[[int], str],
+        limits: StallLimits,
+    ) -> None:
+        """neighbours: the members on this node. look: what can be seen from here of a rank that does not answer."""
+        self._loop = loop
+        self._rank = rank
+        self._coordinator = coordinator
+        self._neighbours = neighbours
+        self._send = send
+        self._look = look
+        self._limits = limits
+        self._answers: dict[int, tuple[float, str]] = {}
+        self._heard = -inf
+        """When the last question was asked that the coordinator has answered."""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long to wait before the first question, and between questions; None: for ever."""
+        return self._limits.shortest
+
+    def hear(self, rank: int, answer: tuple[float, str]) -> None:
+        """`rank` answers the question of that time; in the loop."""
+        self._answers[rank] = answer
+        if rank == self._coordinator:
+            self._heard = answer[0]
+
+    def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
+        """Ask, and report who is silent or where the others are; the error once the wait is past its limit.
+
+        agreed: all ranks have asked for it, only the data are missing. done: the wait is over.
+        """
+        ranks = {self._coordinator, *(self._neighbours if agreed else ())} - {self._rank}
+        asked = time.monotonic()
+        self._loop.post(lambda: self._ask(ranks, asked), wake=False)
+        self._loop.wait(lambda: done() or not self._silent(ranks, asked), ANSWER_SECONDS)
+        silent = self._silent(ranks, asked)
+        if done() or not (agreed or silent):
+            return None
+        lines = [f"  rank {rank} does not answer; {self._look(rank)}".removesuffix("; ") for rank in silent]
+        if agreed:
+            stacks = {rank: answer[1] for rank, answer in self._answers.items() if answer[0] == asked and answer[1]}
+            lines += [f"  rank {rank} is at\n{stack}" for rank, stack in sorted(stacks.items())]
+        text = "\n".join([self._describe(key, waited, agreed), *lines])
+        if self._limits.report_seconds is not None and waited >= self._limits.report_seconds:
+            logger.warning("%s", text)
+        limit = self._limits.shutdown_seconds
+        # A coordinator that was only busy has answered before: the wait may be a long one for good reasons.
+        overdue = waited if agreed else min(waited, asked - self._heard)
+        if not limit or overdue < limit:
+            return None
+        return StalledError(f"A wait took more than {limit:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}")
+
+    def _describe(self, key: RequestKey, waited: float, agreed: bool) -> str:
+        if agreed:
+            return (
+                f"rank {self._rank} waits for the data of {key[0]} {key[1]!r} since {waited:.0f} s, though all ranks "
+                "have asked for it: a rank has stopped in the middle of it, or the network is down or very slow."
+            )
+        return (
+            f"rank {self._rank} waits in {key[0]} {key[1]!r} since {waited:.0f} s, and nobody can say for whom: rank "
+            f"{self._coordinator}, which coordinates, is stuck inside hvlike or in a call that holds Python's lock."
+        )
+
+    def _ask(self, ranks: Collection[int], asked: float) -> None:
+        for rank in ranks:
+            self._send(rank, PING, asked)
+
+    def _silent(self, ranks: Collection[int], asked: float) -> list[int]:
+        return sorted(rank for rank in ranks if self._answers.get(rank, (0.0, ""))[0] != asked)
+
+
+def answer_of(asked: float) -> tuple[float, str]:
+    """What this rank answers to the question of that time."""
+    return asked, main_stack()

@@ -1,0 +1,125 @@
+"""Deadlock detection: which rank waits for which. No messages.
+
+A rank that has waited a while reports for what. When every rank waits, and each waits for a rank that waits for
+something else, nothing can happen any more: that is a deadlock, not a delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.collectives.requests.request import RequestKey
+
+Counts = Mapping[str, int]
+
+STEP = "step"
+"""The kind under which a rank waits for a planned reduction; the name is the reducer's."""
+
+PLAN = "plan"
+"""The kind under which it waits for an agreement on one, by the same name."""
+
+
+@dataclass(frozen=True)
+class WaitReport:
+    """One wait, as its rank has reported it."""
+
+    key: RequestKey
+    counts: Counts
+    """How many unnamed operations of each kind the rank has issued."""
+    steps: Counts
+    """How many steps of each planned reduction the rank has entered."""
+    certain: bool
+    """Nothing else on that rank can ask for what the others lack: one thread uses hvlike there."""
+    since: float = 0.0
+    """When it was reported, in seconds of the coordinator's clock."""
+
+
+@dataclass
+class WaitForGraph:
+    """The waits the members of a group have reported. Positions count within the group."""
+
+    ranks: tuple[int, ...]
+    waits: dict[int, WaitReport] = field(default_factory=dict)
+
+    def report(self, position: int, waiting: WaitReport) -> None:
+        """The member at `position` has begun to wait."""
+        self.waits[position] = waiting
+
+    def resume(self, position: int) -> None:
+        """The member at `position` no longer waits."""
+        self.waits.pop(position, None)
+
+    def ended(self, key: RequestKey) -> None:
+        """The operation `key` has been decided, well or badly: nobody waits for another rank there."""
+        for position in [each for each, waiting in self.waits.items() if waiting.key == key]:
+            del self.waits[position]
+
+    def deadlocked(
+        self,
+        missing: Callable[[RequestKey], Sequence[int]],
+        joined: Collection[int] = (),
+        away: Collection[int] | None = None,
+    ) -> bool:
+        """True when all members wait and each lacks another; those that have joined are in nobody's way.
+
+        missing(key): who has not asked for a named request. away: who is in nobody's way in what is planned; None:
+        the same.
+        """
+        waits = [waiting for position, waiting in self.waits.items() if position not in joined]
+        return (
+            bool(waits)
+            and len(waits) == len(self.ranks) - len(joined)
+            and all(each.certain for each in waits)
+            and all(self.lacking(each, missing, joined if away is None else away) for each in waits)
+        )
+
+    def lacking(
+        self, waiting: WaitReport, missing: Callable[[RequestKey], Sequence[int]], away: Collection[int] = ()
+    ) -> list[int]:
+        """The ranks without which this wait cannot end, as far as it is known."""
+        kind, name = waiting.key
+        if kind != STEP:
+            return list(missing(waiting.key))
+        entered = waiting.steps.get(name, 0)
+        return [
+            self.ranks[position]
+            for position, other in self.waits.items()
+            if position not in away and other.steps.get(name, 0) < entered
+        ]
+
+    def waited_for(self) -> list[RequestKey]:
+        """What is waited for, each once."""
+        return list(dict.fromkeys(each.key for each in self.waits.values()))
+
+    def describe(self) -> str:
+        """rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'y'"""
+        return ", ".join(
+            f"rank {self.ranks[position]} waits in {waiting.key[0]} {waiting.key[1]!r}"
+            for position, waiting in sorted(self.waits.items())
+        )
+
+    def advice(self) -> str:
+        """What the user can do about a deadlock, as whole sentences."""
+        steps = {waiting.key[1] for waiting in self.waits.values() if waiting.key[0] == STEP}
+        anew = sorted(position for position, each in self.waits.items() if each.key[0] == PLAN and each.key[1] in steps)
+        if anew:
+            ranks = [self.ranks[position] for position in anew]
+            return (
+                f"{name_ranks(ranks).capitalize()} {'agrees' if len(ranks) == 1 else 'agree'} anew on what is reduced, "
+                "as after a change of requires_grad or an add_param_group: every rank has to make it, before the same "
+                "step."
+            )
+        return (
+            "Every rank has to call the same operations under the same names; look for a collective that only some "
+            "ranks reach (inside `if rank == 0:`, say) or for names that differ."
+        )
+
+    def aligned_counts(self) -> dict[str, int]:
+        """Counts of unnamed operations from which all members can go on alike."""
+        merged: dict[str, int] = {}
+        for waiting in self.waits.values():
+            for kind, count in waiting.counts.items():
+                merged[kind] = max(merged.get(kind, 0), count)
+        return merged

@@ -1,0 +1,1 @@
+"""Operations that are agreed once and then run in every step without a message."""

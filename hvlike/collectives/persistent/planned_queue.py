@@ -1,0 +1,273 @@
+"""An op queue for one purpose: jobs step after step, with no message between the ranks but the data itself.
+
+    agree()     all ranks say what they take for granted; where it is the same, they get a queue of their own
+    run(job)    every rank runs its job of this step on the queue; the order is the same everywhere
+    stand_in()  makes the job of a rank that has joined (hvd.join, a Join context): it runs again and again, in the
+                loop, until a step has no active rank
+
+A job says at its beginning whether its rank is active (`begin_count`), and returns what `end_count` says.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.cuda.runtime import kind_of, runtime_of
+from hvlike.backends.op_queue import Job, OpQueue
+from hvlike.collectives.compression import Mark
+from hvlike.collectives.controller.trace import ExposedWait, recorded
+from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.requests.plan import QueueProposal
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.request import Request, RequestSpec, find_call_site
+from hvlike.collectives.session.context import Context, current, is_running
+from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, QueueProxy
+from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.submission import submit
+from hvlike.errors import UsageError
+from hvlike.transport.loop.coroutine import Coroutine, Task
+
+
+def agree_on_queue(
+    set_state: ProcessSetState, kind: str, name: str, proposal: Any, home: torch.device | None = None
+) -> tuple[OpQueue, Any]:
+    """Propose to all ranks; the lane, and what follows from all proposals. Collective; blocks.
+
+    kind: one of PLANNED_KINDS. proposal: with `spare_lane`, which this takes and gives back where it is not used.
+    home: the device of this rank, where the lane needs a plane for one.
+    Raises: MismatchError, PeerLeftError, ShutdownError.
+    """
+    lanes = set_state.lanes
+    proposal = proposal._replace(spare_lane=lanes.propose())
+    handle = submit(set_state, RequestSpec(kind, detail=proposal), name, [], _outputs_of, wake=False, home=home)
+    try:
+        lane, agreed = handle.result()
+    except BaseException:
+        lanes.give_back(proposal.spare_lane)
+        raise
+    if lane.number != proposal.spare_lane:
+        lanes.give_back(proposal.spare_lane)
+    return lane, agreed
+
+
+def _outputs_of(request: Request) -> Any:
+    return request.outputs
+
+
+ADVICE = "Build it with the same arguments on every rank."
+
+
+class QueueStep:
+    """One step on a planned lane."""
+
+    def __init__(self, owner: PlannedQueue, number: int) -> None:
+        self._owner = owner
+        self._number = number
+        self.active = 0
+        """How many ranks were active in it; valid once it has ended."""
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def result(self) -> int:
+        """Wait until the step has ended; how many ranks were active in it. Raises: as PlannedQueue.run."""
+        self._owner.wait_for(self, self._number)
+        if self.error is not None:
+            raise self.error
+        return self.active
+
+
+class PlannedQueue:
+    """A lane of its own for one purpose that all ranks of a set share; see the head of this file."""
+
+    def __init__(
+        self,
+        name: str,
+        process_set: ProcessSet | None = None,
+        described: Mapping[str, Any] | None = None,
+        *,
+        advice: str = ADVICE,
+        device: torch.device | None = None,
+    ) -> None:
+        """Local.
+
+        name: what it is for; numbered at the first `agree`, which all ranks make in the same order.
+        described: what must be equal on all ranks, by what it is; compared and shown as str(value).
+        advice: how to make them so, a sentence for the error.
+        device: where the tensors of the jobs are, if that is a GPU: jobs then run on its plane, and `result` makes the
+            current stream wait for them.
+        """
+        self.name = name
+        self.stand_in: Callable[[], CountingJob] | None = None
+        """Makes the job of one step of a rank that has joined; called and run in the loop."""
+        self.served = 0
+        """Steps that have ended since the last agreement: the same on every rank after a step."""
+        self._purpose = name
+        self._process_set = process_set
+        self._described = tuple((key, str(value)) for key, value in (described or {}).items())
+        self._advice = advice
+        self._device = device
+        self._kind = "" if device is None else kind_of(device)
+        self._context: Context | None = None
+        self._membership: ProcessSetState | None = None
+        self._lane: OpQueue | None = None
+        self._serial: int | None = None
+        self._release: weakref.finalize[Any, PlannedQueue] | None = None
+        self._lock = threading.Lock()
+        self._step = 0
+        self._unfinished = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a step is under way on this rank."""
+        return self._unfinished > 0
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the agreed plan; None while there is none."""
+        return self._serial
+
+    def agree(self) -> None:
+        """Open the lane, unless it is there. Collective over the process set; blocks.
+
+        After a join all planned lanes are forgotten; then the next step agrees by itself.
+        Raises: MismatchError, on every rank, where `described` differs; UsageError for a process set this rank is not
+            in; PeerLeftError, ShutdownError.
+        """
+        if not (is_running() and current() is self._context):
+            self._enter_context()
+        set_state = self._membership
+        if self._lane is not None or set_state is None:
+            return
+        proposal = QueueProposal(self._described, self._advice, device=self._kind)
+        lane, agreed = agree_on_queue(set_state, "lane", self.name, proposal, self._device)
+        self._release = weakref.finalize(self, set_state.lanes.give_back, lane.number)
+        self._lane, self._serial = lane, agreed.serial
+        set_state.proxies.planned.add(self)
+
+    def run(self, job: CountingJob) -> int:
+        """Run this rank's job of the next step, and wait for its end; how many ranks were active in it.
+
+        Collective over the process set. Blocks.
+        Raises: the error of the job; PeerLeftError, DeadlockError, ShutdownError (HorovodInternalErrors). After an
+            error the lane is lost, on every rank; the next step opens another one.
+        """
+        return self.start(job, wake=False).result()
+
+    def start(self, job: CountingJob, *, wake: bool = True) -> QueueStep:
+        """The same without waiting, but for the first step after a join. `wake=False`: the caller waits at once."""
+        self.agree()
+        lane, set_state = self._lane, self._membership
+        assert lane is not None
+        assert set_state is not None
+        self._step += 1
+        set_state.controller.steps[self.name] = self._step
+        step = QueueStep(self, self._step)
+
+        def run(plane: Backend) -> Coroutine[None]:
+            step.active = yield from job(plane)
+
+        work: Job = run
+        runtime = runtime_of(self._kind)
+        if runtime is not None and self._device is not None:
+            work = on_device(lane, None, run, [runtime.record(runtime.current_stream(self._device))])
+        if lane.recorder.on:
+            work = recorded(lane.recorder, lane, self.name, {"step": self._step}, [], work)
+        with self._lock:
+            self._unfinished += 1
+        lane.submit(work, lambda task: self._ended(step, task), wake=wake)
+        return step
+
+    def wait_for(self, step: QueueStep, number: int) -> None:
+        """Wait until a step has ended; reports and the search for deadlocks know of it."""
+        set_state, lane = self._membership, self._lane
+        if not step.ended and set_state is not None and lane is not None:
+            controller = set_state.controller
+            key = (STEP, self.name)
+            controller.enter_step(key, number, find_call_site(), "", self.fail)
+            set_state.rounds.check_step(self.name, number, self.fail)
+            try:
+                with ExposedWait(lane, self.name, number):
+                    controller.wait(key, lambda: step.ended, None)
+            finally:
+                controller.leave_step(key)
+        if step.error is None and self._kind and lane is not None and lane.device is not None:
+            lane.device.fence()()
+        if step.error is not None:
+            # The lane is lost with the job that failed; the next step starts on a new one.
+            self.close()
+
+    def close(self) -> None:
+        """Forget what was agreed; the next step agrees anew. Local; nothing may be in flight."""
+        if self._release is not None:
+            self._release()
+        self.forget()
+
+    # -- what a join needs ----------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """See Planned: nothing is remembered that the ranks need to compare."""
+        if self.stand_in is None:
+            raise UsageError(
+                f"{self.name!r} is in use on this rank, and cannot go on without it: a rank that has no more data "
+                "cannot join while it exists."
+            )
+        return Mark()
+
+    @property
+    def healthy(self) -> bool:
+        """The agreed lane has had no error."""
+        return self._lane is not None and self._lane.broken is None
+
+    def proxy(self) -> JoinedProxy:
+        """See Planned."""
+        lane, serial, stand_in = self._lane, self._serial, self.stand_in
+        assert lane is not None
+        assert serial is not None
+        assert stand_in is not None
+        return QueueProxy(lane, serial, stand_in, on_device=bool(self._kind))
+
+    def adopt(self, lane: OpQueue, agreed: QueueProposal) -> JoinedProxy:
+        """See Planned."""
+        stand_in = self.stand_in
+        assert stand_in is not None
+        self._lane, self._serial = lane, agreed.serial
+        return QueueProxy(lane, agreed.serial, stand_in, on_device=bool(self._kind))
+
+    def fail(self, error: BaseException) -> None:
+        """End a step that can never be completed; in the loop."""
+        if self._lane is not None:
+            self._lane.fail(error)
+
+    def forget(self) -> None:
+        """Forget what was agreed and count steps anew; what becomes of the lane is up to the caller."""
+        if self._release is not None:
+            self._release.detach()
+        self._release = None
+        self._lane = None
+        self._serial = None
+        self.served = 0
+        self._step = 0
+
+    # -------------------------------------------------------------------------------------------
+
+    def _enter_context(self) -> None:
+        """Belong to the hvlike that runs now; an earlier one has taken its lane with it."""
+        self.forget()
+        self._context = current()
+        set_state = self._membership = self._context.set_state(self._process_set, self._purpose)
+        self.name = f"{self._purpose}.{set_state.controller.optimizer_names.draw(self._purpose)}"
+
+    def _ended(self, step: QueueStep, task: Task[None]) -> None:
+        step.error = task.error
+        with self._lock:
+            self._unfinished -= 1
+        if task.error is None:
+            self.served += 1
+        step.ended = True

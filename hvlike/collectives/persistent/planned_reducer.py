@@ -1,0 +1,381 @@
+"""Planned reduction: the same tensors, step after step, with no agreement message between the ranks.
+
+    first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
+    mark_ready(i)     with a spare core: the last tensor of a bucket completes it, and complete buckets start at
+    once, in
+                      the order of the plan. Without: nothing starts before finish()
+    finish(tensors)   starts what is left, and drives the loop until all is reduced
+
+The tensors are reduced where they are. The plan has an op queue of its own, so its order is the plan's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.cuda.runtime import kind_of
+from hvlike.backends.op_queue import OpQueue
+from hvlike.collectives.api.sparse import SparseSum
+from hvlike.collectives.compression import Compression, CompressorLike, Mark
+from hvlike.collectives.controller.trace import ExposedWait
+from hvlike.collectives.fusion.bucket import ReductionSettings
+from hvlike.collectives.fusion.schedule import GradientStreams, Schedule, gradient_streams_of
+from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.persistent.planned_queue import agree_on_queue
+from hvlike.collectives.requests.plan import BucketSizes, Plan, Proposal, choose_sizes, equal_parts
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.reduction import Average
+from hvlike.collectives.requests.request import find_call_site, order_in_memory
+from hvlike.collectives.session.context import current
+from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PlanProxy
+from hvlike.transport.loop.coroutine import Task
+from hvlike.transport.memory.dtypes import dtype_name
+
+_log = logging.getLogger("hvlike")
+
+_is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the set: a gradient and the name of its parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PlannedReducer:
+    """Reduces one set of tensors over and over; see the head of this file."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        name: str,
+        op: ReduceOp = Average,
+        process_set: ProcessSet | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        compression: CompressorLike = Compression.none,
+        groups: int | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Local; the plan is agreed in the first `finish`.
+
+        name: the same on every rank, different from that of every other reducer alive.
+        groups: entries that are reduced together: a number of equal runs, or lists of entries.
+        Raises: UsageError for a process set this rank is not in.
+        """
+        self.name = name
+        self._entries = list(entries)
+        self._membership = current().set_state(process_set, "Planned reduction")
+        size = self._membership.group.size
+        self._settings = ReductionSettings(op, size, prescale, postscale, compression)
+        self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
+        self._process_set = process_set
+        self._lock = threading.Lock()
+        self._marked: dict[int, torch.Tensor] = {}
+        knobs = current().knobs
+        self._arrivals = gradient_streams_of(self._entries)
+        on_device = self._arrivals is not None
+        # What a device does needs no core; only the host has to begin it.
+        self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
+        """Complete buckets start beside backward."""
+        self.sizes = choose_sizes(
+            knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps, on_device=on_device
+        )
+        self.served = 0
+        """Steps that the plan has served: the same on every rank after a step."""
+        self.start: tuple[int, ...] = ()
+        """Fingerprints of the parameters, for a warning where the ranks do not start alike; empty: not compared."""
+        self.schedule: Schedule | None = None
+        """What is agreed; None before the first step."""
+        self._release: weakref.finalize[Any, PlannedReducer] | None = None
+        self._bucket_of: dict[int, int] = {}
+        self._device_bucket_of: dict[int, int] = {}
+        self._missing: list[int] = []
+        self._started = 0
+        self._unfinished = 0
+        self._error: BaseException | None = None
+        self._step = 0
+        self._keep: Keep | None = None
+        self._membership.proxies.planned.add(self)
+
+    @property
+    def active(self) -> int:
+        """How many ranks took part in the last step with tensors of their own; 0 where that is not known."""
+        return self.schedule.active if self.schedule is not None else 0
+
+    @property
+    def busy(self) -> bool:
+        """True between the first tensor that is ready and the end of `finish`."""
+        return bool(self._marked)
+
+    @property
+    def wants_marks(self) -> bool:
+        """True while every tensor is to be marked ready; else the first one of a step is enough."""
+        return self.overlaps or self.schedule is None
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the agreed plan; None while there is none."""
+        return None if self.schedule is None else self.schedule.serial
+
+    def keep_results(self, keep: Keep | None) -> None:
+        """Have `keep(tensors by entry, active ranks)` called after each step that this rank stands in for.
+
+        In the loop, while it has joined; the tensors are used again for the next step as soon as it returns. Local.
+        """
+        self._keep = keep
+
+    def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
+        """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
+        with self._lock:
+            self._marked[index] = tensor
+            if not self.overlaps or index not in self._bucket_of or tensor.is_sparse:
+                if self._arrivals is not None:
+                    self._arrived_on_device(self._arrivals, index, tensor)
+                return
+            bucket = self._bucket_of[index]
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._start_complete()
+
+    def finish(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Wait until all tensors are reduced, in place.
+
+        tensors: one for each entry; for those marked ready in this step the memory they were marked with.
+        Returns the tensors that take the place of those that could not be reduced in place, by index.
+        Collective over the process set. Blocks.
+        Raises: MismatchError, ShapeMismatchError when the ranks have different tensors; PeerLeftError, ShutdownError,
+            DeadlockError (all HorovodInternalError).
+        """
+        if self._membership.group.size == 1 and self._settings.is_trivial:
+            self._marked.clear()
+            return {}
+        try:
+            schedule = self.schedule or self._agree(tensors)
+            replaced: dict[int, torch.Tensor] = {}
+            sparse: dict[int, SparseSum] = {}
+            if schedule.plan.sparse or any(map(_is_sparse, tensors)):
+                replaced = _densify(tensors, schedule.plan)
+                tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
+                sparse = self._start_sparse(tensors, schedule.plan)
+            self._reduce_dense(schedule, tensors)
+            for index, total in sparse.items():
+                replaced[index] = total.result()
+            self.served += 1
+            return replaced
+        finally:
+            self._marked = {}
+            self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
+            self._started = 0
+            self._step += 1
+            if self._arrivals is not None:
+                self._arrivals.clear()
+
+    def resize(self, sizes: BucketSizes) -> None:
+        """Reduce in buckets of other sizes from the next step on, under a new plan.
+
+        Every rank does so after the same step. Local; nothing may be in flight.
+        """
+        if sizes != self.sizes:
+            self.sizes = sizes
+            self.close()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all tensors together."""
+        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
+
+    def close(self) -> None:
+        """Forget the plan; the next `finish` makes a new one. Local; nothing may be in flight."""
+        if self._release is not None:
+            self._release()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the plan and count steps anew; what becomes of its lane is up to the caller."""
+        if self._release is not None:
+            self._release.detach()
+        if self.schedule is not None:
+            self.schedule.roll_back()
+        self._release = None
+        self.schedule = None
+        self.served = 0
+        self._step = 0
+        self._bucket_of = {}
+        self._device_bucket_of = {}
+
+    # -- what a join needs ----------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """What the compressor remembers, in short."""
+        memory = self._settings.memory
+        return Mark() if memory is None else memory.mark()
+
+    @property
+    def healthy(self) -> bool:
+        """The agreed plan has had no error."""
+        return self.schedule is not None and self.schedule.lane.broken is None
+
+    def proxy(self) -> JoinedProxy:
+        """See Planned."""
+        assert self.schedule is not None
+        return PlanProxy(self.schedule, self._keep)
+
+    def adopt(self, lane: OpQueue, agreed: Proposal) -> JoinedProxy:
+        """See Planned."""
+        # Other entries have other indices.
+        keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
+        return PlanProxy(self._follow(lane, agreed), keep)
+
+    def fail(self, error: BaseException) -> None:
+        """End a step that can never be completed; in the loop."""
+        if self.schedule is not None:
+            self.schedule.lane.fail(error)
+
+    # -- the plan -------------------------------------------------------------------------------
+
+    def _agree(self, tensors: Sequence[torch.Tensor]) -> Schedule:
+        """Propose what this rank has; the schedule that all ranks derive from all proposals."""
+        proposal = Proposal(
+            names=tuple(entry.name for entry in self._entries),
+            shapes=tuple(entry.shape for entry in self._entries),
+            dtypes=tuple(dtype_name(entry.dtype) for entry in self._entries),
+            strides=tuple(None if tensor.is_sparse else order_in_memory(tensor) for tensor in tensors),
+            sparse=tuple(map(_is_sparse, tensors)),
+            order=tuple(dict.fromkeys([*self._marked, *range(len(tensors))])),
+            sizes=self.sizes,
+            settings=(self._settings.describe(), tuple(tuple(group) for group in self._groups)),
+            devices=tuple(kind_of(entry.device) for entry in self._entries),
+            memory=self.mark(),
+            portable=self._settings if self._settings.is_portable else None,
+            start=self.start,
+        )
+        home = None if self._arrivals is None else self._arrivals.home
+        lane, agreed = agree_on_queue(self._membership, "plan", self.name, proposal, home)
+        self.start = ()
+        if agreed.apart is not None and self._membership.group.rank == 0:
+            self._warn_of(*agreed.apart)
+        self._release = weakref.finalize(self, self._membership.lanes.give_back, lane.number)
+        return self._follow(lane, agreed)
+
+    def _warn_of(self, position: int, entry: int) -> None:
+        """Say which member has not started from the same parameters."""
+        ranks = self._membership.group.ranks
+        _log.warning(
+            "parameters differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients "
+            "do not make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
+            self.name,
+            self._entries[entry].name,
+            ranks[position],
+            ranks[0],
+            ranks[0],
+        )
+
+    def _follow(self, lane: OpQueue, agreed: Proposal) -> Schedule:
+        """Keep to what was agreed from now on."""
+        if self._settings.memory is not None:
+            self._settings.memory.align(agreed.memory)
+        schedule = self.schedule = Schedule(agreed, lane, self._settings)
+        bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
+        self._device_bucket_of = {index: each for index, each in bucket_of.items() if agreed.devices[index]}
+        self._bucket_of = {index: each for index, each in bucket_of.items() if not agreed.devices[index]}
+        return schedule
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _start_sparse(self, tensors: Sequence[torch.Tensor], plan: Plan) -> dict[int, SparseSum]:
+        return {
+            index: SparseSum(tensors[index].detach(), f"{self.name}.{index}", self._settings, self._process_set)
+            for index in plan.sparse
+        }
+
+    def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
+        controller, rounds = self._membership.controller, self._membership.rounds
+        key, step, place = (STEP, self.name), self._step + 1, find_call_site()
+        controller.tensor_queue.notice(key, place)
+        controller.steps[self.name] = step
+        rounds.check_step(self.name, step, self.fail)
+        with ExposedWait(schedule.lane, self.name, self._step):
+            try:
+                self._start_rest(schedule, tensors)
+            except BaseException:
+                self.close()
+                raise
+            if self._unfinished:
+                controller.enter_step(key, step, place, schedule.described, self.fail)
+                rounds.check_step(self.name, step, self.fail)
+                try:
+                    controller.wait(key, lambda: self._unfinished == 0, None)
+                finally:
+                    controller.leave_step(key)
+        error, self._error = self._error, None
+        if self._arrivals is not None and error is None:
+            error = self._arrivals.leave(schedule.device)
+        if error is not None:
+            # The lane is lost with the job that failed; the next step starts from a new plan.
+            self.close()
+            raise error
+        schedule.commit()
+
+    def _start_rest(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
+        """Start the buckets that have not been. This thread would wait for them, and drives what it can itself."""
+        with self._lock:
+            first, self._started = self._started, len(schedule.buckets)
+            for number in range(first, self._started):
+                picked = schedule.buckets[number].pick(tensors)
+                self._start(schedule, number, picked, wake=False, drive=not self._unfinished)
+
+    def _arrived_on_device(self, arrivals: GradientStreams, index: int, tensor: torch.Tensor) -> None:
+        """A tensor of a GPU is final once its stream has come to this point; with the lock held."""
+        bucket = self._device_bucket_of.get(index)
+        if self.overlaps and bucket is not None and not tensor.is_sparse:
+            arrivals.note(bucket, tensor)
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the buckets that are complete, as far as all before them are; with the lock held."""
+        schedule = self.schedule
+        while schedule and self._started < len(schedule.buckets) and not self._missing[self._started]:
+            number = self._started
+            self._started += 1
+            marked = [self._marked[index] for index in schedule.buckets[number].entries]
+            self._start(schedule, number, marked, wake=True)
+
+    def _start(
+        self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False
+    ) -> None:
+        streams = () if self._arrivals is None else self._arrivals.streams(number)
+        if schedule.start(number, tensors, self._bucket_ended, active=True, wake=wake, streams=streams, drive=drive):
+            # With the lock held, which whoever ends it needs.
+            self._unfinished += 1
+
+    def _bucket_ended(self, task: Task[None]) -> None:
+        if task.error is not None:
+            self._error = self._error or task.error
+        with self._lock:
+            self._unfinished -= 1
+
+
+def _densify(tensors: Iterable[torch.Tensor], plan: Plan) -> dict[int, torch.Tensor]:
+    """Sparse tensors where the plan has dense ones are reduced as dense ones and take their place."""
+    return {
+        index: tensor.detach().to_dense()
+        for index, tensor in enumerate(tensors)
+        if tensor.is_sparse and index not in plan.sparse
+    }

@@ -1,0 +1,194 @@
+"""What join() changes in a negotiation: which ranks need not ask, what they contribute, and how it ends. No
+messages."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, identity
+from hvlike.collectives.compression import Mark, merge_marks
+from hvlike.collectives.requests.reduction import row_by_row
+from hvlike.collectives.requests.request import RequestKey, RequestSpec
+from hvlike.errors import HorovodInternalError
+
+JOIN_KEY: RequestKey = ("join", "join")
+LEAVE_KEY: RequestKey = ("join", "leave")
+
+PLANNED_KINDS = ("plan", "lane")
+"""Kinds that are agreed once and then go on without a message."""
+
+EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)
+"""What runs without the ranks that have joined: they contribute nothing, or count as arrived."""
+
+
+class JoinScope(enum.Enum):
+    """What a rank that has joined stands in for."""
+
+    EVERYTHING = "whatever the others do"
+    PLANS = "what is planned; it asks for all else itself"
+
+
+@dataclass(frozen=True, eq=False)
+class JoinRequest:
+    """What a rank says when it joins."""
+
+    counts: Mapping[str, int]
+    """How many unnamed operations of each kind it has issued."""
+    plans: frozenset[int]
+    """The planned reductions it takes part in, by their serial numbers."""
+    spare_lanes: frozenset[int] = frozenset()
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    """What it could plan anew: names, and what is remembered of each."""
+    scope: JoinScope = JoinScope.EVERYTHING
+    how: str = "called hvd.join()"
+    """What the rank has done, for the errors of others; the same on all ranks, or they do not belong together."""
+
+
+@dataclass(frozen=True)
+class JoinEnd:
+    """What all ranks are told when the last one has joined."""
+
+    last: int
+    """The rank that joined last."""
+    counts: Mapping[str, int]
+    plans: frozenset[int]
+    """The planned reductions that all ranks took part in to the end: their lanes can be used again."""
+    spare_lanes: frozenset[int] = frozenset()
+    """What was spare on every rank."""
+
+
+@dataclass(frozen=True)
+class JoinFailure:
+    """A rank has left a Join context by an exception."""
+
+    error: HorovodInternalError
+    """What the others shall raise."""
+    steps: Mapping[str, int]
+    """How many steps of each plan it has taken part in; those can be completed."""
+
+    def misses(self, name: str, step: int) -> bool:
+        """Whether it takes no part in this step."""
+        return step > self.steps.get(name, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class LeaveRequest:
+    """What a rank says when it leaves a Join context, well or badly."""
+
+    counts: Mapping[str, int]
+    spare_lanes: frozenset[int]
+    failed: bool
+    """Steps may be half done: what was planned has to be forgotten everywhere."""
+
+
+@dataclass(frozen=True)
+class LeaveEnd:
+    """What all ranks are told when all have left."""
+
+    counts: Mapping[str, int]
+    spare_lanes: frozenset[int]
+    """What was spare on every rank."""
+    failed: bool
+    error: HorovodInternalError | None = None
+    """What the ranks that have not failed themselves shall raise."""
+
+    @staticmethod
+    def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:
+        """What follows from what all have said."""
+        spare = frozenset.intersection(*(each.spare_lanes for each in requests))
+        return LeaveEnd(merge_counts(requests), spare, any(each.failed for each in requests))
+
+
+@dataclass
+class JoinState:
+    """Who has joined, in order. Positions count within the group."""
+
+    requests: dict[int, JoinRequest] = field(default_factory=dict)
+    new_plans: dict[int, set[int]] = field(default_factory=dict)
+    """Plans made after a rank had joined, by position: it takes part in those too."""
+
+    spare_lanes: dict[int, set[int]] = field(default_factory=dict)
+    """What is spare on the ranks that have joined, by position."""
+
+    def add(self, position: int, request: JoinRequest) -> None:
+        """The member at `position` has joined."""
+        self.requests[position] = request
+        self.new_plans[position] = set()
+        self.spare_lanes[position] = set(request.spare_lanes)
+
+    def excused(self, kind: str) -> Collection[int]:
+        """Who need not ask for a request of this kind."""
+        if kind in PLANNED_KINDS:
+            return self.requests.keys()
+        return [position for position, each in self.requests.items() if each.scope is JoinScope.EVERYTHING]
+
+    def knows(self, name: str) -> bool:
+        """Whether all that have joined can plan `name` themselves."""
+        return all(name in each.marks for each in self.requests.values())
+
+    def merge_mark(self, name: str, mark: Mark) -> Mark:
+        """What all can go on from, those that have joined included."""
+        return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
+
+    def take_lane(self, number: int) -> int:
+        """The lane `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
+        if not all(number in lanes for lanes in self.spare_lanes.values()):
+            return -1
+        for lanes in self.spare_lanes.values():
+            lanes.remove(number)
+        return number
+
+    def planned(self, serial: int) -> None:
+        """A plan was agreed."""
+        for plans in self.new_plans.values():
+            plans.add(serial)
+
+    def end(self, ranks: Sequence[int]) -> JoinEnd:
+        """All have joined."""
+        counts = merge_counts(self.requests.values())
+        plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
+        spare = frozenset.intersection(*(frozenset(lanes) for lanes in self.spare_lanes.values()))
+        return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
+
+
+def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, int]:
+    """Counts of unnamed operations from which all can go on alike."""
+    counts: dict[str, int] = {}
+    for request in requests:
+        for kind, count in request.counts.items():
+            counts[kind] = max(counts.get(kind, 0), count)
+    return counts
+
+
+def why_not(signature: RequestSpec, *, known: bool = False) -> str | None:
+    """Why a request cannot run while some ranks have joined; None if it can.
+
+    known: they could plan it themselves.
+    """
+    if signature.kind not in EXCUSED_KINDS:
+        return f"{signature.kind.capitalize()} is not supported with Join at this time"
+    if signature.kind == "allreduce" and signature.op == ReduceOp.PRODUCT and signature.prescale != 1:
+        return "op Product with a prescale_factor has no neutral contribution; scale the tensor before the call"
+    if signature.kind == "plan" and signature.detail.portable is None and not known:
+        return "The first step of an optimizer with such a compressor needs all ranks"
+    if signature.kind == "lane" and not known:
+        return "What begins here has to be made on all ranks"
+    return None
+
+
+def neutral_tensors(signature: RequestSpec) -> list[torch.Tensor]:
+    """What a rank that has joined contributes to a reduction."""
+    op = ReduceOp(signature.op)
+    if signature.prescale < 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+        # The factor comes first and turns the order round.
+        op = ReduceOp.MAX if op is ReduceOp.MIN else ReduceOp.MIN
+    tensors = []
+    for name, shape, strides in zip(signature.dtypes, signature.shapes, signature.strides, strict=True):
+        dtype: torch.dtype = getattr(torch, name)
+        value = 0 if signature.prescale == 0 else identity(op, dtype)
+        tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype, device="cpu").fill_(value))
+    return tensors

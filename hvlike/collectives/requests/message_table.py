@@ -1,0 +1,275 @@
+"""The coordinator's table: which ranks have asked for what, and the response once all have. No messages.
+
+A request runs when every member has asked for it with the same spec. If the specs differ, it fails on every rank with
+an error that names the ranks and both values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
+from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, PLANNED_KINDS, JoinState, LeaveEnd, why_not
+from hvlike.collectives.requests.plan import (
+    find_plan_mismatch,
+    find_queue_mismatch,
+    merge_proposals,
+    merge_queue_proposals,
+)
+from hvlike.collectives.requests.request import RequestKey, RequestSpec
+from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError
+
+
+@dataclass
+class Response:
+    """What all members are told about one request: run it with `extra`, or fail with `error`."""
+
+    key: RequestKey
+    signature: RequestSpec
+    extra: Any = None
+    error: HorovodInternalError | None = None
+    uniform: bool = True
+    """Every rank sent the very same signature."""
+    last: int = -1
+    """The rank that asked last; -1: it was not decided by anyone's asking."""
+
+
+@dataclass
+class MessageTable:
+    """The requests of one group that not all members have asked for yet. Positions count within the group."""
+
+    ranks: tuple[int, ...]
+    pending: dict[RequestKey, dict[int, RequestSpec]] = field(default_factory=dict)
+    since: dict[RequestKey, float] = field(default_factory=dict)
+    """When each pending request was asked for first, in seconds of the coordinator's clock."""
+    joins: JoinState = field(default_factory=JoinState)
+    plans: int = 0
+    """How many plans were agreed: their serial numbers."""
+
+    @property
+    def joined(self) -> Collection[int]:
+        """The positions of the members that have joined and need not ask for anything."""
+        return self.joins.excused("")
+
+    @property
+    def away(self) -> Collection[int]:
+        """The positions of the members that others stand in for in what is planned."""
+        return self.joins.requests.keys()
+
+    def excused(self, key: RequestKey) -> Collection[int]:
+        """The positions of the members that need not ask for `key`."""
+        return () if key in (JOIN_KEY, LEAVE_KEY) else self.joins.excused(key[0])
+
+    def submit(self, position: int, key: RequestKey, signature: RequestSpec, now: float = 0.0) -> Response | None:
+        """The member at `position` asks; the verdict if it was the last one."""
+        asked = self.pending.setdefault(key, {})
+        asked[position] = signature
+        self.since.setdefault(key, now)
+        return self._decide(key)
+
+    def join(self, position: int, signature: RequestSpec, now: float = 0.0) -> list[Response]:
+        """The member at `position` joins; the verdicts on everything that lacked only it."""
+        self.joins.add(position, signature.detail)
+        responses = [self._decide(key) for key in list(self.pending) if key != JOIN_KEY]
+        responses.append(self.submit(position, JOIN_KEY, signature, now))
+        return [response for response in responses if response is not None]
+
+    def _decide(self, key: RequestKey) -> Response | None:
+        asked = self.pending[key]
+        if len(asked) + len([each for each in self.excused(key) if each not in asked]) < len(self.ranks):
+            return None
+        self.withdraw(key, decided=True)
+        return self.judge(key, asked)
+
+    def judge(self, key: RequestKey, asked: Mapping[int, RequestSpec]) -> Response:
+        """Compare what the members ask for; those that have joined have no say."""
+        positions = sorted(asked)
+        ranks = [self.ranks[position] for position in positions]
+        signatures = [asked[position] for position in positions]
+        first = signatures[0]
+        if key == JOIN_KEY:
+            error = self._find_different_joins(ranks, signatures)
+            end = self.joins.end(self.ranks)
+            self.joins = JoinState()
+            return Response(key, first, end, error, uniform=False)
+        if key == LEAVE_KEY:
+            return Response(key, first, LeaveEnd.of([each.detail for each in signatures]), uniform=False)
+        uniform = all(signature == first for signature in signatures)
+        error = None if uniform else find_mismatch(key[1], ranks, signatures)
+        if error is None and len(ranks) < len(self.ranks):
+            error = self._refuse_while_joined(key, first)
+        if error is not None:
+            return Response(key, first, None, error, uniform)
+        extra = summarise(signatures)
+        if first.kind in PLANNED_KINDS:
+            self.plans += 1
+            self.joins.planned(self.plans)
+            extra = extra._replace(serial=self.plans, spare_lane=self.joins.take_lane(extra.spare_lane))
+        if first.kind == "plan":
+            extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
+        return Response(key, first, extra, None, uniform)
+
+    def _find_different_joins(
+        self, ranks: Sequence[int], signatures: Sequence[RequestSpec]
+    ) -> HorovodInternalError | None:
+        ways = [each.detail.how for each in signatures]
+        if len(set(ways)) == 1:
+            return None
+        said = _who_said_what(ranks, ways, str).replace(" passed ", " ")
+        return MismatchError(f"Mismatched join: {said}. Join in the same way on every rank, with the same joinables.")
+
+    def _refuse_while_joined(self, key: RequestKey, signature: RequestSpec) -> HorovodInternalError | None:
+        reason = why_not(signature, known=self.joins.knows(key[1]))
+        if reason is None:
+            return None
+        excused = list(self.excused(key))
+        how = self.joins.requests[excused[0]].how
+        joined = name_ranks(self.ranks[position] for position in excused)
+        return HorovodInternalError(
+            f"{key[0]} {key[1]!r} cannot run: {joined} {how} and takes no part. {reason}. Call it before any rank "
+            "has joined, or after all ranks have."
+        )
+
+    def missing(self, key: RequestKey) -> list[int]:
+        """The ranks that have not asked for `key` yet and are not excused."""
+        asked, excused = self.pending.get(key, {}), self.excused(key)
+        return [rank for position, rank in enumerate(self.ranks) if position not in asked and position not in excused]
+
+    def withdraw(self, key: RequestKey, *, decided: bool = False) -> None:
+        """Forget a request; unless it was decided, it failed before all have asked."""
+        self.pending.pop(key, None)
+        self.since.pop(key, None)
+        if key == JOIN_KEY and not decided:
+            self.joins = JoinState()
+
+
+def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[RequestSpec]) -> HorovodInternalError | None:
+    """The error for signatures that may not stand together, or None where their difference is allowed."""
+    kind = signatures[0].kind
+    if kind == "plan":
+        return find_plan_mismatch(name, ranks, [signature.detail for signature in signatures])
+    if kind == "lane":
+        return find_queue_mismatch(name, ranks, [signature.detail for signature in signatures])
+    for check in _CHECKS:
+        if kind in check.kinds or not check.kinds:
+            values = [check.value(signature) for signature in signatures]
+            if any(value != values[0] for value in values):
+                said = _who_said_what(ranks, values, check.show)
+                text = f"Mismatched {kind.upper()} {check.what} for {name!r}: {said}. {check.fix}"
+                return check.error(text)
+    return None
+
+
+def summarise(signatures: Sequence[RequestSpec]) -> Any:
+    """What every member must know of the others to run the request."""
+    first = signatures[0]
+    if first.kind == "allgather":
+        return tuple(tuple(shape[0] if shape else 1 for shape in signature.shapes) for signature in signatures)
+    if first.kind == "plan":
+        return merge_proposals([signature.detail for signature in signatures])
+    if first.kind == "lane":
+        return merge_queue_proposals([signature.detail for signature in signatures])
+    # Tensors whose elements lie in the same order in memory on all ranks can be reduced in that order.
+    return tuple(
+        all(signature.strides[index] == stride for signature in signatures)
+        for index, stride in enumerate(first.strides)
+    )
+
+
+def _who_said_what(ranks: Sequence[int], values: Sequence[Any], show: Callable[[Any], str]) -> str:
+    """rank 0 has [3], ranks 1, 2 have [4]"""
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(show(value), []).append(rank)
+    return ", ".join(f"{name_ranks(members)} passed {shown}" for shown, members in groups.items())
+
+
+def name_ranks(ranks: Iterable[int], most: int = 16) -> str:
+    """rank 3; ranks 0, 2; ranks 0, 1, ... (64 in all)"""
+    listed = sorted(ranks)
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    shown = ", ".join(str(rank) for rank in listed[:most])
+    return f"ranks {shown}" + (f", ... ({len(listed)} in all)" if len(listed) > most else "")
+
+
+@dataclass(frozen=True)
+class _Check:
+    what: str
+    value: Callable[[RequestSpec], Any]
+    fix: str
+    kinds: tuple[str, ...] = ()
+    error: type[MismatchError] = MismatchError
+    show: Callable[[Any], str] = str
+
+
+def _show_shapes(shapes: Any) -> str:
+    return str(list(shapes[0])) if len(shapes) == 1 else str([list(shape) for shape in shapes])
+
+
+def _show_dtypes(dtypes: tuple[str, ...]) -> str:
+    return ", ".join(dtypes)
+
+
+_CHECKS: tuple[_Check, ...] = (
+    _Check(
+        "arguments",
+        lambda each: each.detail,
+        "Add or remove the same process set on every rank, in the same order.",
+        kinds=("process_set",),
+        show=lambda detail: f"{detail[0]} {list(detail[1])}",
+    ),
+    _Check(
+        "CPU/GPU device selection",
+        lambda each: each.device,
+        "Move the tensors to the same kind of device on every rank.",
+        show=lambda device: str(device).upper(),
+    ),
+    _Check(
+        "group lengths",
+        lambda each: len(each.shapes),
+        "Pass the same number of tensors on every rank.",
+        show=lambda length: f"{length} tensors",
+    ),
+    _Check("data types", lambda each: each.dtypes, "Convert to one dtype before the call.", show=_show_dtypes),
+    _Check(
+        "reduction operation",
+        lambda each: each.op,
+        "Pass the same op on every rank.",
+        show=lambda op: op_name(ReduceOp(op)),
+    ),
+    _Check(
+        "prescale and/or postscale factors",
+        lambda each: (each.prescale, each.postscale),
+        "Pass the same factors on every rank.",
+    ),
+    _Check(
+        "root ranks", lambda each: each.root, "Pass the same root_rank on every rank.", show=lambda root: f"root {root}"
+    ),
+    _Check(
+        "sparse tensor shapes",
+        lambda each: each.detail,
+        "Pass sparse tensors of one shape.",
+        kinds=("allgather",),
+        error=ShapeMismatchError,
+        show=lambda shape: str(list(shape)) if shape else "no sparse tensor",
+    ),
+    _Check(
+        "tensor shapes",
+        lambda each: tuple(shape[1:] for shape in each.shapes),
+        "Only the first dimension may differ.",
+        kinds=("allgather", "alltoall"),
+        error=ShapeMismatchError,
+        show=lambda shapes: _show_shapes(shapes) + " after the first dimension",
+    ),
+    _Check(
+        "tensor shapes",
+        lambda each: each.shapes,
+        "Pass tensors of one shape, or pad them; for uneven batches see hvd.join().",
+        kinds=("allreduce", "broadcast", "reducescatter", "empty_shared"),
+        error=ShapeMismatchError,
+        show=_show_shapes,
+    ),
+)

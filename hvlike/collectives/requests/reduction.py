@@ -1,0 +1,174 @@
+"""Reductions: the ops, their factors, and a tensor as a reduction sees it (`Operand`).
+
+Also what is refused: ops that are not defined on a dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
+from hvlike.errors import UsageError
+from hvlike.transport.memory.dtypes import dtype_name
+
+_NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)
+
+
+def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor: (2, 3, 4) -> (12, 4, 1)."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if the elements fill a piece of memory, each exactly once, in whatever order (channels_last, transposed)."""
+    if 0 in shape:
+        return True
+    step = 1
+    for stride, length in sorted(
+        (stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1
+    ):
+        if stride != step:
+            return False
+        step *= length
+    return True
+
+
+def working_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The dtype to reduce in: a mean of narrow integers would overflow while it is summed."""
+    return torch.int32 if op is ReduceOp.AVERAGE and dtype in _NARROW_INTEGERS else dtype
+
+
+class Operand:
+    """`flat` holds the elements of `tensor` in the order of `strides`; it shares its memory where possible."""
+
+    __slots__ = ("_tensor", "_work", "flat")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        strides: tuple[int, ...] | None,
+        dtype: torch.dtype | None = None,
+        home: torch.device | None = None,
+    ) -> None:
+        """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own.
+
+        home: the device that the plane works on, None for host memory.
+        """
+        source = tensor.detach()
+        if source.is_inference() and not source.is_conj() and not source.is_neg():
+            source = _ordinary(source) if source.is_cpu else _ordinary_on_device(source)
+        dtype = dtype or source.dtype
+        as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
+        is_home = source.is_cpu if home is None else source.device == home
+        if as_it_is and source.dtype is dtype and is_home and not source.is_conj() and not source.is_neg():
+            self._tensor = self._work = source
+        else:
+            agreed = row_by_row(source.shape) if strides is None else strides
+            self._tensor = source
+            with torch.inference_mode(False):
+                self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device=home or "cpu")
+            self._work.copy_(source)
+        elements = self._work.numel()
+        # A single element counts as contiguous with any stride, and view() would keep that stride.
+        plain = strides is None and elements > 1
+        self.flat = self._work.view(-1) if plain else self._work.as_strided((elements,), (1,))
+
+    def write_back(self) -> None:
+        """Put what `flat` holds into the tensor, where that is not the same memory."""
+        if self._work is not self._tensor:
+            self._tensor.copy_(self._work)
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written in any thread, in the caller's inference mode or not."""
+    with torch.inference_mode(False):
+        shared: torch.Tensor = from_dlpack(tensor)
+        return shared.as_strided(tensor.shape, tensor.stride())
+
+
+def _ordinary_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for memory that the host cannot exchange by itself."""
+    with torch.inference_mode(False):
+        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """op and factors: result = postscale * op over ranks of (prescale * tensor)."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+
+def choose_op(average: bool | None, op: int | None) -> ReduceOp:
+    """The reduction from Horovod's two ways to say it; neither: Average.
+
+    Raises: UsageError when both are given or op is none of the constants.
+    """
+    if average is not None:
+        if op is not None:
+            raise UsageError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        return Average if average else Sum
+    return Average if op is None else reduce_op(op)
+
+
+@lru_cache(maxsize=256)
+def arithmetic_of(dtype: torch.dtype, op: ReduceOp, size: int, prescale: float, postscale: float) -> Arithmetic:
+    """The arithmetic of a reduction over `size` ranks; kept, as programs repeat few of them. Used in the loop only."""
+    divisor = size if op is Average else 1
+    return Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
+
+
+def check_adasum(dtype: torch.dtype) -> None:
+    """Refuse a dtype that has no Adasum: it is made of dot products of real vectors, which integers round."""
+    if not dtype.is_floating_point:
+        raise UsageError(
+            f"op Adasum is not defined on dtype {dtype_name(dtype)}; expected float16, bfloat16, float32 or float64."
+        )
+
+
+def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[torch.dtype]) -> None:
+    """Refuse a reduction that is not defined on these dtypes, or factors it cannot take."""
+    if math.isnan(reduction.prescale) or math.isnan(reduction.postscale):
+        raise UsageError(
+            f"{kind} {name!r}: expected numbers as factors, got prescale_factor={reduction.prescale}, "
+            f"postscale_factor={reduction.postscale}."
+        )
+    if reduction.op is Adasum and "allreduce" not in kind:
+        raise UsageError(f"{kind} {name!r}: op Adasum is defined for allreduce alone; use Average or Sum.")
+    try:
+        for dtype in dict.fromkeys(dtypes):
+            if reduction.op is Adasum:
+                check_adasum(dtype)
+                continue
+            arithmetic_of(dtype, reduction.op, 1, reduction.prescale, reduction.postscale)
+    except UsageError as error:
+        raise UsageError(f"{kind} {name!r} with op {op_name(reduction.op)}: {error}") from None

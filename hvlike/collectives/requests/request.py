@@ -1,0 +1,232 @@
+"""What a caller asks for: the request, what must be equal on all ranks (`RequestSpec`), where in the user's program the
+call is (`CallSite`), and the `Handle` to wait for the result.
+
+A handle is future-like (`wait`, `done`, `result`) and is what Horovod's `poll` and `synchronize` take.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+
+from hvlike.backends.cuda.runtime import Event
+from hvlike.backends.op_queue import Job
+from hvlike.collectives.requests.reduction import is_dense
+from hvlike.errors import UnknownHandleError, WaitTimeoutError
+from hvlike.transport.memory.dtypes import dtype_name
+
+_HOUSE = str(Path(__file__).parents[2])
+_NOT_THE_USER = (_HOUSE, str(Path(torch.__file__).parent))
+
+
+class CallSite(NamedTuple):
+    """An instruction of a program; str() finds its file and line, which takes longer than to note it."""
+
+    code: CodeType
+    instruction: int
+
+    def __str__(self) -> str:
+        """/home/me/train.py:12"""
+        lines = (line for start, stop, line in self.code.co_lines() if start <= self.instruction < stop)
+        return f"{self.code.co_filename}:{next(lines, None) or self.code.co_firstlineno}"
+
+
+def find_call_site(known: int = 1) -> CallSite:
+    """The innermost frame that is neither hvlike's nor torch's, as it stands now; known: so many are hvlike's."""
+    frame = sys._getframe(known + 1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame = frame.f_back
+    return CallSite(frame.f_code, frame.f_lasti)
+
+
+@functools.cache
+def _is_inside(filename: str) -> bool:
+    return filename.startswith(_NOT_THE_USER)
+
+
+_numbers = itertools.count()
+
+Waiter = Callable[[Callable[[], bool], float | None], bool]
+"""Blocks until the condition holds or so many seconds have passed; False in the latter case."""
+
+
+class Handle:
+    """One operation in flight on this rank."""
+
+    __slots__ = ("_done", "_error", "_fence", "_lock", "_result", "_waiter", "cleared", "number")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.cleared = False
+        self._done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._fence: Callable[[], None] | None = None
+        self._waiter: Waiter | None = None
+        self._lock = threading.Lock()
+
+    def attach(self, waiter: Waiter) -> None:
+        """Say how to wait; done by whoever submits the operation."""
+        self._waiter = waiter
+
+    def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
+        """Record how it ended; the first call counts.
+
+        fence: called by every thread that has waited, before it uses the result: what is on a GPU may not be done yet.
+        """
+        with self._lock:
+            if not self._done:
+                self._result, self._error, self._fence = result, error, fence
+                self._done = True
+
+    def done(self) -> bool:
+        """True once the operation has ended, well or badly. Never blocks."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the operation has ended; on a GPU, until it is in a stream that the current one then waits for.
+
+        timeout: seconds, None for no limit.
+        Returns True when it has ended, False when the time ran out before (the operation goes on).
+        Raises: the error of the operation.
+        """
+        if not self._done and self._waiter is not None:
+            self._waiter(self.done, timeout)
+        if self._done and self._error is not None:
+            raise self._error
+        if self._done and self._fence is not None:
+            self._fence()
+        return self._done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Block until the operation has ended and return its output; may be called repeatedly.
+
+        Raises: the error of the operation; TimeoutError when `timeout` seconds have passed before.
+        """
+        if not self.wait(timeout):
+            raise WaitTimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
+        return self._result
+
+    def __repr__(self) -> str:
+        state = "done" if self._done else "in flight"
+        return f"Handle({self.number}, {state})"
+
+
+def poll(handle: Handle) -> bool:
+    """Say whether the operation of `handle` has ended; never blocks.
+
+    Returns True once `synchronize` would return (or raise) at once.
+    Raises: UnknownHandleError (a ValueError) for what is no handle or was synchronised before.
+    Source: horovod.torch.poll.
+    """
+    known = _known(handle)
+    if not known.done() and known._waiter is not None:
+        known._waiter(known.done, 0.0)
+    return known.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Block until the operation of `handle` has ended, return its output and forget the handle.
+
+    Returns the output tensor, or a list of them for grouped operations.
+    Raises: UnknownHandleError (a ValueError) for what is no handle or was synchronised before; else the error of
+    the operation: MismatchError, PeerLeftError, StalledError, ShutdownError (all HorovodInternalError).
+    Source: horovod.torch.synchronize.
+    """
+    known = _known(handle)
+    known.cleared = True
+    return known.result()
+
+
+def _known(handle: object) -> Handle:
+    if not isinstance(handle, Handle):
+        raise UnknownHandleError(
+            f"Handle {handle!r} was not created or has been cleared. Expected what an *_async call of this process "
+            f"returned, got {type(handle).__name__}."
+        )
+    if handle.cleared:
+        raise UnknownHandleError(
+            f"Handle {handle.number} was not created or has been cleared. It was synchronised before: keep the output "
+            "of the first synchronize, or call handle.result(), which may be repeated."
+        )
+    return handle
+
+
+RequestKey = tuple[str, str]
+"""Kind and name: what identifies an operation in flight."""
+
+
+class RequestSpec(NamedTuple):
+    """What the ranks compare before any data moves. Plain values only: it travels to the coordinator."""
+
+    kind: str
+    """allreduce, broadcast, allgather, barrier, plan, ..."""
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = "cpu"
+    op: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    """Rank of the world, or -1."""
+    strides: tuple[tuple[int, ...] | None, ...] = ()
+    """Of dense tensors in another order than row by row; need not be equal, None for contiguous ones."""
+    detail: Any = None
+    """What only this kind knows about."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One operation of this rank, from the call to the end."""
+
+    name: str
+    signature: RequestSpec
+    tensors: Sequence[torch.Tensor]
+    finish: Callable[[Request], Any]
+    """Makes the result once the tensors or outputs hold it; called in the loop."""
+    handle: Handle = field(default_factory=Handle)
+    outputs: list[Any] = field(default_factory=list)
+    """What the job itself has made: gathered tensors, lanes."""
+    job: Callable[[Any], Job] | None = None
+    """Makes the job of a request that brings its own, from what `Verdict.extra` says."""
+    place: CallSite | str = ""
+    """File and line of the call."""
+    time: float = field(default_factory=time.monotonic)
+    ready: Sequence[Event] = ()
+    """When the tensors of a device hold their values."""
+    home: torch.device | None = None
+    """The device of this rank, for a request without tensors that opens a lane."""
+
+    @property
+    def key(self) -> RequestKey:
+        """What identifies the request among those in flight; the same on all ranks."""
+        return (self.signature.kind, self.name)
+
+
+def signature_of(kind: str, tensors: Sequence[torch.Tensor], **fields: Any) -> RequestSpec:
+    """The signature of an operation on these tensors."""
+    return RequestSpec(
+        kind=kind,
+        dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        device=tensors[0].device.type if tensors else "cpu",
+        strides=tuple(order_in_memory(tensor) for tensor in tensors),
+        **fields,
+    )
+
+
+def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a dense tensor that is not stored row by row; None for all others."""
+    if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
+        return None
+    return tuple(tensor.stride())

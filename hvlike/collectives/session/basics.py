@@ -1,0 +1,240 @@
+"""init, shutdown, who and where this rank is, which GPU it uses, and what this installation can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.session import context
+from hvlike.errors import LaunchError, UsageError
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start hvlike in this process; does nothing while it is running.
+
+    comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes the
+        list it is in); or an mpi4py communicator, which is duplicated.
+    process_sets: sets to register at once, the same on every rank; "dynamic" is accepted for Horovod's sake.
+    Collective: every rank of `comm` calls it. Blocks until all have.
+    Without mpirun this is a job of one rank.
+    Raises: LaunchError when launcher and MPI disagree; UsageError (a ValueError) for wrong arguments.
+    Source: horovod.torch.init.
+    """
+    sets: list[ProcessSet] = []
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise UsageError(f'init: process_sets expects a list of ProcessSet or "dynamic", got {process_sets!r}.')
+    elif process_sets is not None:
+        sets = list(process_sets)
+        for each in sets:
+            if not isinstance(each, ProcessSet):
+                raise UsageError(f"init: process_sets expects ProcessSet objects, got {type(each).__name__}.")
+    context.start_context(comm, sets)
+
+
+def shutdown() -> None:
+    """End hvlike in this process; `init()` may follow. Does nothing when it is not running.
+
+    Collective in effect: what other ranks have in flight fails with ShutdownError. Blocks until all ranks have
+    called it or ended. MPI itself stays up: it can be started only once in a process.
+    Source: horovod.torch.shutdown.
+    """
+    context.stop_context()
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return context.is_running()
+
+
+def size() -> int:
+    """Return the number of ranks in the job. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.size
+
+
+def rank() -> int:
+    """Return the number of this rank in the job. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.local_size
+
+
+def local_rank() -> int:
+    """Return the number of this rank among those of its node. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.local_rank
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have this local rank. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.cross_size
+
+
+def cross_rank() -> int:
+    """Return the number of this rank among those with its local rank. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.cross_rank
+
+
+def is_homogeneous() -> bool:
+    """True when every node has the same number of ranks. Raises: NotInitializedError (a ValueError)."""
+    return context.current().world.homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """True when MPI was started with THREAD_MULTIPLE. Raises: NotInitializedError (a ValueError)."""
+    world = context.current().world
+    return bool(world.thread_level >= world.mpi.THREAD_MULTIPLE)
+
+
+def pin_device(kind: str = "cuda") -> torch.device:
+    """Make one GPU the current one of this rank, chosen by its local rank, and return it. Local; needs init().
+
+    kind: "cuda"; "cpu" returns the CPU and changes nothing, for programs that leave the choice to their user.
+    The GPUs that this process sees are dealt in turn: where a node has more ranks than GPUs, several share one. A rank
+    that sees a single GPU, because its launcher has set CUDA_VISIBLE_DEVICES, gets that. To be called before anything
+    is put on a GPU: what comes first would be in the memory of GPU 0, on every rank.
+    Returns a torch.device with its number. Raises: NotInitializedError; UsageError for another kind; LaunchError where
+    this process sees no GPU.
+    Source: torch.cuda.set_device(hvd.local_rank()), as Horovod's examples have it.
+    """
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"pin_device: kind must be 'cuda' or 'cpu', got {kind!r}.")
+    number = local_rank()
+    if kind == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise LaunchError(
+            f"pin_device: local rank {number} sees no GPU: {_reason()}. Check CUDA_VISIBLE_DEVICES and nvidia-smi on "
+            "this host, or run on the CPU (pin_device('cpu'))."
+        )
+    device = torch.device("cuda", device_index(number, gpus))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_index(local_rank: int, gpus: int) -> int:
+    """The number of the GPU of a local rank among those that it sees: 0, 1, 2, 0, 1, ... Pure function."""
+    return local_rank % gpus
+
+
+def _reason() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return f"torch was built for CUDA {torch.version.cuda}, but finds no device"
+
+
+_TORCH_NAMES = ("torch", "horovod.torch", "hvlike", "hvlike.torch")
+
+
+def mpi_built() -> bool:
+    """True when mpi4py, through which all messages go, is installed. Local, also before init().
+
+    Returns a bool; does not load MPI. Source: horovod.torch.mpi_built.
+    """
+    return find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """True when ranks agree and communicate through MPI, which is always so where it is installed. Local.
+
+    Returns a bool. Source: horovod.torch.mpi_enabled.
+    """
+    return mpi_built()
+
+
+def gloo_built() -> bool:
+    """False: hvlike has no Gloo operations; MPI and shared memory take their place. Local.
+
+    Returns a bool. Source: horovod.torch.gloo_built.
+    """
+    return False
+
+
+def gloo_enabled() -> bool:
+    """False: ranks never agree through Gloo. Local.
+
+    Returns a bool. Source: horovod.torch.gloo_enabled.
+    """
+    return False
+
+
+def nccl_built() -> int:
+    """The version code of the NCCL that collectives can use, 22703 for 2.27.3; 0 where CuPy or NCCL is missing. Local.
+
+    Returns an int, so that `if hvd.nccl_built()` reads as in Horovod. Loads CuPy, does not start a GPU.
+    Source: horovod.torch.nccl_built.
+    """
+    from hvlike.backends.cuda.nccl import describe
+
+    return describe().version
+
+
+def ddl_built() -> bool:
+    """False: hvlike has no operations of IBM's DDL. Local.
+
+    Returns a bool. Source: horovod.torch.ddl_built.
+    """
+    return False
+
+
+def ccl_built() -> bool:
+    """False: hvlike has no operations of oneCCL. Local.
+
+    Returns a bool. Source: horovod.torch.ccl_built.
+    """
+    return False
+
+
+def cuda_built() -> bool:
+    """True when the installed torch was built with CUDA; whether a GPU is there is another question. Local.
+
+    Returns a bool; does not start CUDA. Source: horovod.torch.cuda_built.
+    """
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """True when the installed torch was built with ROCm. Local.
+
+    Returns a bool; does not start a GPU. Source: horovod.torch.rocm_built.
+    """
+    return torch.version.hip is not None
+
+
+def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
+    """Raise unless the extension for a framework is there. Local.
+
+    ext_name: "horovod.torch", "hvlike" or "torch" are there, as hvlike is pure Python; other frameworks are not.
+    ext_env_var, pkg_path, args: what Horovod's build needs to know; ignored.
+    Returns None. Raises: ImportError that names the extension.
+    Source: horovod.common.util.check_extension.
+    """
+    if not extension_available(ext_name):
+        raise ImportError(
+            f"Extension {ext_name} has not been built: hvlike serves PyTorch only. Expected one of "
+            f"{', '.join(_TORCH_NAMES)}."
+        )
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """True for PyTorch under any of its names, False for every other framework. Local.
+
+    verbose: accepted for Horovod's sake; there is nothing more to say.
+    Returns a bool. Source: horovod.common.util.extension_available.
+    """
+    return ext_base_name in _TORCH_NAMES
+
+
+def _check_has_gpu() -> bool:
+    """True when torch finds a GPU it can use in this process. Local.
+
+    Returns a bool. Source: horovod.torch._check_has_gpu.
+    """
+    return torch.cuda.is_available()

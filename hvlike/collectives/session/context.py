@@ -1,0 +1,318 @@
+"""The running hvlike of this process: made by init(), ended by shutdown(), with the settings that all ranks agree
+on."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.process_set_state import (
+    DeviceWatch,
+    ProcessSetState,
+    Registry,
+    ranks_of,
+    stall_limits,
+    what_is_wrong,
+)
+from hvlike.config import DYNAMIC, Config, differing, read_config
+from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
+from hvlike.observe.log import set_up_log
+from hvlike.observe.recorder import check_writable
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.failure.guard import Guard, give_up
+from hvlike.transport.failure.watchdog import Liveness, init_watchdog
+from hvlike.transport.host import launchers, mpi_library
+from hvlike.transport.host.topology import available_cores, has_spare_core
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.memory.malloc import keep_memory
+from hvlike.transport.world import World
+
+logger = logging.getLogger("hvlike")
+
+
+class JobSettings:
+    """The knobs of this rank, and what is wrong with them."""
+
+    def __init__(self) -> None:
+        """Read the environment. Local; a wrong value is kept for `check`, so that no rank is left waiting in init()."""
+        self.knobs = Config()
+        self._wrong = ""
+        try:
+            self.knobs = read_config(os.environ)
+        except UsageError as error:
+            self._wrong = str(error)
+
+    def check(self, comm: Any) -> None:
+        """Compare with the other ranks, and see whether the files can be written.
+
+        comm: all ranks. Collective and blocking.
+        Raises: UsageError, on every rank, for a value that is wrong on one of them or that differs.
+        """
+        self._wrong = self._wrong or self._unwritable(comm.Get_rank())
+        answers = comm.allgather((self._wrong, self.knobs))
+        wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if not wrong:
+            difference = differing([knobs for _, knobs in answers])
+            wrong = [difference] if difference else []
+        if wrong:
+            raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
+
+    def misplaced(self, world: World) -> str:
+        """Why the background thread cannot run where it shall; empty if it can. Local."""
+        cores = self.knobs.thread_affinity
+        if cores is None:
+            return ""
+        if len(cores) < world.local_size:
+            return (
+                f"HVLIKE_THREAD_AFFINITY={','.join(map(str, cores))} names {len(cores)} cores, but {world.host} has "
+                f"{world.local_size} ranks: name one for each."
+            )
+        core, allowed = cores[world.local_rank], sorted(available_cores())
+        if core not in allowed:
+            return f"HVLIKE_THREAD_AFFINITY names core {core} for {world}, which may run on {allowed}."
+        return ""
+
+    def apply(self, fabric: Fabric) -> None:
+        """Do what has to be done once: memory, the place of the thread, the log, the timeline. Local."""
+        knobs = self.knobs
+        if knobs.keep_memory:
+            keep_memory()
+        if knobs.thread_affinity is not None:
+            fabric.loop.pin(knobs.thread_affinity[fabric.world.local_rank])
+        set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
+        world = fabric.world
+        logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)
+        oddity = launchers.lone_child(os.environ, world.size)
+        if oddity:
+            logger.warning("%s: %s", world, oddity)
+        if knobs.timeline is not None and knobs.timeline != DYNAMIC:
+            try:
+                fabric.recorder.start(
+                    knobs.timeline, mark_cycles=knobs.timeline_mark_cycles, max_bytes=knobs.timeline_max_bytes
+                )
+            except UsageError as error:
+                # It could be written a moment ago, and the other ranks are past the point where all can refuse.
+                logger.warning("%s: %s", fabric.world, error)
+
+    def _unwritable(self, rank: int) -> str:
+        path = self.knobs.timeline
+        if path is None or path == DYNAMIC:
+            return ""
+        try:
+            check_writable(path, rank)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+_LEFT_BEHIND_SECONDS = 1.0
+_FINISH_SECONDS = 5.0
+
+
+class Context:
+    """World, transport and process sets of one rank, from init to shutdown."""
+
+    def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+        """Collective and blocking: every rank of `comm`."""
+        settings = JobSettings()
+        self._knobs = knobs = settings.knobs
+        self.world = World.start(
+            comm,
+            ranks_per_node=knobs.ranks_per_node,
+            patience=knobs.init_patience,
+            limit=knobs.stall_shutdown_seconds,
+            serialized=knobs.mpi_threads_disable,
+            check=settings.check,
+        )
+        self.before_close: list[Callable[[], None]] = []
+        """Called by `close` while everything still works."""
+        self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
+        """Told in the loop which ranks have left, and how."""
+        self.guard = Guard(self.world, lambda: self.close(EXIT))
+        with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
+            self._connect(process_sets, settings)
+        self.guard.install()
+        if self.world.mpi.COMM_WORLD.Get_size() == 1:
+            # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.
+            atexit.register(self.close)
+
+    def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
+        """Build what reaches the other ranks. Collective and blocking."""
+        knobs = self._knobs
+        try:
+            self._check_same(process_sets, settings.misplaced(self.world))
+        except UsageError:
+            # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
+            self.world.close()
+            raise
+        self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
+        settings.apply(self.fabric)
+        self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
+        self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
+        self._lane_watch = DeviceWatch(self.fabric, self.registry.set_states)
+        self._farewell = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
+        self.fabric.ticks += [self.guard.watch_parent, self._watch]
+        global_process_set.ranks = list(range(self.world.size))
+        for process_set in (global_process_set, *process_sets):
+            task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)
+            self.fabric.loop.wait(partial(getattr, task, "done"))
+            if task.error is not None:
+                raise task.error
+
+    @property
+    def knobs(self) -> Config:
+        """The settings of this job."""
+        return self._knobs
+
+    @property
+    def overlaps(self) -> bool:
+        """True when communication may start beside the computation."""
+        overlap = self._knobs.overlap
+        return has_spare_core(self.fabric.cores) if overlap is None else overlap
+
+    def set_state(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
+        """The process set an operation runs in; None: all ranks.
+
+        what: the operation, for the error texts.
+        Raises: UsageError for a set that is not registered, or of which this rank is not a member.
+        """
+        mpi_library.check_not_forked()
+        return self.registry.find(process_set, what)
+
+    def close(self, reason: str = SHUTDOWN) -> None:
+        """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
+        for each in list(self.before_close):
+            each()
+        loop = self.fabric.loop
+        if self.world.mpi.Is_finalized():
+            # The user has ended MPI himself: there is nobody left to talk to.
+            loop.close()
+            return
+        loop.wait(lambda: all(each.lanes.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
+        error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
+        loop.post(lambda: self._fail_all(error), wake=False)
+        self._farewell.part(reason)
+        self.guard.uninstall()
+        atexit.unregister(self.close)
+        loop.close()
+        self.fabric.recorder.stop()
+        self.registry.close()
+        self.world.close()
+
+    def _watch(self) -> None:
+        """The health check of the process sets; in the loop."""
+        for set_state in self.registry.set_states.values():
+            set_state.controller.watch()
+        self._lane_watch.look(time.monotonic())
+        lost = self._liveness.lost()
+        if lost:
+            self._lose(
+                {rank: PeerLeftError(f"The process of rank {rank} has vanished without a word.") for rank in lost}
+            )
+
+    def _fail_all(self, error: HorovodInternalError) -> None:
+        for set_state in self.registry.set_states.values():
+            set_state.fail(error)
+
+    def _check_same(self, process_sets: Sequence[ProcessSet], unknown: str) -> None:
+        """All ranks must name the same sets, each of them a new one of ranks that exist.
+
+        unknown: what is wrong on this rank; all ranks are told.
+        """
+        seen = [list(range(self.world.size))]
+        for process_set in process_sets:
+            if process_set.ranks is None:
+                try:
+                    process_set.ranks = ranks_of(process_set.mpi_comm, self.world)
+                except UsageError as error:
+                    unknown = str(error)
+        answers = self.world.comm.allgather((unknown, [each.ranks for each in process_sets]))
+        wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if wrong:
+            raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
+        everybody = [ranks for _, ranks in answers]
+        different = [rank for rank, other in enumerate(everybody) if other != everybody[0]]
+        if different:
+            raise UsageError(
+                f"Horovod initialization failed: rank 0 passed process_sets={everybody[0]}, rank {different[0]} passed "
+                f"{everybody[different[0]]}. Pass the same process sets in the same order on every rank."
+            )
+        for number, ranks in enumerate(everybody[0]):
+            reason = what_is_wrong(ranks, seen, self.world.size)
+            if reason is not None:
+                raise UsageError(
+                    f"Horovod could not be initialized because process_sets entry number {number} cannot be: {reason}"
+                )
+            seen.append(ranks)
+
+    def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some ranks have left; in the loop."""
+        for each in self.when_lost:
+            each(errors)
+        for set_state in self.registry.set_states.values():
+            if set(errors) & set(set_state.group.ranks):
+                set_state.controller.lose(errors)
+                self.fabric.loop.start(self._abandon(set_state, errors), wake=False)
+
+    def _abandon(self, set_state: ProcessSetState, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
+        """End what runs, and what is still to come, with a rank that has left, once all it wrote could be taken."""
+        until = time.monotonic() + _LEFT_BEHIND_SECONDS
+        while time.monotonic() < until:
+            yield Wait.NOTIFY
+        gone = next(rank for rank in errors if rank in set_state.group.ranks)
+        for lane in set_state.lanes.all():
+            lane.fail(errors[gone])
+
+
+class _Process:
+    """Holds the context of this process."""
+
+    context: Context | None = None
+
+
+_process = _Process()
+
+
+def current() -> Context:
+    """The running context.
+
+    A forked child (a DataLoader worker, say) may ask for ranks and sizes; `set_state` refuses it operations.
+    Raises: NotInitializedError before init() and after shutdown().
+    """
+    context = _process.context
+    if context is None:
+        mpi_library.check_not_forked()
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init().")
+    return context
+
+
+def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+    """Make the context unless it is there.
+
+    Raises: ForkedProcessError in a child that has inherited it.
+    """
+    mpi_library.check_not_forked()
+    if _process.context is None:
+        _process.context = Context(comm, process_sets)
+
+
+def stop_context() -> None:
+    """End the context if it is there."""
+    context, _process.context = _process.context, None
+    inline_allreduces.clear()
+    if context is not None:
+        mpi_library.check_not_forked()
+        context.close()
+
+
+def is_running() -> bool:
+    """True between init() and shutdown()."""
+    return _process.context is not None

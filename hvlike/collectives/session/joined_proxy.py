@@ -1,0 +1,373 @@
+"""What takes part in planned operations for a rank that has joined, and the Join contexts of a process set.
+
+JoinedProxy     runs the steps of one plan with neutral contributions, until a step has no active rank
+JoinedProxies   those of one process set
+JoinContexts    which Join context this rank is in, and that another rank has left it by an exception
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, MutableSet
+from typing import Any, Protocol
+
+import torch
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.op_queue import OpQueue, OpQueues
+from hvlike.collectives.compression import Mark
+from hvlike.collectives.controller.controller import Controller, stand_in
+from hvlike.collectives.fusion.schedule import Schedule
+from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd
+from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.request import Request
+from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageError
+from hvlike.transport.loop.coroutine import Coroutine, Task
+
+CountingJob = Callable[[Backend], Coroutine[int]]
+"""What a rank does on a lane in one step; returns how many ranks were active in it, as `end_count` says."""
+
+Keep = Callable[[Mapping[int, torch.Tensor], int], None]
+"""Told, in the loop, the reduced tensors of a step by entry, and how many ranks were active in it."""
+
+
+class JoinedProxy(ABC):
+    """Runs the steps of one plan, until a step has no active rank."""
+
+    def __init__(self, lane: OpQueue, serial: int) -> None:
+        """serial: the number of the plan."""
+        self.lane = lane
+        self.serial = serial
+        self.finished = False
+        self.error: BaseException | None = None
+        self.steps = 0
+        """Steps with an active rank: those that this rank has missed."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Enter the next step; it ends when all ranks have entered it."""
+
+    def cancel(self) -> None:
+        """Leave for good: the others have given this plan up."""
+        self.stop(ShutdownError("the ranks that go on have given this planned operation up"))
+
+    def stop(self, error: BaseException) -> None:
+        """Leave for good because of `error`."""
+        if not self.finished:
+            self.finished = True
+            self.lane.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank can no longer stand in."""
+        self.error = self.error or error
+        self.stop(error)
+
+
+class PlanProxy(JoinedProxy):
+    """Contributes zeros to a planned reduction."""
+
+    def __init__(self, schedule: Schedule, keep: Keep | None = None) -> None:
+        """keep: told the results of every step; without it they are dropped."""
+        super().__init__(schedule.lane, schedule.serial)
+        self.finished = not schedule.buckets
+        self._schedule = schedule
+        self._keep = keep
+        with schedule.in_stream():
+            self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
+        self._left = 0
+
+    def begin(self) -> None:
+        """See JoinedProxy."""
+        self._left = len(self._tensors)
+        for number, tensors in enumerate(self._tensors):
+            if not self._schedule.start(number, tensors, self._ended, active=False, wake=False):
+                self._left -= 1
+
+    def _ended(self, task: Task[None]) -> None:
+        self._left -= 1
+        self.error = self.error or task.error
+        if self._left or self.finished:
+            return
+        if self.error is not None or not self._schedule.active:
+            self.finished = True
+            self._schedule.roll_back()
+            return
+        self.steps += 1
+        self._schedule.commit()
+        with self._schedule.in_stream():
+            if self._keep is not None:
+                try:
+                    self._keep(self._results(), self._schedule.active)
+                except Exception as error:
+                    self.fail(error)
+                    return
+            for tensors in self._tensors:
+                for tensor in tensors:
+                    tensor.zero_()
+        self.begin()
+
+    def _results(self) -> dict[int, torch.Tensor]:
+        return {
+            index: tensor
+            for bucket, tensors in zip(self._schedule.plan.buckets, self._tensors, strict=True)
+            for index, tensor in zip(bucket, tensors, strict=True)
+        }
+
+
+class QueueProxy(JoinedProxy):
+    """Runs on a planned lane what its owner has for a rank that has joined."""
+
+    def __init__(
+        self, lane: OpQueue, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
+    ) -> None:
+        """stand_in: makes the job of a step. on_device: it runs on the plane of the lane's device."""
+        super().__init__(lane, serial)
+        self._on_device = on_device
+        self._stand_in = stand_in
+        self._active = 0
+
+    def begin(self) -> None:
+        """See JoinedProxy."""
+        try:
+            job = self._stand_in()
+        except Exception as error:
+            self.fail(error)
+            return
+
+        def run(plane: Backend) -> Coroutine[None]:
+            self._active = yield from job(plane)
+
+        self.lane.submit(on_device(self.lane, None, run) if self._on_device else run, self._ended, wake=False)
+
+    def _ended(self, task: Task[None]) -> None:
+        self.error = self.error or task.error
+        if self.finished:
+            return
+        if self.error is not None or not self._active:
+            self.finished = True
+            return
+        self.steps += 1
+        self.begin()
+
+
+class PersistentOperation(Protocol):
+    """What agrees once with the other ranks and then runs step after step on a lane of its own."""
+
+    name: str
+
+    @property
+    def busy(self) -> bool:
+        """True while a step is under way on this rank."""
+
+    @property
+    def serial(self) -> int | None:
+        """The number of the agreed plan; None while there is none."""
+
+    @property
+    def healthy(self) -> bool:
+        """There is an agreed plan, and it has had no error."""
+
+    def mark(self) -> Mark:
+        """What is remembered from step to step, in short."""
+
+    def proxy(self) -> JoinedProxy:
+        """What takes part in the agreed plan while this rank has joined. In the loop."""
+
+    def adopt(self, lane: OpQueue, agreed: Any) -> JoinedProxy:
+        """The others have agreed anew while this rank has joined: what takes part in that. In the loop."""
+
+    def fail(self, error: BaseException) -> None:
+        """End a step that can never be completed; in the loop."""
+
+    def forget(self) -> None:
+        """Forget the plan; what becomes of its lane is up to the caller."""
+
+
+class JoinedProxies:
+    """The proxies of one process set while this rank has joined."""
+
+    def __init__(self, lanes: OpQueues, controller: Controller) -> None:
+        self.planned: MutableSet[PersistentOperation] = weakref.WeakSet()
+        """What this rank plans."""
+        self._lanes = lanes
+        self._negotiator = controller
+        self._by_name: dict[str, JoinedProxy] = {}
+        self._missed = 0
+        controller.stand_in = self._stand_in
+
+    def plans(self, planned: Iterable[PersistentOperation]) -> frozenset[int]:
+        """The serial numbers of the plans this rank takes part in."""
+        return frozenset(each.serial for each in planned if each.serial is not None)
+
+    def spare_lanes(self) -> frozenset[int]:
+        """The lanes that are not used now, not even for the plan of an owner who is gone."""
+        used = {each.lane.number for each in list(self._by_name.values())}
+        return frozenset(self._lanes.spare_numbers()) - used
+
+    def marks(self) -> Mapping[str, Mark]:
+        """What this rank could plan anew, by name."""
+        return {each.name: each.mark() for each in list(self.planned)}
+
+    @property
+    def missed(self) -> int:
+        """How many steps with an active rank this rank has stood in for, of the plan that has had the most."""
+        return max(self._missed, max((each.steps for each in list(self._by_name.values())), default=0))
+
+    def begin(self, planned: Iterable[PersistentOperation]) -> None:
+        """Take part in all this; in the loop."""
+        self._missed = 0
+        for each in planned:
+            if each.serial is not None:
+                self._add(each.name, each.proxy())
+
+    def settled(self, plans: frozenset[int]) -> bool:
+        """True when all proxies of these plans have seen the step without an active rank."""
+        return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
+
+    def end(self, plans: frozenset[int], spare_lanes: frozenset[int]) -> None:
+        """All have joined: go on alike. Plans are forgotten on every rank, their lanes spare on every rank.
+
+        In the loop.
+        """
+        missed = self.missed
+        proxies, self._by_name = self._by_name, {}
+        self._missed = missed
+        healthy = set(spare_lanes)
+        for proxy in proxies.values():
+            if proxy.serial in plans and proxy.error is None:
+                healthy.add(proxy.lane.number)
+            else:
+                proxy.cancel()
+        for each in list(self.planned):
+            each.forget()
+        self._lanes.set_spare(healthy)
+        self._negotiator.steps.clear()
+
+    def steps(self) -> dict[str, int]:
+        """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
+        lost = {each.name for each in list(self.planned) if not each.healthy}
+        return {name: steps for name, steps in self._negotiator.steps.items() if name not in lost}
+
+    def give_up(self) -> None:
+        """The join failed; in the loop."""
+        for proxy in list(self._by_name.values()):
+            proxy.cancel()
+        self._by_name = {}
+        for each in list(self.planned):
+            each.forget()
+
+    def reset(self, spare_lanes: Iterable[int]) -> None:
+        """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
+        for each in list(self.planned):
+            each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
+        self.give_up()
+        self._lanes.set_spare(spare_lanes)
+        self._negotiator.steps.clear()
+
+    def error(self) -> BaseException | None:
+        """What went wrong in a proxy."""
+        return next((each.error for each in list(self._by_name.values()) if each.error is not None), None)
+
+    def _add(self, name: str, proxy: JoinedProxy) -> None:
+        before = self._by_name.get(name)
+        if before is not None:
+            self._missed = max(self._missed, before.steps)
+            before.cancel()
+        self._by_name[name] = proxy
+        if not proxy.finished:
+            proxy.begin()
+
+    def _stand_in(self, response: Response) -> Request | None:
+        if response.key[0] not in PLANNED_KINDS:
+            return stand_in(response)
+        return Request(response.key[1], response.signature, [], self._adopt)
+
+    def _adopt(self, request: Request) -> Any:
+        """The others have made a plan: take part in it."""
+        lane, agreed = request.outputs
+        self._add(request.name, self._shadow_of(request.name, lane, agreed))
+
+    def _shadow_of(self, name: str, lane: OpQueue, agreed: Any) -> JoinedProxy:
+        own = next((each for each in list(self.planned) if each.name == name), None)
+        if own is not None:
+            return own.adopt(lane, agreed)
+        return PlanProxy(Schedule(agreed, lane, agreed.portable))
+
+
+def raise_first(errors: list[BaseException | None]) -> None:
+    """Raise the first error, if there is one."""
+    for error in errors:
+        if error is not None:
+            raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
+
+
+class JoinContexts:
+    """The Join contexts of this rank in one process set. Lives in the loop, but for `enter` and `check`."""
+
+    def __init__(
+        self, proxies: JoinedProxies, controller: Controller, perform: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """perform: has something done in the loop."""
+        self.inside = False
+        """This rank is in a context."""
+        self._entered = 0
+        self._number = 0
+        """Of the last context that has begun in the loop."""
+        self._shadows = proxies
+        self._negotiator = controller
+        self._perform = perform
+        self._failure: JoinFailure | None = None
+        self._early: dict[int, JoinFailure] = {}
+        controller.on_failure = self._hear
+
+    def check(self) -> None:
+        """Raise JoinError if another rank has left the context by an exception."""
+        if self._failure is not None:
+            raise JoinError(str(self._failure.error))
+
+    def check_step(self, name: str, step: int, fail: Callable[[HorovodInternalError], None]) -> None:
+        """Let a planned step fail, in the loop, that such a rank takes no part in. After it was entered.
+
+        The steps that it has taken part in are completed: all ranks have made the same ones then.
+        """
+        failure = self._failure
+        if failure is not None and failure.misses(name, step):
+            error = failure.error
+            self._perform(lambda: fail(error))
+
+    def enter(self) -> int:
+        """Return the number of the context that begins. Raises: UsageError inside another one of this process set."""
+        if self.inside:
+            raise UsageError(
+                "This rank is in a Join context of the same process set already. List all joinables in one context, or "
+                "leave the first one before."
+            )
+        self.inside = True
+        self._entered += 1
+        return self._entered
+
+    def begin(self, number: int) -> None:
+        """The context of this number has begun; in the loop."""
+        self._number = number
+        early = self._early.pop(number, None)
+        if early is not None:
+            self._fail(early)
+
+    def end(self, end: LeaveEnd | None) -> None:
+        """All ranks have left the context (None: that can no longer be); in the loop."""
+        self.inside = False
+        self._failure = None
+        if end is None or end.failed:
+            self._shadows.reset(() if end is None else end.spare_lanes)
+
+    def _hear(self, number: int, failure: JoinFailure) -> None:
+        if number > self._number:
+            self._early[number] = failure
+        elif number == self._number and self.inside:
+            self._fail(failure)
+
+    def _fail(self, failure: JoinFailure) -> None:
+        self._failure = failure
+        self._negotiator.stop_steps(failure)

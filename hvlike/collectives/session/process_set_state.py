@@ -1,0 +1,280 @@
+"""The state of process sets on this rank.
+
+ProcessSetState    one registered set: group, op queues, controller, executor
+Registry           all sets of the job, numbered
+ControllerRouter   brings messages to the controller of the right set
+DeviceWatch        ends queues whose GPU has failed, on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvlike.backends.inline_allreduce import open_inline_allreduce
+from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
+from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.execution import Executor
+from hvlike.collectives.controller.inline_allreduce import InlineAllreduce, inline_allreduces
+from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.stall_inspector import StallLimits
+from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies
+from hvlike.config import Config
+from hvlike.errors import HorovodInternalError, ShutdownError, UsageError
+from hvlike.transport.fabric import Fabric
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.world import Group, World
+
+_CONTROLLER_TOPIC = 2
+
+
+class ProcessSetState:
+    """What this rank needs to take part in the operations of one process set."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        group: Group,
+        first: OpQueue,
+        switchboard: ControllerRouter,
+        knobs: Config,
+        end: Callable[[HorovodInternalError], None],
+    ) -> None:
+        """first: the lane of negotiated requests; end: ends everything on this rank with an error."""
+        self.group = group
+        self.lanes = OpQueues(fabric, first)
+        trace = Trace(fabric.recorder, group)
+        self.express: InlineAllreduce | None = None
+        """The express way, once the set has reduced a few tensors; None where its ranks are not all on one node."""
+        self._fabric = fabric
+        opening = self._open_express if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
+        self.executor = Executor(self.lanes, trace, knobs, opening)
+        self._switchboard = switchboard
+        self.controller = Controller(
+            fabric,
+            group,
+            self.executor.run,
+            lambda rank, what, value: switchboard.send(rank, group.number, what, value),
+            end,
+            stall_limits(knobs),
+            knobs.cache_capacity,
+            knobs.cycle_time / 1000,
+            trace,
+        )
+        self.proxies = JoinedProxies(self.lanes, self.controller)
+        self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform)
+        switchboard.connect(group.number, self.controller)
+
+    def _open_express(self) -> Coroutine[None]:
+        """Make the express way. Collective over the group."""
+        lane = yield from self.lanes.take(-1)
+        express = yield from open_inline_allreduce(self._fabric, self.group, lane)
+        if express is not None:
+            group = self.group
+            self.express = InlineAllreduce(self.controller, express, self._fabric.recorder, group.size, group.rank)
+            inline_allreduces[group.number] = self.express
+
+    def fail(self, error: HorovodInternalError) -> None:
+        """End everything in flight in this set with `error`; in the loop."""
+        inline_allreduces.pop(self.group.number, None)
+        self.controller.close(error)
+        for lane in self.lanes.all():
+            lane.fail(error)
+
+    def close(self) -> None:
+        """Give back communicators. Collective over the group, after everything has ended."""
+        self._switchboard.disconnect(self.group.number)
+        for lane in self.lanes.all():
+            lane.close()
+        self.executor.close()
+        self.group.disconnect()
+
+
+def open_set_state(
+    fabric: Fabric,
+    group: Group,
+    switchboard: ControllerRouter,
+    knobs: Config,
+    end: Callable[[HorovodInternalError], None],
+) -> Coroutine[ProcessSetState]:
+    """Make what a member of `group` needs. Collective over the group; groups in the same order everywhere.
+
+    On several nodes it makes communicators, which blocks until all members are here: they are on the way.
+    """
+    group.connect()
+    lane = yield from open_queue(fabric, group, 0)
+    return ProcessSetState(fabric, group, lane, switchboard, knobs, end)
+
+
+def stall_limits(knobs: Config) -> StallLimits:
+    """The limits of the stall inspector from the knobs."""
+    if knobs.stall_check_disable:
+        return StallLimits(None, 0.0)
+    return StallLimits(knobs.stall_check_seconds, knobs.stall_shutdown_seconds)
+
+
+class ControllerRouter:
+    """Brings the messages of negotiators to the one of the right process set."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._channel = fabric.channel
+        self._negotiators: dict[int, Controller] = {}
+        self._early: dict[int, list[tuple[int, str, Any]]] = {}
+        self._newest = -1
+        self._fabric = fabric
+        fabric.channel.listen(_CONTROLLER_TOPIC, lambda rank, letter, tensors: self._deliver(rank, *letter))
+
+    def send(self, rank: int, number: int, what: str, value: Any) -> None:
+        """Send a message to the controller of set `number` on `rank`; from inside the loop."""
+        self._channel.send(rank, _CONTROLLER_TOPIC, (number, what, value), kind=what)
+
+    def connect(self, number: int, controller: Controller) -> None:
+        """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
+        self._newest = number
+        self._negotiators[number] = controller
+        for rank, what, value in self._early.pop(number, []):
+            controller.hear(rank, what, value)
+
+    def disconnect(self, number: int) -> None:
+        """Deliver nothing more."""
+        self._negotiators.pop(number, None)
+
+    def _deliver(self, rank: int, number: int, what: str, value: Any) -> None:
+        controller = self._negotiators.get(number)
+        if controller is not None:
+            controller.hear(rank, what, value)
+        elif number > self._newest:
+            # A peer can be through with registering the set before this rank is.
+            self._early.setdefault(number, []).append((rank, what, value))
+
+
+class Registry:
+    """Numbers the sets and keeps this rank's set_states. Numbers are never used again."""
+
+    def __init__(self, fabric: Fabric, knobs: Config, end: Callable[[HorovodInternalError], None]) -> None:
+        """end: ends everything on this rank with an error."""
+        self.set_states: dict[int, ProcessSetState] = {}
+        self.sets: dict[int, ProcessSet] = {}
+        self._fabric = fabric
+        self._knobs = knobs
+        self._end = end
+        self._switchboard = ControllerRouter(fabric)
+        self._next = 0
+
+    def find(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
+        """The set an operation runs in; None: all ranks.
+
+        what: the operation, for the error texts.
+        Raises: UsageError for a set that is not registered, or of which this rank is not a member.
+        """
+        if process_set is None or process_set is global_process_set:
+            return self.set_states[0]
+        if not isinstance(process_set, ProcessSet):
+            raise UsageError(f"{what}: expected a ProcessSet, got {type(process_set).__name__}.")
+        if not self.is_registered(process_set):
+            raise UsageError(
+                f"{what}: Process set provided does not exist, or has not been registered: {process_set}. Pass it to "
+                "init(process_sets=[...]) or add_process_set() on every rank."
+            )
+        set_state = self.set_states.get(process_set.process_set_id or 0)
+        if set_state is None:
+            raise UsageError(
+                f"{what}: Rank {self._fabric.world.rank} is not a member of the provided process set, which has "
+                f"{name_ranks(process_set.ranks or [])}."
+            )
+        return set_state
+
+    def is_registered(self, process_set: ProcessSet) -> bool:
+        """True for a set that is registered now."""
+        number = process_set.process_set_id
+        return number is not None and self.sets.get(number) is process_set
+
+    def enroll(self, process_set: ProcessSet) -> Coroutine[None]:
+        """Register a set that has been checked. Collective over the world, members and others, in the same order."""
+        number = self._next
+        self._next += 1
+        ranks = process_set.ranks or []
+        world = self._fabric.world
+        if world.rank in ranks:
+            group = Group(world, number, ranks)
+            set_state = yield from open_set_state(self._fabric, group, self._switchboard, self._knobs, self._end)
+            self.set_states[number] = set_state
+        self.sets[number] = process_set
+        process_set.registered(number, ranks, world.rank)
+
+    def dismiss(self, process_set: ProcessSet) -> Coroutine[None]:
+        """Remove a set; what is in flight in it ends with ShutdownError. Collective over the world."""
+        yield from ()
+        number = process_set.process_set_id or 0
+        set_state = self.set_states.pop(number, None)
+        if set_state is not None:
+            set_state.fail(ShutdownError(f"the process set with {name_ranks(process_set.ranks or [])} was removed."))
+            set_state.close()
+        del self.sets[number]
+        process_set.removed()
+
+    def close(self) -> None:
+        """Give everything back. Collective over the world, after everything has ended."""
+        for number in sorted(self.set_states):
+            self.set_states[number].close()
+        for process_set in self.sets.values():
+            process_set.removed()
+
+
+def what_is_wrong(ranks: Sequence[int], known: Sequence[Sequence[int]], size: int) -> str | None:
+    """Why a set of these ranks cannot be registered beside those that are; None if it can.
+
+    ranks: in rising order; known: the ranks of the sets there are.
+    """
+    if list(ranks) in [list(each) for each in known]:
+        return f"Attempted to add a duplicate process set: there is one of ranks {list(ranks)}."
+    if ranks[-1] >= size:
+        return f"The process set {list(ranks)} names rank {ranks[-1]}, but the job has ranks 0 to {size - 1}."
+    return None
+
+
+def ranks_of(comm: Any, world: World) -> list[int]:
+    """The ranks of a communicator in our numbering. Local.
+
+    Raises: UsageError for a communicator with members outside the world.
+    """
+    members, everybody = comm.Get_group(), world.comm.Get_group()
+    try:
+        ranks = world.mpi.Group.Translate_ranks(members, list(range(members.Get_size())), everybody)
+    finally:
+        members.Free()
+        everybody.Free()
+    if world.mpi.UNDEFINED in list(ranks):
+        raise UsageError("ProcessSet: the communicator has members outside the ranks that hvlike was started with.")
+    return sorted(ranks)
+
+
+_DEVICE_TOPIC = 7
+
+
+class DeviceWatch:
+    """Ends lanes whose device has failed, here and on the other ranks. In the loop."""
+
+    def __init__(self, fabric: Fabric, set_states: Mapping[int, ProcessSetState]) -> None:
+        self._fabric = fabric
+        self._memberships = set_states
+        fabric.channel.listen(_DEVICE_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
+
+    def look(self, now: float) -> None:
+        """See whether anything has gone wrong, and tell the others; a few times a second. now: time.monotonic()."""
+        for number, set_state in self._memberships.items():
+            for lane in set_state.lanes.all():
+                error = lane.watch(now)
+                if error is None:
+                    continue
+                for rank in set_state.group.ranks:
+                    if rank != self._fabric.world.rank:
+                        self._fabric.channel.send(rank, _DEVICE_TOPIC, (number, lane.number, error), kind="device")
+
+    def _hear(self, rank: int, number: int, lane: int, error: HorovodInternalError) -> None:
+        set_state = self._memberships.get(number)
+        lanes = () if set_state is None else set_state.lanes.all()
+        if lane < len(lanes) and lanes[lane].broken is None:
+            lanes[lane].fail(type(error)(f"on rank {rank}: {error}"))

@@ -1,0 +1,323 @@
+"""Lightning: `Trainer(strategy=HvlikeStrategy())`, or `Trainer(strategy="hvlike")` once this module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api import barrier_join
+from hvlike.collectives.api.allreduce import allreduce_
+from hvlike.collectives.api.gather_scatter import allgather
+from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.session import basics
+from hvlike.errors import UsageError
+from hvlike.training.batch_norm.sync_batch_norm import convert_sync_batchnorm
+from hvlike.training.ddp.data_parallel import DistributedDataParallel
+from hvlike.training.ddp.hooked_reducer import Hook
+from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.state.broadcast import broadcast_parameters
+
+
+class HvlikeSyncBatchNorm(LayerSync):
+    """Puts hvlike.SyncBatchNorm in the places of batch normalisation layers, and these back.
+
+    Source: lightning.pytorch.plugins.LayerSync.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Replace the layers; parameters and buffers stay the same objects. Local."""
+        self._replaced = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, _BatchNorm)
+        ]
+        return convert_sync_batchnorm(model)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Put the layers back, as they have become. Local."""
+        for parent, name, layer in self._replaced:
+            trained = parent._modules[name]
+            if trained is not None:
+                layer._parameters.update(trained._parameters)
+                layer._buffers.update(trained._buffers)
+                parent._modules[name] = layer.train(trained.training)
+        self._replaced = []
+        return model
+
+
+class HvlikeEnvironment(ClusterEnvironment):
+    """Who and where this rank is; mpirun has decided it. Needs hvlike to be initialised.
+
+    Source: lightning.fabric.plugins.environments.ClusterEnvironment.
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: mpirun does."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not there: the ranks know each other by MPI. Raises: UsageError."""
+        raise UsageError("hvlike's ranks know each other by MPI: there is no main address, and no port.")
+
+    @property
+    def main_port(self) -> int:
+        """As `main_address`."""
+        raise UsageError("hvlike's ranks know each other by MPI: there is no main address, and no port.")
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether hvlike runs."""
+        return basics.is_initialized()
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return basics.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Ignored: mpirun has decided it."""
+
+    def global_rank(self) -> int:
+        """This rank."""
+        return basics.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored: mpirun has decided it."""
+
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return basics.local_rank()
+
+    def node_rank(self) -> int:
+        """The number of this node."""
+        return basics.cross_rank()
+
+
+def gather_metrics(module: nn.Module) -> None:
+    """Let the metrics in a module look at all ranks when they are computed. Local.
+
+    Those that have a `dist_sync_fn` of their own keep it.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather_tensors
+            metric.distributed_available_fn = has_other_ranks
+
+
+def has_other_ranks() -> bool:
+    """Whether there is anything to gather."""
+    return basics.is_initialized() and basics.size() > 1
+
+
+def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Return the tensors of all ranks, in rank order; their shapes may differ, their number of dimensions may not.
+
+    group: ranks of a ProcessSet, None for all. Collective over it; blocks.
+    Source: torchmetrics.utilities.distributed.gather_all_tensors.
+    """
+    shapes = allgather(torch.tensor([tensor.shape], dtype=torch.int64, device="cpu"), process_set=group).tolist()
+    elements = allgather(tensor.detach().reshape(-1), process_set=group)
+    parts = torch.split(elements, [torch.Size(shape).numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+Object = TypeVar("Object")
+
+_OPS = {
+    "avg": ReduceOp.AVERAGE,
+    "mean": ReduceOp.AVERAGE,
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+class HvlikeStrategy(ParallelStrategy):
+    """Trains a LightningModule in a hvlike.nn.DistributedDataParallel on every rank of the job.
+
+    `mpirun -n 4 python train.py` with `Trainer(strategy=HvlikeStrategy())` is all; the number of ranks is mpirun's.
+    Gradient clipping and accumulation, automatic and manual optimization, `sync_dist=True`, metrics of torchmetrics in
+    the module, `sync_batchnorm=True`, distributed samplers and checkpoints work as with Lightning's DDPStrategy.
+    torch.distributed is not used.
+
+    comm_hook, comm_state: how gradients are reduced, see DistributedDataParallel.register_comm_hook.
+    data_parallel: further arguments of DistributedDataParallel, such as find_unused_parameters.
+    Collective: every rank makes one, and the same Trainer around it. Starts hvlike if it does not run.
+    Raises: as hvlike.init.
+    Source: lightning.pytorch.strategies.DDPStrategy.
+    """
+
+    strategy_name = "hvlike"
+
+    model: Any
+    """The module, wrapped while it is trained."""
+    _layer_sync: Any
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        comm_hook: Hook | None = None,
+        comm_state: Any = None,
+        **data_parallel: Any,
+    ) -> None:
+        basics.init()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=HvlikeEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._comm_hook = comm_hook
+        self._comm_state = comm_state
+        self._data_parallel = data_parallel
+        self._fits = False
+        rank_zero_only.rank = self.global_rank
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Let `Trainer(strategy="hvlike")` mean this class."""
+        strategy_registry.register(cls.strategy_name, cls, description="data-parallel over MPI, by hvlike")
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank: of those that the Trainer found on the node, that of its local rank."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        device: torch.device = devices[self.local_rank % len(devices)]
+        return device
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: the Trainer deals the data out to the ranks."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes mpirun has started ranks on."""
+        return basics.cross_size()
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """Ignored: the Trainer's default."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What a DistributedSampler is made with."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Prepare the device of this rank."""
+        super().setup_environment()
+        reset_seed()
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare the model, and make it equal on all ranks. Collective; blocks."""
+        self._fits = trainer.state.fn == TrainerFn.FITTING
+        if isinstance(self._layer_sync, TorchSyncBatchNorm):
+            self._layer_sync = HvlikeSyncBatchNorm()
+        if self._fits and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        gather_metrics(self.lightning_module)
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """What Lightning calls when the model is on its device: wrapped to train; to look at, it is only made equal."""
+        if not self._fits:
+            broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
+            return model
+        devices = None if self.root_device.type == "cpu" else [self.root_device]
+        wrapped = DistributedDataParallel(model, device_ids=devices, **self._data_parallel)
+        if self._comm_hook is not None:
+            wrapped.register_comm_hook(self._comm_state, self._comm_hook)
+        return wrapped
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers that the module configures. Raises: UsageError for those that reduce once more."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, DistributedOptimizer):
+                raise UsageError(
+                    "configure_optimizers() has returned a hvlike.DistributedOptimizer, but HvlikeStrategy reduces the "
+                    "gradients itself. Return the plain optimizer."
+                )
+
+    def model_to_device(self) -> None:
+        """Move the module to the device of this rank."""
+        self.model.to(self.root_device)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization a backward pass runs inside of forward: it reduces all the same."""
+        if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
+            self.model.reduce_through(closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let backward passes only add up gradients on this rank."""
+        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
+            yield
+
+    def barrier_join(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective; blocks."""
+        barrier_join.barrier()
+
+    def broadcast(self, obj: Object, src: int = 0) -> Object:
+        """Return the object of one rank on all. Collective; blocks."""
+        received: Object = broadcast_object(obj, root_rank=src)
+        return received
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, in place; anything else is returned as it is. Collective; blocks.
+
+        group: ranks of a ProcessSet, None for all. reduce_op: its name, or torch.distributed's constant; None: sum.
+        Raises: UsageError for other reductions.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = "sum" if reduce_op is None else str(reduce_op).rsplit(".", 1)[-1].lower()
+        if name not in _OPS:
+            raise UsageError(f"HvlikeStrategy.reduce: expected one of {sorted(_OPS)}, got {reduce_op!r}.")
+        allreduce_(tensor.detach(), op=_OPS[name], process_set=group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return (ranks, ...): the tensors of all ranks, of one shape. Collective; blocks.
+
+        group: ranks of a ProcessSet, None for all. sync_grads: gradients flow back to the ranks that sent.
+        """
+        with nullcontext() if sync_grads else torch.no_grad():
+            return allgather(tensor.unsqueeze(0), process_set=group)
+
+    def teardown(self) -> None:
+        """Give the module back as it was."""
+        self.model = self.lightning_module
+        if self._fits and self._layer_sync is not None and self.model is not None:
+            self._layer_sync.revert(self.model)
+        super().teardown()
+
+
+HvlikeStrategy.register_strategies(StrategyRegistry)
+
+
+__all__ = ["HvlikeStrategy"]

@@ -1,0 +1,159 @@
+"""What a job of hvd.run is given and what it leaves, as files in one folder that all its ranks see.
+
+call        the function, its arguments, and the search path of modules
+result.N    what rank N has returned
+failure.N   the exception with which rank N has ended
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvlike.errors import LaunchError, UsageError
+
+
+@dataclass(frozen=True)
+class JobCall:
+    """What every rank does."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+def write_call(folder: Path, call: JobCall) -> None:
+    """Leave the call for the ranks. Raises: UsageError for what does not pickle."""
+    name = getattr(call.func, "__qualname__", repr(call.func))
+    if getattr(call.func, "__module__", None) == "__main__" and not has_cloudpickle():
+        raise UsageError(
+            f"run: {name} is defined in the program itself, or in a notebook, where the ranks cannot import it. "
+            "Install cloudpickle, which sends such functions as they are (pip install cloudpickle), or put it into a "
+            "module."
+        )
+    # The path travels by itself: what follows may need it to be read.
+    write_whole(
+        folder / "call", pickle.dumps(_absolute(sys.path)) + pickled(call, f"run: {name} or one of its arguments")
+    )
+
+
+def read_call(folder: Path) -> JobCall:
+    """The call; modules are found as in the process that has left it."""
+    with (folder / "call").open("rb") as file:
+        path: list[str] = pickle.load(file)
+        sys.path += [each for each in path if each not in sys.path]
+        call: JobCall = pickle.load(file)
+    return call
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """A value as bytes. what: how errors call it. Raises: UsageError for one that does not pickle."""
+    pickler: Any = import_module("cloudpickle") if has_cloudpickle() else pickle
+    try:
+        data: bytes = pickler.dumps(value)
+    except Exception as error:
+        advice = "" if has_cloudpickle() else " cloudpickle can send more: pip install cloudpickle."
+        raise UsageError(f"{what} does not pickle: {type(error).__name__}: {error}.{advice}") from error
+    return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is either whole or not there."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+def has_cloudpickle() -> bool:
+    """Whether cloudpickle is installed."""
+    return find_spec("cloudpickle") is not None
+
+
+def _absolute(path: Sequence[str]) -> list[str]:
+    """The search path for modules, for a process that may run in another folder."""
+    return [os.path.abspath(each) for each in path]
+
+
+def result_of(folder: Path, rank: int) -> bytes | None:
+    """What a rank has left as its result; None: nothing."""
+    path = folder / f"result.{rank}"
+    return path.read_bytes() if path.exists() else None
+
+
+def write_result(folder: Path, rank: int, result: object) -> None:
+    """Leave a result for the caller of hvd.run. Raises: UsageError for one that does not pickle."""
+    try:
+        data = pickled(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
+    except UsageError as error:
+        raise UsageError(f"{error} Return tensors, numbers, strings, and lists and dicts of them.") from error
+    write_whole(folder / f"result.{rank}", data)
+
+
+class RankTraceback(Exception):
+    """The cause of an exception that comes from a rank: its text is the traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank has ended."""
+
+    rank: int
+    host: str
+    seconds: float
+    """Since the epoch."""
+    summary: str
+    """Class and text of the exception."""
+    trace: str
+    error: bytes | None
+    """The exception, pickled, if it can be."""
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave an exception for the caller of hvd.run."""
+    seconds = time.time()
+    try:
+        data = pickled(error, "the exception")
+        pickle.loads(data)
+    except Exception:
+        # Many exceptions cannot be made again from their arguments: the text goes without them.
+        data = None
+    trace = "".join(traceback.format_exception(error))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    failure = Failure(rank, socket.gethostname(), seconds, summary, trace, data)
+    write_whole(folder / f"failure.{rank}", pickle.dumps(failure))
+
+
+def first_failure(folder: Path, ranks: int) -> Failure | None:
+    """The exception that was there first; the others are likely to have followed from it."""
+    paths = [folder / f"failure.{rank}" for rank in range(ranks)]
+    failures: Sequence[Failure] = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
+    return min(failures, key=lambda each: (each.seconds, each.rank), default=None)
+
+
+def raise_again(failure: Failure) -> None:
+    """Raise the exception of a rank, with the traceback of there as its cause; a LaunchError where that cannot be."""
+    where = f"rank {failure.rank} on {failure.host}"
+    cause = RankTraceback(f"{where}:\n{failure.trace}")
+    error: BaseException | None = None
+    if failure.error is not None:
+        try:
+            error = pickle.loads(failure.error)
+        except Exception as obstacle:
+            raise LaunchError(f"{where}: {failure.summary} ({obstacle} when it was unpickled here)") from cause
+    if isinstance(error, Exception):
+        raise error from cause
+    # SystemExit and KeyboardInterrupt of a rank must not end the caller.
+    raise LaunchError(f"{where}: {failure.summary}") from cause

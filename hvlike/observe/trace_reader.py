@@ -1,0 +1,178 @@
+"""Reading timelines: the files of ranks, merged or cut off; and their events as intervals in rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvlike.errors import UsageError
+
+
+def merge(paths: Sequence[Path]) -> dict[str, Any]:
+    """The trace with the events of all files, in the order of the ranks.
+
+    Raises: UsageError for a file that is no timeline of hvlike, and for two files of one rank.
+    """
+    traces = sorted(((path, read(path)) for path in paths), key=lambda each: int(each[1]["otherData"]["rank"]))
+    for (one, first), (other, second) in itertools.pairwise(traces):
+        if first["otherData"]["rank"] == second["otherData"]["rank"]:
+            raise UsageError(
+                f"{one} and {other} are both of rank {first['otherData']['rank']}: merge only one of them."
+            )
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"ranks": [trace["otherData"] for _, trace in traces]},
+        "traceEvents": [event for _, trace in traces for event in trace["traceEvents"]],
+    }
+
+
+def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Timelines of ranks, and merged ones.
+
+    Raises: UsageError for a file that is no timeline of hvlike, and for a rank that is in two of them.
+    """
+    traces = [read(path, merged=True) for path in paths]
+    ranks: dict[int, Path] = {}
+    for path, trace in zip(paths, traces, strict=True):
+        for each in trace["otherData"].get("ranks", [trace["otherData"]]):
+            other = ranks.setdefault(each["rank"], path)
+            if other != path:
+                raise UsageError(f"rank {each['rank']} is in {other} and in {path}: leave one of them out.")
+    return traces
+
+
+def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
+    """The timeline of one rank; of one that was cut off, all whole events.
+
+    merged: accept also one of several ranks, which has "ranks" in its otherData.
+    Raises: UsageError when the file cannot be read or is no timeline of a rank.
+    """
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    try:
+        trace = json.loads(text)
+    except ValueError:
+        trace = _whole_part(text)
+    about = trace.get("otherData", {}) if isinstance(trace, dict) and "traceEvents" in trace else {}
+    if "rank" not in about and not (merged and "ranks" in about):
+        raise UsageError(f"{path} is no timeline of a rank: hvlike writes them with HVLIKE_TIMELINE or start_timeline.")
+    whole: dict[str, Any] = trace
+    return whole
+
+
+def _whole_part(text: str) -> Any:
+    """What is whole of a file that was cut: the head is a line, and so is every event; None without a head."""
+    head, *lines = text.splitlines() or [""]
+    trace = _parsed(head + "]}")
+    if isinstance(trace, dict):
+        for event in map(_parsed, (line.removesuffix(",") for line in lines)):
+            if event is None:
+                break
+            trace["traceEvents"].append(event)
+    return trace
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something with a beginning and an end; times in microseconds since the job began."""
+
+    name: str
+    start: float
+    end: float
+    arguments: Mapping[str, Any]
+    depth: int
+    """0 for what lies in nothing else of its row."""
+
+    @property
+    def length(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass
+class RankTrace:
+    """The timeline of one rank."""
+
+    rank: int
+    host: str
+    rows: dict[str, list[Span]] = field(default_factory=dict)
+    """By the title of the row; in the order of their ends."""
+
+    def matching(self, prefix: str) -> Iterator[tuple[str, list[Span]]]:
+        """The rows whose titles begin so, and what follows in the title."""
+        for title, spans in self.rows.items():
+            if title.startswith(prefix):
+                yield title.removeprefix(prefix), spans
+
+
+def rank_traces(traces: Iterable[Mapping[str, Any]]) -> list[RankTrace]:
+    """The ranks of some timelines, of one rank each or merged, in their order. What did not end is left out."""
+    found = []
+    for trace in traces:
+        about = trace["otherData"]
+        ranks: Sequence[Mapping[str, Any]] = about.get("ranks", [about])
+        for each in ranks:
+            events = [event for event in trace["traceEvents"] if event.get("pid") == each["rank"]]
+            found.append(RankTrace(each["rank"], each.get("host", ""), _rows(events)))
+    return sorted(found, key=lambda each: each.rank)
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same moments in intervals that do not touch, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The moments that are in both; each is a union."""
+    shared, one, other = [], 0, 0
+    while one < len(first) and other < len(second):
+        start, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])
+        if start < end:
+            shared.append((start, end))
+        if first[one][1] < second[other][1]:
+            one += 1
+        else:
+            other += 1
+    return shared
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long they are together; they do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def _rows(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    titles: dict[int, str] = {}
+    rows: dict[str, list[Span]] = {}
+    open_events: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        kind, row = event.get("ph"), event.get("tid", 0)
+        if kind == "M" and event.get("name") == "thread_name":
+            titles[row] = event["args"]["name"]
+        elif kind == "B":
+            open_events.setdefault(row, []).append(event)
+        elif kind == "E" and open_events.get(row):
+            begun = open_events[row].pop()
+            arguments = {**begun.get("args", {}), **event.get("args", {})}
+            span = Span(begun.get("name", ""), begun["ts"], event["ts"], arguments, len(open_events[row]))
+            rows.setdefault(titles.get(row, str(row)), []).append(span)
+    return rows

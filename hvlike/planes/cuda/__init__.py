@@ -1,1 +1,0 @@
-"""Tensors of a GPU: what is asked of the device, and the planes that take its tensors as they are."""

@@ -1,0 +1,162 @@
+"""The options of init_rpc."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from hvlike.errors import UsageError
+from hvlike.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from hvlike.rpc.wire.devices import DeviceMap, DeviceOffer, device_of, parse_map
+
+
+class BackendType(enum.Enum):
+    """What torch programs pass as `backend`: messages go over MPI with either.
+
+    Source: torch.distributed.rpc.BackendType.
+    """
+
+    MPI = "mpi"
+    TENSORPIPE = "tensorpipe"
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+
+class RpcBackendOptions:
+    """How RPC shall work on this worker.
+
+    num_worker_threads: how many functions run for callers at a time.
+    rpc_timeout: seconds until a call without a timeout of its own fails; 0: never.
+    init_method: taken and not used; the ranks of an MPI job know each other.
+    cloudpickle: send functions and classes that cannot be imported by name (lambdas, local ones) with the package
+        cloudpickle.
+    Raises: UsageError (a ValueError).
+    Source: torch.distributed.rpc.RpcBackendOptions.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str | None = DEFAULT_INIT_METHOD,
+        cloudpickle: bool = False,
+    ) -> None:
+        self.num_worker_threads = num_worker_threads
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        self.cloudpickle = cloudpickle
+        self.device_maps: dict[str, DeviceMap] = {}
+        """Where tensors of this worker's GPUs go, by the name of the worker that gets them."""
+        self.devices: list[torch.device] = []
+        """GPUs that functions called here use, beside those in the maps."""
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be meant; init_rpc asks again, since attributes can be set. Raises: UsageError."""
+        threads = self.num_worker_threads
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise UsageError(f"RpcBackendOptions: num_worker_threads must be an int of at least 1, got {threads!r}.")
+        self.rpc_timeout = checked_timeout("RpcBackendOptions: rpc_timeout", self.rpc_timeout)
+        if not isinstance(self.cloudpickle, bool):
+            raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
+
+    def offer(self) -> DeviceOffer:
+        """What the other workers have to know of the GPUs here; does not start CUDA."""
+        return DeviceOffer(torch.cuda.device_count(), self.device_maps)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_worker_threads={self.num_worker_threads}, rpc_timeout={self.rpc_timeout}, "
+            f"cloudpickle={self.cloudpickle})"
+        )
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The same, under the name and with the arguments that torch programs use.
+
+    device_maps: {worker: {device here: device there}}, GPUs as numbers, texts or torch.devices: where tensors in calls
+    to that worker arrive; its results come back the other way round. Without a map for it a tensor of a GPU is refused.
+    devices: GPUs of this worker that called functions use beside those in maps.
+    _transports, _channels: taken and not used.
+    Raises: UsageError (a ValueError).
+    Source: torch.distributed.rpc.TensorPipeRpcBackendOptions.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str | None = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+        cloudpickle: bool = False,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            cloudpickle=cloudpickle,
+        )
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+        self.set_devices(devices or [])
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Say where tensors of this worker's GPUs go on the worker `to`; adds to what was said before.
+
+        Raises: UsageError for what is no GPU, and where the whole is not one to one.
+        """
+        what = f"TensorPipeRpcBackendOptions: device map to worker {to!r}"
+        self.device_maps[to] = parse_map(what, device_map, self.device_maps.get(to, {}))
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Say which GPUs functions use that are called here. Raises: UsageError for what is no GPU."""
+        self.devices = [device_of("TensorPipeRpcBackendOptions: devices", each) for each in devices]
+
+
+def checked_timeout(what: str, seconds: object) -> float:
+    """Seconds as a float. Raises: UsageError that begins with `what` for anything but a number of at least 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or math.isnan(seconds) or seconds < 0:
+        raise UsageError(f"{what} must be a number of seconds, 0 for no limit, got {seconds!r}.")
+    return float(seconds)
+
+
+def settle_options(
+    backend: object, options: object, num_worker_threads: int | None, rpc_timeout: float | None
+) -> RpcBackendOptions:
+    """The options that init_rpc goes by, a copy of those given, with the two arguments in their place.
+
+    backend: a BackendType, also torch's, or None. options: RpcBackendOptions, or None for the defaults.
+    Raises: UsageError (a ValueError).
+    """
+    if backend is not None and getattr(backend, "name", None) not in BackendType.__members__:
+        raise UsageError(
+            f"init_rpc: backend must be rpc.BackendType.MPI or rpc.BackendType.TENSORPIPE, got {backend!r}. "
+            "hvlike sends over MPI in any case: leave it out."
+        )
+    if options is None:
+        options = RpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise UsageError(
+            "init_rpc: rpc_backend_options must be hvlike.rpc.RpcBackendOptions or "
+            f"hvlike.rpc.TensorPipeRpcBackendOptions, got {type(options).__module__}.{type(options).__name__}."
+        )
+    settled = RpcBackendOptions(
+        num_worker_threads=options.num_worker_threads if num_worker_threads is None else num_worker_threads,
+        rpc_timeout=options.rpc_timeout if rpc_timeout is None else rpc_timeout,
+        init_method=options.init_method,
+        cloudpickle=options.cloudpickle,
+    )
+    settled.device_maps = {to: dict(device_map) for to, device_map in options.device_maps.items()}
+    settled.devices = list(options.devices)
+    return settled

@@ -1,0 +1,133 @@
+"""Where an incoming message belongs: to which session, and to which pending call.
+
+A worker may have ended its session already, or not yet begun the session of the sender. Messages for a future session
+wait for it; a request for a session that has ended here is refused, so that its caller does not wait; other messages of
+old sessions are dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from hvlike.rpc.wire.message import Call
+from hvlike.transport.fabric import Fabric
+
+TOPIC = 4
+REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
+"""What a message is; these are counted, the following are not."""
+STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
+"""What do you do? This is what I do. I am gone. The last two: see termination.py."""
+
+Receive = Callable[[int, int, Any, list[torch.Tensor]], None]
+"""What an agent does with a message: sender, what it is, the rest of it, storages. In the loop."""
+
+
+class SessionRouter:
+    """All RPC messages that reach this process over one fabric."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._session = 0
+        self._receive: Receive | None = None
+        self._waiting: list[tuple[int, tuple[Any, ...], list[torch.Tensor]]] = []
+        fabric.channel.listen(TOPIC, self._deliver)
+
+    def begin(self, session: int, receive: Receive) -> None:
+        """Messages of `session` go to `receive` from now on, those that have waited at once. From any thread."""
+
+        def connect() -> None:
+            self._session = session
+            self._receive = receive
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                self._deliver(*message)
+
+        self._fabric.loop.perform(connect)
+
+    def end(self) -> None:
+        """The session is over on this worker. From any thread."""
+
+        def disconnect() -> None:
+            self._receive = None
+
+        self._fabric.loop.perform(disconnect)
+
+    def send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+        """Send (session, what, ...) to a worker. In the loop."""
+        self._fabric.channel.send(rank, TOPIC, message, storages, kind="rpc")
+
+    def _deliver(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+        session, what, *rest = message
+        if session > self._session:
+            self._waiting.append((source, message, storages))
+        elif session == self._session and self._receive is not None:
+            self._receive(source, what, rest, storages)
+        elif what == REQUEST:
+            self.send(source, (session, REFUSAL, rest[0]), [])
+
+
+_SLACK = 1000
+
+
+class PendingCalls:
+    """The calls of one worker that have no answer yet, by number. In the loop, but for `add` and `take_all`."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._numbers = count(1)
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Call) -> int:
+        """Number a call. From any thread."""
+        number = next(self._numbers)
+        self._calls[number] = call
+        return number
+
+    def limit(self, number: int, deadline: float) -> None:
+        """The call ends at `deadline`, in seconds of time.monotonic(), unless it is answered before."""
+        heapq.heappush(self._deadlines, (deadline, number))
+        if len(self._deadlines) > 2 * len(self._calls) + _SLACK:
+            # Answered calls leave theirs behind: thousands a second, each for a minute.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
+            heapq.heapify(self._deadlines)
+
+    def take(self, number: int) -> Call | None:
+        """The call `number`, which ends now; None if it has ended."""
+        return self._calls.pop(number, None)
+
+    def take_all(self, ranks: set[int] | None = None) -> list[Call]:
+        """All calls, or those to `ranks`, which end now."""
+        numbers = [number for number, call in list(self._calls.items()) if ranks is None or call.rank in ranks]
+        ended = [self._calls.pop(number, None) for number in numbers]
+        return [call for call in ended if call is not None]
+
+    def take_expired(self, now: float) -> list[Call]:
+        """The calls whose time is over at `now`, which end now."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            call = self._calls.pop(heapq.heappop(self._deadlines)[1], None)
+            if call is not None:
+                expired.append(call)
+        return expired
+
+    def next_deadline(self) -> float:
+        """When the next call's time is over, as far as one has not ended; infinity when none is limited."""
+        while self._deadlines and self._deadlines[0][1] not in self._calls:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def ranks(self) -> dict[int, int]:
+        """How many calls wait for each worker."""
+        waiting: dict[int, int] = {}
+        for call in list(self._calls.values()):
+            waiting[call.rank] = waiting.get(call.rank, 0) + 1
+        return waiting

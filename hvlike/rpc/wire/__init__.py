@@ -1,0 +1,1 @@
+"""How values travel between workers: messages, pickling, tensors, devices."""

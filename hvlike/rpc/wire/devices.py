@@ -1,0 +1,184 @@
+"""GPU tensors in messages: device maps, CUDA events that say when a value is ready, and copies through host memory.
+
+worker0   device_maps={"worker1": {0: 1}}      requests   cuda:0 of worker0 -> cuda:1 of worker1
+                                               answers    cuda:1 of worker1 -> cuda:0 of worker0
+
+The sending thread copies a GPU tensor to host memory on its current stream and waits for the copy. The receiving thread
+copies it to the target device on its own current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hvlike.backends.cuda.runtime import Event, runtime_of
+from hvlike.errors import RpcError, UsageError
+
+DeviceMap: TypeAlias = dict[torch.device, torch.device]
+"""From devices of the sender to those of the receiver; one to one."""
+
+
+class DeviceOffer(NamedTuple):
+    """What a worker tells the others of its GPUs."""
+
+    gpus: int
+    """How many it has."""
+    maps: dict[str, DeviceMap]
+    """By the names of the workers that it calls."""
+
+
+NO_DEVICES = DeviceOffer(0, {})
+
+
+def device_of(what: str, given: object) -> torch.device:
+    """The GPU that is meant by a number, a text or a torch.device. Raises: UsageError that begins with `what`."""
+    try:
+        if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
+            raise RuntimeError("expected a number, 'cuda:<number>' or a torch.device")
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except RuntimeError as error:
+        raise UsageError(f"{what}: {given!r} is no device: {error}") from None
+    if device.type != "cuda" or device.index is None:
+        raise UsageError(
+            f"{what}: {given!r} is no GPU with a number, such as 1 or 'cuda:1'. Tensors of the CPU arrive on the CPU, "
+            "without a map."
+        )
+    return device
+
+
+def parse_map(what: str, given: Mapping[Any, Any], before: Mapping[torch.device, torch.device]) -> DeviceMap:
+    """What `given` adds to a map. Raises: UsageError that begins with `what` unless the whole is one to one."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{what}: expected a dict from devices here to devices there, got {type(given).__name__}.")
+    whole = dict(before)
+    for source, target in given.items():
+        here, there = device_of(what, source), device_of(what, target)
+        known = whole.get(here, there)
+        if known != there or any(each == there for other, each in whole.items() if other != here):
+            raise UsageError(
+                f"{what}: `set_device_map` only supports 1-to-1 mapping, trying to map {here} to {there} beside "
+                f"{shown(before or whole)}."
+            )
+        whole[here] = there
+    return whole
+
+
+def shown(device_map: Mapping[torch.device, torch.device]) -> str:
+    """{cuda:0: cuda:1}"""
+    return "{" + ", ".join(f"{source}: {target}" for source, target in device_map.items()) + "}"
+
+
+def inverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
+    """The way back."""
+    return {target: source for source, target in device_map.items()}
+
+
+def check_offers(names: Sequence[str], offers: Sequence[DeviceOffer]) -> str:
+    """What is wrong with the maps of all workers, the same text on each; empty where nothing is."""
+    place = {name: rank for rank, name in enumerate(names)}
+    wrong = []
+    for name, offer in zip(names, offers, strict=True):
+        for to, device_map in offer.maps.items():
+            if to not in place:
+                wrong.append(f"{name} maps devices to {to!r}, which is no worker (workers: {', '.join(names[:16])})")
+                continue
+            wrong += _missing(f"{name} maps from", device_map, offer.gpus, name)
+            wrong += _missing(f"{name} maps to", device_map.values(), offers[place[to]].gpus, to)
+    return "; ".join(wrong)
+
+
+def _missing(what: str, devices: Iterable[torch.device], count: int, owner: str) -> list[str]:
+    found = f"it has {count or 'none'}"
+    return [f"{what} {each}, which {owner} has not ({found})" for each in devices if each.index >= count]
+
+
+class ReadyEvents:
+    """The points in some streams at which a value was there."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Mark what this thread has asked of these devices so far, in its current streams."""
+        self._events: list[tuple[torch.device, Event]] = []
+        for device in devices:
+            runtime = runtime_of(device.type)
+            if runtime is not None:
+                self._events.append((device, runtime.record(runtime.current_stream(device))))
+
+    def follow(self) -> None:
+        """What this thread asks of the devices from now on is done after these points. The host does not wait."""
+        for device, event in self._events:
+            runtime = runtime_of(device.type)
+            if runtime is not None:
+                runtime.wait(runtime.current_stream(device), event)
+
+
+class DeviceMaps:
+    """What one worker knows of the device maps of a session."""
+
+    def __init__(
+        self, rank: int, names: Sequence[str], offers: Sequence[DeviceOffer], extra: Iterable[torch.device]
+    ) -> None:
+        """offers: of all workers, by rank. extra: devices that are used here beside those in the maps."""
+        me = names[rank]
+        maps = offers[rank].maps
+        itself = {torch.device("cuda", index): torch.device("cuda", index) for index in range(offers[rank].gpus)}
+        self._requests: dict[int, DeviceMap] = {other: maps[name] for other, name in enumerate(names) if name in maps}
+        self._answers: dict[int, DeviceMap] = {
+            other: inverse(offer.maps[me]) for other, offer in enumerate(offers) if me in offer.maps
+        }
+        # What a worker tells itself stays where it is, unless it says otherwise.
+        self._requests.setdefault(rank, itself)
+        self._answers.setdefault(rank, itself)
+        used: dict[torch.device, None] = dict.fromkeys(extra)
+        for device_map in (*self._requests.values(), *self._answers.values()):
+            if device_map is not itself:
+                used.update(dict.fromkeys(device_map))
+        self.used = tuple(used)
+        """The devices of this worker that values are followed on."""
+
+    def of_requests(self, rank: int) -> Mapping[torch.device, torch.device]:
+        """Where tensors go that are sent to a worker as arguments."""
+        return self._requests.get(rank, {})
+
+    def of_answers(self, rank: int) -> Mapping[torch.device, torch.device]:
+        """Where tensors go that are sent to a worker as results."""
+        return self._answers.get(rank, {})
+
+    def marks(self) -> ReadyEvents | None:
+        """Marks of now; None where no device is used."""
+        return ReadyEvents(self.used) if self.used else None
+
+
+def follow(marks: ReadyEvents | None) -> None:
+    """Let this thread's streams come after the marks, if there are any."""
+    if marks is not None:
+        marks.follow()
+
+
+def target_device(tensor: Tensor, device_map: Mapping[torch.device, torch.device], what: str) -> torch.device:
+    """Where a tensor of a GPU goes. what: "Request" or "Response", and to whom. Raises: RuntimeError without a map."""
+    target = device_map.get(tensor.device)
+    if target is None:
+        known = f"; it has {sorted(map(str, device_map))}" if device_map else ""
+        raise RpcError(
+            f"RPC only supports CPU tensors by default, got one of shape {list(tensor.shape)} on {tensor.device}: "
+            "please move your tensors to CPU before sending them over RPC (tensor.cpu()), or call `set_device_map` on "
+            f"`TensorPipeRpcBackendOptions` to explicitly configure device mapping. {what}: device mapping is not "
+            f"available for {tensor.device}{known}."
+        )
+    return target
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, with the same strides where they leave no gaps. Waits for the device."""
+    return tensor.detach().to("cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on a device, in the current stream; the tensor may be changed afterwards."""
+    return tensor.to(device)

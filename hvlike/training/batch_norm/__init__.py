@@ -1,0 +1,1 @@
+"""SyncBatchNorm: batch normalisation over the batches of all ranks."""

@@ -1,0 +1,1 @@
+"""Gradients between backward and step: hooks, names, settings, reduction."""

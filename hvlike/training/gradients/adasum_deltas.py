@@ -1,0 +1,136 @@
+"""Adasum reduces what a step has changed, not the gradients before it.
+
+start  = parameters                     kept
+step()                                  the wrapped optimizer, on this rank's own gradients
+delta  = parameters - start             in the parameters' own memory
+delta  = Adasum of all ranks' deltas    planned, like gradients
+parameters = start + delta              the same on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.requests.reduction import check_adasum
+from hvlike.collectives.session.context import current
+from hvlike.errors import UsageError
+from hvlike.training import usage_errors
+from hvlike.training.gradients.grad_state import GradState
+from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.reduction import Reducer, Reduction
+
+
+class AdasumDeltas(Gradients):
+    """Gradients that stay this rank's own; the differences that a step makes are reduced in their place.
+
+    The phase is IDLE at all times: nothing is under way between backward and step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+    ) -> None:
+        self._starts: list[Tensor] = []
+        """Kept from step to step: fresh memory costs as much as the copy."""
+        super().__init__(optimizer, reduction, names, backward_passes_per_step)
+
+    def arrived(self, slot: GradState) -> None:
+        """The hook: gradients add up on this rank, whatever the number of passes."""
+
+    def synchronize(self, call: str = "optimizer.synchronize()") -> None:
+        """Do nothing: gradients are not reduced. Local. Raises: UsageError inside no_sync()."""
+        if self.keep_local:
+            raise usage_errors.inside_no_sync(call)
+
+    def prepare_for_scaler(self) -> None:
+        """Let all ranks find an infinity where one does, so that all skip the step or none. Collective; blocks."""
+        self._refresh()
+        if not self._slots or self.reduction.is_local(current()):
+            return
+        parameters = [slot.parameter for slot in self._slots]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flag = torch.tensor(int(not _all_finite(gradients)), dtype=torch.int32, device="cpu")
+        if int(allreduce(flag, op=ReduceOp.MAX, process_set=self.reduction.process_set)):
+            if not int(flag):
+                parameters[0].grad = torch.full_like(parameters[0], torch.inf, requires_grad=False)
+        elif not gradients:
+            # A scaler refuses an optimizer without a single gradient, but this rank has to step with the others.
+            parameters[0].grad = torch.zeros_like(parameters[0], requires_grad=False)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step of the wrapped optimizer: reduce what it changes. Collective over the process set; blocks.
+
+        A rank whose step raises contributes no change, takes over that of the others, and raises then.
+        Raises: UsageError inside no_sync(), and for parameters of a dtype that has no Adasum.
+        """
+        self.synchronize("optimizer.step()")
+        self._refresh()
+        for slot in self._slots:
+            self._check(slot)
+        reducer = self._ready_reducer()
+        if reducer is None:
+            yield
+            return
+        self._remember()
+        try:
+            yield
+        except Exception:
+            torch._foreach_copy_(self._values(), self._starts)
+            self._reduce_changes(reducer)
+            raise
+        self._reduce_changes(reducer)
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        # Optimizers also step on what is left in the gradient of a frozen parameter, which here is this rank's alone.
+        wanted = parameter.requires_grad or parameter.grad is not None
+        return wanted and not isinstance(parameter, UninitializedParameter)
+
+    def _check(self, slot: GradState) -> None:
+        try:
+            check_adasum(slot.dtype)
+        except UsageError as error:
+            raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
+
+    def _values(self) -> list[Tensor]:
+        return [slot.parameter.detach() for slot in self._slots]
+
+    def _remember(self) -> None:
+        """Copy the parameters."""
+        values = self._values()
+        fits = len(values) == len(self._starts) and all(
+            start.shape == value.shape and start.dtype is value.dtype and start.device == value.device
+            for start, value in zip(self._starts, values, strict=True)
+        )
+        if fits:
+            torch._foreach_copy_(self._starts, values)
+        else:
+            self._starts = [value.clone() for value in values]
+
+    def _reduce_changes(self, reducer: Reducer) -> None:
+        """Make the parameters their start plus the reduced change; leave them at the start if that fails."""
+        deltas = self._values()
+        torch._foreach_sub_(deltas, self._starts)
+        try:
+            reducer.finish(deltas)
+        except BaseException:
+            torch._foreach_copy_(deltas, self._starts)
+            self._abandon()
+            raise
+        torch._foreach_add_(deltas, self._starts)
+
+
+def _all_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether there is no infinity and no NaN; a GPU is waited for once, not for each gradient."""
+    answers: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        answers.setdefault(gradient.device, []).append(values.isfinite().all())
+    return all(bool(torch.stack(each).all()) for each in answers.values())

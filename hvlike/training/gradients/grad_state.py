@@ -1,0 +1,195 @@
+"""The gradient of one parameter between backward and step: the hook that sees it arrive, and its state since.
+
+Autograd ends each parameter's path in an AccumulateGrad node. A hook on that node runs after the gradient has been
+added to `parameter.grad`, once in each backward pass, however often the parameter is used in the graph.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+
+class Phase(enum.Enum):
+    """Where the gradients are."""
+
+    IDLE = "no backward pass since the last step or zero_grad"
+    ACCUMULATING = "local sums of some backward passes, more are to come"
+    REDUCING = "some gradients are being reduced over the ranks"
+    SYNCHRONIZED = "all gradients are reduced"
+
+
+Owner = TypeVar("Owner")
+Key = TypeVar("Key")
+
+
+class GradientHooks(Generic[Owner, Key]):
+    """The hooks of one owner; they end with this object.
+
+    A node lives only as long as somebody holds it: without the reference kept here the hooks would silently never
+    run. A node also keeps its hooks alive outside of the garbage collector's sight, so a hook may hold the owner
+    only weakly, or neither would ever be freed.
+    """
+
+    def __init__(self, owner: Owner, on_gradient: Callable[[Owner, Key], None]) -> None:
+        """on_gradient: called with the owner, held weakly, and the key of the parameter, in backward's thread."""
+        self._owner = weakref.ref(owner)
+        self._on_gradient = on_gradient
+        self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
+
+    def attach(self, parameter: Tensor, key: Key) -> None:
+        """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook.
+
+        Does nothing for a parameter that has no such node: not a leaf, frozen, or not initialised yet (lazy modules).
+        """
+        self.detach(parameter)
+        if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
+            return
+        with torch.enable_grad():
+            function = parameter.expand_as(parameter).grad_fn
+        if function is None:
+            return
+        node: Any = function.next_functions[0][0]
+        self._attached[id(parameter)] = node, node.register_hook(_hook(self._owner, self._on_gradient, key))
+
+    def detach(self, parameter: Tensor) -> None:
+        """Remove the hook of `parameter` if there is one."""
+        _, handle = self._attached.pop(id(parameter), (None, None))
+        if handle is not None:
+            handle.remove()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._attached
+
+    def __len__(self) -> int:
+        return len(self._attached)
+
+
+def _hook(reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], None], key: Key) -> Callable[..., None]:
+    """Return a function that autograd may keep: it holds nothing that leads back to the node."""
+
+    def gradient_is_done(*_: Any) -> None:
+        # Runs once for every parameter: a weak reference is five times faster to follow than a weak method.
+        owner = reference()
+        if owner is not None:
+            on_gradient(owner, key)
+
+    return gradient_is_done
+
+
+@dataclass(eq=False, slots=True)
+class GradState:
+    """What is known of one parameter between two steps."""
+
+    name: str
+    parameter: Tensor
+    index: int = -1
+    """Its place in the reducer's list; -1 when it is not reduced."""
+    passes: int = 0
+    """Backward passes since the last step that reached it, those under no_sync() left out."""
+    reached: bool = False
+    """Some backward pass since the last reduction has reached it, for those who want to know."""
+    handed_over: Tensor | None = None
+    """The gradient that was given away to be reduced; it must still be there when that is done."""
+    version: int = 0
+    """How often torch had changed the gradient in place when it was handed over."""
+    wire: Tensor | None = None
+    """What is really reduced, where that is not the gradient itself."""
+    sparse_dimensions: int = 0
+    """Of the last sparse gradient seen; 0 for none."""
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
+    is_lazy: bool = field(init=False)
+    """Made while the parameter had no shape yet (lazy modules)."""
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parameter.dtype
+        self.device = self.parameter.device
+        self.is_lazy = isinstance(self.parameter, UninitializedParameter)
+
+    def still_fits(self, parameter: Tensor) -> bool:
+        """True for the same parameter, not moved by `model.to(...)` and not initialised only since."""
+        return (
+            self.parameter is parameter
+            and self.dtype is parameter.dtype
+            and self.device == parameter.device
+            and not (self.is_lazy and not isinstance(parameter, UninitializedParameter))
+        )
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the gradient was changed in place since it was handed over.
+
+        Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together.
+        """
+        gradient = self.handed_over
+        return gradient is not None and gradient._version != self.version and not _is_part(gradient)
+
+    def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
+        """Return the tensor that stands for `gradient` in the reduction, the same in the whole step.
+
+        It shares memory with the gradient where possible.
+        """
+        if self.wire is not None:
+            return self.wire
+        if gradient.layout is torch.strided:
+            return gradient.detach() if gradient.requires_grad else gradient
+        gradient = gradient.detach()
+        self.sparse_dimensions = gradient.sparse_dim()
+        if not densify:
+            return gradient
+        self.wire = gradient.to_dense()
+        return self.wire
+
+    def nothing(self) -> Tensor:
+        """Return the gradient of a parameter that no backward pass has reached: zeros, of the layout it usually has."""
+        parameter = self.parameter
+        if not self.sparse_dimensions:
+            return torch.zeros_like(parameter, requires_grad=False)
+        shape = tuple(parameter.shape)
+        return torch.sparse_coo_tensor(
+            torch.empty((self.sparse_dimensions, 0), dtype=torch.int64, device=parameter.device),
+            torch.empty((0, *shape[self.sparse_dimensions :]), dtype=parameter.dtype, device=parameter.device),
+            shape,
+            check_invariants=False,
+            device=parameter.device,
+        )
+
+    def take_back(self, reduced: Tensor | None) -> None:
+        """Make the reduced gradient the parameter's.
+
+        reduced: what could not be reduced in place; None if memory of the gradient holds the result already.
+        """
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self.sparse_dimensions = gradient.sparse_dim()
+        if reduced is None:
+            reduced = self.wire
+        if reduced is not None and reduced.layout is torch.strided and self.sparse_dimensions:
+            # The layout the optimizer asked for by its choice of module: SparseAdam takes no dense gradients.
+            reduced = reduced.to_sparse(self.sparse_dimensions)
+        if reduced is not None:
+            self.parameter.grad = reduced
+
+
+def _is_part(gradient: Tensor) -> bool:
+    """Whether it is a view; autograd keeps those of its own making (of a torch.cat, say) without the mark of one."""
+    is_dense = gradient.layout is torch.strided
+    return gradient._is_view() or (is_dense and gradient.untyped_storage().nbytes() > gradient.nbytes)
+
+
+def reset(slots: Iterable[GradState]) -> None:
+    """Begin a new step."""
+    for slot in slots:
+        slot.passes = 0
+        slot.reached = False
+        slot.handed_over = None
+        slot.wire = None

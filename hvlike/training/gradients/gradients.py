@@ -1,0 +1,393 @@
+"""The gradients of some parameters between backward and step: which have arrived, and what is reduced.
+
+IDLE -> ACCUMULATING -> REDUCING -> SYNCHRONIZED -> IDLE      (drawn in full in optimizer/distributed.py)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.session.context import Context, current, is_running
+from hvlike.errors import UsageError
+from hvlike.training import usage_errors
+from hvlike.training.gradients.grad_state import GradientHooks, GradState, Phase, reset
+from hvlike.training.gradients.parameters import ParamGroupDiff, name_parameters, value_checksums
+from hvlike.training.gradients.reduction import Reducer, Reduction
+
+if TYPE_CHECKING:
+    from hvlike.training.autotune.tuner import Tuner
+
+
+_handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+class Grouped(Protocol):
+    """What has parameters in groups: every torch optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; each has its parameters under "params"."""
+
+
+class Gradients:
+    """Reduces the gradients of an optimizer's parameters over the ranks.
+
+    A hook counts each gradient that backward has finished and, with the last pass of a step, hands it to the reducer.
+    The reducer is made for the parameters that require a gradient; when these change, it is replaced.
+    """
+
+    def __init__(
+        self, optimizer: Grouped, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.keep_local = False
+        """Inside no_sync(): arrivals are not reduced."""
+        self.backward_passes_per_step = check_passes(backward_passes_per_step)
+        self.reduction = reduction
+        self.divides_by_active = False
+        """Averages are those over the ranks that have not joined; else the others count as zeros."""
+        self.name: str | None = None
+        """What the ranks match this optimizer by; known from its first reduction on."""
+        self._optimizer = optimizer
+        self.given_names = dict(names)
+        """Names from the user, also of parameters that may be added later."""
+        self._slots: list[GradState] = []
+        self._parameters: list[Tensor] = []
+        """Those of the slots."""
+        self._hooks: GradientHooks[Gradients, GradState] = GradientHooks(self, type(self).arrived)
+        self._reducer: Reducer | None = None
+        self._tuner: Tuner | None = None
+        self._waiting: list[GradState] = []
+        self._collects = False
+        """While gradients are reduced: an arrival only has to be noted."""
+        self._watch: ParamGroupDiff | None = None
+        """What the parameters were like; None: look thoroughly before the next reduction."""
+        self._context: Context | None = None
+        self._lock = threading.Lock()
+        self._refresh()
+
+    def take_name(self) -> None:
+        """Be matched between ranks by the place in their order of now, not of the first reduction. Local; needs init().
+
+        All ranks do so in the same order.
+        """
+        self._context = current()
+        self.name = self.reduction.automatic_name(self._context)
+
+    def arrived(self, slot: GradState) -> None:
+        """The hook: backward has finished a gradient. Runs in backward's thread."""
+        gradient = slot.parameter.grad
+        if self._collects and gradient is not None and slot.handed_over is None and slot.index >= 0:
+            slot.handed_over = gradient
+        elif gradient is not None:
+            self._take_in(slot, gradient)
+
+    def _take_in(self, slot: GradState, gradient: Tensor) -> None:
+        """What arrives where it is not enough to note it: first of a step, too early, too late, or beside others."""
+        if slot.handed_over is not None:
+            # Said once: synchronize(), which the text advises, shall not complain again.
+            slot.version = gradient._version
+            raise usage_errors.too_many_passes(slot.name, self.backward_passes_per_step)
+        if not self.keep_local:
+            slot.passes += 1
+            if slot.passes >= self.backward_passes_per_step:
+                self._hand_over(slot, gradient)
+                return
+        if self.phase is not Phase.ACCUMULATING:
+            self._begin_accumulating()
+
+    def synchronize(self, call: str = "optimizer.synchronize()") -> None:
+        """Reduce all gradients; nothing if that has been done since the last backward pass.
+
+        Collective over the process set; blocks. Parameters without a gradient contribute zeros.
+        Raises: UsageError inside no_sync() and, once the reduction is complete, for gradients that were exchanged.
+        """
+        if self.phase is Phase.SYNCHRONIZED:
+            return
+        if self.keep_local:
+            raise usage_errors.inside_no_sync(call)
+        if self.phase is not Phase.REDUCING:
+            self._refresh()
+        self.phase = Phase.REDUCING
+        self._collects = False
+        disturbed = self._reduce()
+        reset(self._slots)
+        self.phase = Phase.SYNCHRONIZED
+        if disturbed is not None:
+            self.phase = Phase.IDLE
+            raise disturbed
+
+    def prepare(self) -> None:
+        """Have a name and a reducer before the first reduction, so that this rank can follow when others begin. Local.
+
+        Every rank of the process set does so, in the same order.
+        """
+        self._refresh()
+        self._ready_reducer()
+
+    def discard(self) -> None:
+        """Forget local sums: zero_grad(). Raises: UsageError while gradients are being reduced."""
+        if self.phase is Phase.REDUCING:
+            raise usage_errors.zero_grad_while_reducing()
+        self._begin()
+
+    def abandon(self) -> None:
+        """Forget a step that an error elsewhere has interrupted. Local."""
+        self._abandon()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the step of the wrapped optimizer, which uses the gradients."""
+        yield
+        if self.phase is not Phase.REDUCING:
+            self._begin()
+
+    def prepare_for_scaler(self) -> None:
+        """A GradScaler is about to look for infinities: all ranks must find the same. Collective; blocks."""
+        self.synchronize("GradScaler")
+
+    def set_passes(self, passes: int) -> None:
+        """Change how many backward passes make a step; counting starts anew. Raises: UsageError."""
+        passes = check_passes(passes)
+        if self.phase is Phase.REDUCING:
+            raise usage_errors.changed_while_reducing("optimizer.set_backward_passes_per_step()")
+        self.backward_passes_per_step = passes
+        for slot in self._slots:
+            slot.passes = 0
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Accumulate on this rank only. Raises: UsageError while gradients are being reduced."""
+        if self.phase is Phase.REDUCING:
+            raise usage_errors.no_sync_while_reducing()
+        before, self.keep_local = self.keep_local, True
+        try:
+            yield
+        finally:
+            self.keep_local = before
+
+    def groups_changed(self) -> None:
+        """Attach hooks to new parameters at once, so that their first gradients overlap with backward too."""
+        self._refresh()
+
+    def memory_changed(self, call: str) -> None:
+        """A compressor's memory is replaced: agree with the other ranks again.
+
+        call: who does that, for errors. Raises: UsageError while gradients are being reduced.
+        """
+        if self.phase is Phase.REDUCING:
+            raise usage_errors.changed_while_reducing(call)
+        self._drop_reducer()
+
+    def _begin(self) -> None:
+        if self.phase is Phase.ACCUMULATING:
+            for slot in self._slots:
+                slot.passes = 0
+        self.phase = Phase.IDLE
+
+    def _begin_accumulating(self) -> None:
+        # Backward runs one thread for each device.
+        with self._lock:
+            if self.phase is not Phase.REDUCING:
+                self.phase = Phase.ACCUMULATING
+
+    def _begin_reducing(self) -> None:
+        with self._lock:
+            if self.phase is not Phase.REDUCING:
+                if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
+                    self._refresh()
+                self.phase = Phase.REDUCING
+
+    def _hand_over(self, slot: GradState, gradient: Tensor) -> None:
+        if self.phase is not Phase.REDUCING:
+            self._begin_reducing()
+        if slot.index < 0:
+            raise usage_errors.late_parameter(slot.name)
+        slot.handed_over = gradient
+        if self._reducer is None:
+            slot.version = gradient._version
+            self._waiting.append(slot)
+        else:
+            self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
+            self._collects = not self._reducer.wants_marks and self.backward_passes_per_step == 1
+
+    def _refresh(self) -> None:
+        """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
+        self._watch = ParamGroupDiff(self._optimizer.param_groups)
+        wanted = [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if self._is_reduced(parameter)
+        ]
+        if self._is_gone():
+            self._drop_reducer()
+        same = len(wanted) == len(self._slots) and all(
+            slot.still_fits(parameter) for slot, parameter in zip(self._slots, wanted, strict=True)
+        )
+        if not same:
+            self._replace_slots(wanted)
+            self._drop_reducer()
+
+    def _is_gone(self) -> bool:
+        """Whether the hvlike that the reducer was made in has ended."""
+        return self._reducer is not None and not (is_running() and current() is self._context)
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        """Whether a parameter of the groups takes part."""
+        return parameter.requires_grad
+
+    def _replace_slots(self, parameters: list[Tensor]) -> None:
+        names = name_parameters(self._optimizer.param_groups, self.given_names)
+        known = {slot.parameter: slot for slot in self._slots}
+        slots = []
+        for index, parameter in enumerate(parameters):
+            slot = known.pop(parameter, None)
+            if slot is None or not slot.still_fits(parameter):
+                slot = GradState(names[parameter], parameter)
+                self._hooks.attach(parameter, slot)
+            slot.index = index
+            slots.append(slot)
+        for slot in known.values():
+            slot.index = -1
+            self._hooks.detach(slot.parameter)
+        self._slots = slots
+        self._parameters = parameters
+
+    def _reduce(self) -> UsageError | None:
+        """Reduce all gradients in place, on every rank of the set; return the error for those exchanged meanwhile."""
+        # Later steps may be under way at once, and then the library itself changes gradients. A loop that changes them
+        # at the wrong place does so in its first step too.
+        changed = [slot.name for slot in self._waiting if slot.was_changed]
+        lost: list[str] = []
+        replaced: list[str] = []
+        arrived = self._all_arrived()
+        if arrived is None:
+            # A hook may be gone because its parameter was converted: look thoroughly next time.
+            self._watch = None
+            for slot in self._slots:
+                if slot.handed_over is not None and slot.parameter.grad is not slot.handed_over:
+                    (lost if slot.parameter.grad is None else replaced).append(slot.name)
+        try:
+            reducer = self._ready_reducer()
+            if reducer is not None:
+                if arrived is None or self.reduction.sparse_as_dense:
+                    arrived = [self._contribution(slot) for slot in self._slots]
+                self._take_back(self._finish(reducer, arrived))
+                if self.divides_by_active:
+                    self._leave_out_joined(reducer)
+                if self._tuner is not None and isinstance(reducer, PlannedReducer):
+                    self._tuner.step_ended(reducer)
+        except BaseException:
+            self._abandon()
+            raise
+        return usage_errors.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
+
+    def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
+        """Reduce these tensors, one for each slot; those that could not be reduced in place, by index."""
+        return reducer.finish(tensors)
+
+    def _leave_out_joined(self, reducer: Reducer) -> None:
+        """Make averages over all ranks, in which those that have joined count as zeros, averages over the others."""
+        size = self.reduction.size(current())
+        if self.reduction.op is ReduceOp.AVERAGE and 0 < reducer.active < size:
+            for parameter in self._averages():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(size / reducer.active)
+
+    def _averages(self) -> list[Tensor]:
+        """The parameters whose gradients are averages, once all are reduced."""
+        return self._parameters
+
+    def _all_arrived(self) -> list[Tensor] | None:
+        """The gradients, if all have arrived and are still where they were."""
+        arrived = list(map(_handed_over, self._slots))
+        there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
+        return arrived if there else None
+
+    def _contribution(self, slot: GradState) -> Tensor:
+        """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
+        gradient = slot.handed_over
+        if gradient is None:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = slot.nothing()
+            gradient = slot.parameter.grad
+        return slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense)
+
+    def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
+        """Give the parameters what could not be reduced in place, but where their gradients were disturbed."""
+        if not replacements and not self.reduction.sparse_as_dense:
+            return
+        for slot in self._slots:
+            if slot.wire is None and slot.index not in replacements:
+                continue
+            if slot.handed_over is None or slot.parameter.grad is slot.handed_over:
+                slot.take_back(replacements.get(slot.index))
+
+    def _ready_reducer(self) -> Reducer | None:
+        """Return the reducer, made at the first need; None where there is nobody to reduce with."""
+        context = current()
+        if self._context is not context:
+            self._drop_reducer()
+            self._context, self.name, self._tuner = context, None, None
+        if self._reducer is None and self._slots:
+            self._reducer = self._new_reducer(context)
+        waiting, self._waiting = self._waiting, []
+        if self._reducer is not None:
+            for slot in waiting:
+                if slot.handed_over is not None:
+                    tensor = slot.to_reduce(slot.handed_over, densify=self.reduction.sparse_as_dense)
+                    self._reducer.mark_ready(slot.index, tensor)
+        return self._reducer
+
+    def _new_reducer(self, context: Context) -> Reducer | None:
+        """Return what reduces the gradients of the slots; None where there is nobody to reduce with."""
+        if self.reduction.is_local(context):
+            return None
+        # Looked at once, and not where a module was given a name when its parameters were made equal.
+        start = () if self.name is not None else value_checksums(self._parameters)
+        if self.name is None:
+            self.name = self.reduction.automatic_name(context)
+        names = [slot.name for slot in self._slots]
+        reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
+        reducer.start = start
+        if context.knobs.autotune:
+            # Few programs tune: what does it is loaded for them alone.
+            from hvlike.training.autotune.tuner import tune
+
+            self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
+        return reducer
+
+    def _extra_entries(self) -> Sequence[Entry]:
+        """What is reduced together with the gradients; `_finish` adds the tensors."""
+        return ()
+
+    def _abandon(self) -> None:
+        """A reduction failed: forget this step, so that the next backward pass starts cleanly."""
+        self._drop_reducer()
+        self._waiting = []
+        reset(self._slots)
+        self._collects = False
+        self.phase = Phase.IDLE
+
+    def _drop_reducer(self) -> None:
+        reducer, self._reducer = self._reducer, None
+        if reducer is not None:
+            reducer.close()
+
+
+def check_passes(passes: int) -> int:
+    """Return a number of backward passes. Raises: UsageError unless it is a whole number above 0."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
+    return passes

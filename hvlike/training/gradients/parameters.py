@@ -1,0 +1,202 @@
+"""The parameters of an optimizer: their names, the groups they are reduced in, and whether they have changed.
+
+Pure functions but for `value_checksums` and `gpu_of`, which look at the tensors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hvlike.backends.cuda.runtime import kind_of
+from hvlike.errors import UsageError
+from hvlike.training.usage_errors import warn_user
+
+_EXPECTED_NAMES = (
+    "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+)
+
+
+def find_duplicates(names: Iterable[str]) -> list[str]:
+    """Return the names that occur more than once, sorted."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
+    """Return the names given by the user, by parameter. A parameter shared under two names keeps the first.
+
+    Raises: UsageError for anything but pairs (name, parameter), and for a name given to two parameters.
+    """
+    if not isinstance(named_parameters, Iterable) or isinstance(named_parameters, (Mapping, Tensor, str)):
+        raise UsageError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
+    pairs: list[Any] = list(named_parameters)
+    for pair in pairs:
+        if not (_is_named(pair)):
+            raise UsageError(f"{_EXPECTED_NAMES} Got an item of type {type(pair).__name__}.")
+    names: dict[Tensor, str] = {}
+    for name, parameter in pairs:
+        names.setdefault(parameter, name)
+    # A list that names one parameter twice is as wrong as one that uses a name for two.
+    repeated = find_duplicates(name for name, _ in pairs)
+    if repeated:
+        raise UsageError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
+    return names
+
+
+def _is_named(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+
+
+def check_all_named(names: Mapping[Tensor, str], parameters: Iterable[Tensor]) -> None:
+    """Check that each of the optimizer's parameters has a name.
+
+    Raises: UsageError, with Horovod's text and the shapes of those without.
+    """
+    unnamed = [parameter for parameter in parameters if parameter not in names]
+    if unnamed:
+        raise UsageError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            f"{', '.join(str(id(parameter)) for parameter in unnamed)} "
+            f"(shapes {', '.join(str(list(parameter.shape)) for parameter in unnamed)}). "
+            "Pass the names of all parameters of the optimizer, or none."
+        )
+
+
+def name_parameters(param_groups: Sequence[Mapping[str, Any]], given: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """Return a name for each parameter of the groups: the given one, torch's, or `noname.<group>.<index>`.
+
+    Names from torch are those of an optimizer made from named parameters (`param_names` in its groups).
+    """
+    names: dict[Tensor, str] = {}
+    taken: set[str] = set()
+    for parameter, proposals in _proposals(param_groups, given):
+        name = next(proposal for proposal in proposals if proposal not in taken)
+        names[parameter] = name
+        taken.add(name)
+    return names
+
+
+def _proposals(
+    param_groups: Sequence[Mapping[str, Any]], given: Mapping[Tensor, str]
+) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yield each parameter with its possible names, best first; the last is always free."""
+    for number, group in enumerate(param_groups):
+        for index, parameter in enumerate(group["params"]):
+            automatic = f"noname.{number}.{index}"
+            known = [given.get(parameter), *group.get("param_names", [])[index : index + 1]]
+            yield parameter, [*(name for name in known if name), automatic, f"{automatic} of {number}.{index}"]
+
+
+Groups: TypeAlias = int | list[list[Tensor]] | None
+
+_EXPECTED_GROUPS = "groups should be a non-negative integer or a list of list of torch.Tensor."
+
+
+def check_groups(groups: object, num_groups: int = 0) -> Groups:
+    """Return the number of groups, the lists of parameters, or None for the library's own choice (also for 0).
+
+    num_groups: Horovod's older name for a number of groups; `groups` wins if both are given.
+    Raises: UsageError for anything else, for what is not a tensor, and for a parameter in two groups.
+    """
+    if num_groups != 0:
+        warn_user(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning
+        )
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise UsageError(f"{_EXPECTED_GROUPS} Got {groups}.")
+        return groups or None
+    return _check_lists(groups)
+
+
+def _check_lists(groups: object) -> list[list[Tensor]]:
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise UsageError(f"{_EXPECTED_GROUPS} Got {type(groups).__name__}.")
+    seen: set[Tensor] = set()
+    for number, group in enumerate(groups):
+        for parameter in group:
+            if not isinstance(parameter, Tensor):
+                raise UsageError(
+                    "groups must consist of torch.Tensor. "
+                    f"Group {number} has an item of type {type(parameter).__name__}."
+                )
+            if parameter in seen:
+                raise UsageError(
+                    "A parameter can only appear once in groups. "
+                    f"The one of shape {list(parameter.shape)} in group {number} was there before."
+                )
+            seen.add(parameter)
+    return [list(group) for group in groups]
+
+
+def group_indices(groups: Groups, parameters: Sequence[Tensor]) -> int | list[list[int]] | None:
+    """Return `groups` in terms of places in `parameters`; those that are not there (frozen ones) are left out."""
+    if not isinstance(groups, list):
+        return groups
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    found = [[places[parameter] for parameter in group if parameter in places] for group in groups]
+    return [group for group in found if group]
+
+
+_params_of: Callable[[Mapping[str, Any]], list[Tensor]] = itemgetter("params")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+class ParamGroupDiff:
+    """What was seen at the last thorough look: the parameters of the groups and whether they require a gradient.
+
+    A parameter that was moved or converted is not noticed here: its hook is gone, so its gradient does not arrive.
+    """
+
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._parameters = _flat_parameters(param_groups)
+        self._flags = list(map(_requires_grad, self._parameters))
+
+    def sees_change(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a parameter has come, gone or changed its place, or does or does not require a gradient now."""
+        parameters = _flat_parameters(param_groups)
+        return (
+            len(parameters) != len(self._parameters)
+            or not all(map(is_, parameters, self._parameters))
+            or list(map(_requires_grad, parameters)) != self._flags
+        )
+
+
+def _flat_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    return list(chain.from_iterable(map(_params_of, param_groups)))
+
+
+_SAMPLE = 16
+"""Elements of each that are looked at: initialisation, or a checkpoint loaded on one rank, changes them all."""
+
+
+def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return a number for each, which differs where the first elements do. Local; waits once for each device."""
+    numbers = [0] * len(parameters)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, each in enumerate(parameters):
+        kinds.setdefault((each.device, each.dtype), []).append(index)
+    for indices in kinds.values():
+        samples = [parameters[index].detach().reshape(-1)[:_SAMPLE] for index in indices]
+        together = torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes()
+        start = 0
+        for index, sample in zip(indices, samples, strict=True):
+            end = start + sample.numel() * sample.element_size()
+            numbers[index] = zlib.crc32(together[start:end])
+            start = end
+    return tuple(numbers)
+
+
+def gpu_of(tensors: Iterable[Tensor]) -> torch.device | None:
+    """The GPU that these tensors are reduced on: the first one that any is on; None where all are in host memory."""
+    return next((tensor.device for tensor in tensors if kind_of(tensor.device)), None)

@@ -1,0 +1,1 @@
+"""Join: ranks with different numbers of inputs."""

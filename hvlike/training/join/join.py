@@ -1,0 +1,138 @@
+"""Join: the context manager that lets ranks have different numbers of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.request import Handle
+from hvlike.errors import NotJoinableError, UsageError
+from hvlike.training.join.context import JoinContext
+from hvlike.training.join.joinable import Joinable, JoinConfig
+
+
+class Join:
+    """Let the ranks of a process set have different numbers of inputs.
+
+        with Join([model, optimizer]):
+            for batch in batches: ...
+
+    A rank that is through with the body stands in for the others until all are; then the hooks of the joinables make
+    the ranks equal. hvlike's own joinables (DistributedOptimizer, DistributedDataParallel, ZeroRedundancyOptimizer)
+    cost no message in an iteration; where one of the user's own is among them, or with throw_on_early_termination, the
+    first joinable sums up one number over the ranks in each iteration.
+
+    joinables: at least one, the same on every rank; their hooks run in this order. enable: False makes the context do
+    nothing, for inputs that are known to be even. throw_on_early_termination: end on all ranks, with RuntimeError, as
+    soon as one has no more inputs. kwargs: handed to every `join_hook`.
+    Making and entering it is local; leaving it is collective over the process set, and blocks. On a rank outside of
+    the process set it does nothing. An exception in the body leaves the context on all ranks: unchanged on the rank
+    that raises it, as JoinError, which names that rank, on the others.
+    Raises: ValueError without joinables and for several process sets; UsageError for joinables that are in a context
+    already; JoinError; RuntimeError, see above.
+    Source: torch.distributed.algorithms.join.Join.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._joinables = list(joinables)
+        if not self._joinables:
+            raise UsageError("The join context manager requires at least one joinable")
+        for joinable in self._joinables:
+            if not isinstance(joinable, Joinable):
+                raise UsageError(f"Join expects instances of hvlike.join.Joinable, got {type(joinable).__name__}.")
+        if len({id(joinable) for joinable in self._joinables}) < len(self._joinables):
+            raise UsageError("Join was given the same joinable twice. List each once.")
+        self._process_set = _common_process_set(self._joinables)
+        self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
+        self._enable = enable
+        self._throw_on_early_termination = throw_on_early_termination
+        self._context: JoinContext | None = None
+        self._authority = -1
+
+    @property
+    def authority(self) -> int:
+        """The rank of the job whose state all have taken over, after the context; the highest of those that have
+        missed no iteration. Where the context does nothing, the highest rank of the process set.
+        """
+        return self._authority if self._authority >= 0 else (self._process_set.ranks or [0])[-1]
+
+    def __enter__(self) -> Join:
+        """Begin the body. Local."""
+        if not self._enable or not self._process_set.included():
+            return self
+        for joinable in self._joinables:
+            if getattr(joinable, "_join_context", None) is not None:
+                raise UsageError(f"{type(joinable).__name__} is in a Join context already. Leave that one first.")
+        what = ", ".join(type(joinable).__name__ for joinable in self._joinables)
+        throws = self._throw_on_early_termination
+        context = self._context = JoinContext(self._join_hooks, self._process_set, what, throws=throws)
+        for number, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(True, throws, number == 0)
+            joinable._join_context = context
+        try:
+            context.begin()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the body: see the class. Collective over the process set; blocks."""
+        if self._context is None:
+            return
+        error = value
+        if error is None:
+            try:
+                self._context.finish()
+            except BaseException as failure:
+                self._leave(failure)
+                raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        context, self._context = self._context, None
+        if context is None:
+            return
+        self._authority = context.authority
+        try:
+            context.leave(error)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = JoinConfig.construct_disabled_join_config()
+                joinable._join_context = None
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Handle | None:
+        """Say that this rank has inputs; a Joinable calls it in each iteration before its collective operations.
+
+        Returns the handle of the sum over the ranks where this is the first joinable and one is needed, else None.
+        Collective in effect, does not block but where the context throws on early termination.
+        Raises: RuntimeError on early termination; JoinError where another rank has left the context by an exception;
+        AssertionError for a Joinable that has not called the constructor of its base.
+        Source: torch.distributed.algorithms.join.Join.notify_join_context.
+        """
+        if not hasattr(joinable, "_join_config"):
+            raise NotJoinableError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")
+        context = joinable._join_context
+        if context is None:
+            return None
+        return context.notify(first=joinable._join_config.is_first_joinable)
+
+
+def _common_process_set(joinables: Sequence[Joinable]) -> ProcessSet:
+    sets = [joinable.join_process_group or global_process_set for joinable in joinables]
+    if any(each is not sets[0] for each in sets):
+        raise UsageError("Using join context manager with multiple process groups")
+    if not isinstance(sets[0], ProcessSet):
+        raise UsageError(f"join_process_group has to be a ProcessSet, got {type(sets[0]).__name__}.")
+    return sets[0]

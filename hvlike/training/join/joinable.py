@@ -1,0 +1,98 @@
+"""Joinable, JoinHook and JoinConfig: the contract between a Join context and what takes part in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hvlike.collectives.requests.process_set import ProcessSet
+
+if TYPE_CHECKING:
+    from hvlike.training.join.context import JoinContext
+
+
+class JoinConfig(NamedTuple):
+    """What a Joinable has to know of the context it is in."""
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+
+    @staticmethod
+    def construct_disabled_join_config() -> JoinConfig:
+        """Return what holds outside of a context."""
+        return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class JoinHook:
+    """What a Joinable does in a context after this rank has run out of inputs; override what is needed.
+
+    Source: torch.distributed.algorithms.join.JoinHook.
+    """
+
+    def main_hook(self) -> None:
+        """Do the collective operations of one training iteration in the place of this rank; called while any rank has
+        inputs left.
+        """
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once, when no rank has inputs left.
+
+        is_last_joiner: this rank never had to run its main hooks; true on at least one rank, on several if they have
+        the same number of inputs.
+        """
+
+
+class BuiltInHook(JoinHook):
+    """The hook of what hvlike itself brings: it communicates by plans, which a rank stands in for without a message.
+
+    Its main hook has nothing to do.
+    """
+
+    rides = True
+    """Needs no heartbeat: what it does in an iteration is planned."""
+
+    context: JoinContext
+    """Set before `begin`."""
+
+    def begin(self) -> None:
+        """The body begins. Local."""
+
+    def leave(self) -> None:
+        """The body has ended well. Local. Raises: UsageError where a step is half done."""
+
+    def abandon(self) -> None:
+        """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
+
+
+class Joinable(ABC):
+    """Base of what can take part in a Join context.
+
+    A subclass calls the constructor of this class, and `Join.notify_join_context(self)` once in each iteration before
+    its own collective operations. Source: torch.distributed.algorithms.join.Joinable.
+    """
+
+    _join_config: JoinConfig
+    _join_context: JoinContext | None
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = JoinConfig.construct_disabled_join_config()
+        self._join_context = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return a hook for one context. kwargs: those of the context, the same for all its joinables."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of the tensors that the context itself communicates."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> ProcessSet:
+        """The ranks that take part; the same for all joinables of a context."""

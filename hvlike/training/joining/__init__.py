@@ -1,1 +1,0 @@
-"""Join: contexts that let ranks have different numbers of inputs."""

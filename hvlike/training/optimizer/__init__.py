@@ -1,0 +1,1 @@
+"""DistributedOptimizer: a torch optimizer that steps on reduced gradients."""

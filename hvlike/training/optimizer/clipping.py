@@ -1,0 +1,42 @@
+"""Gradient clipping on the gradients of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvlike.training import usage_errors
+from hvlike.training.optimizer.distributed import DistributedOptimizer
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Reduce the gradients of a DistributedOptimizer and clip their total norm; a plain optimizer.step() follows.
+
+    Also for a ZeroRedundancyOptimizer with reduce_gradients=True, where each rank holds some of the gradients.
+    max_norm, norm_type, error_if_nonfinite, foreach: as in torch. The norm is taken over all parameters of the
+    optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
+    Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
+    Returns the total norm before clipping, a 0-dim tensor, the same on every rank of the set. With op=Adasum the
+    gradients are this rank's, and so is the norm.
+    Raises: UsageError for an optimizer that is not distributed; RuntimeError, on every rank, for a norm that is not
+    finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
+    Source: torch.nn.utils.clip_grad_norm_.
+    """
+    # Only programs that use it shall load it.
+    from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise usage_errors.not_distributed("hvlike.clip_grad_norm_", optimizer)
+    optimizer.synchronize_for("hvlike.clip_grad_norm_")
+    parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norm.detach()

@@ -1,0 +1,372 @@
+"""DistributedOptimizer: any torch optimizer, stepping on gradients that are reduced over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo as untraced
+from torch.optim import Optimizer
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.compression import Compression, CompressorLike
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.context import current
+from hvlike.errors import UsageError
+from hvlike.training import usage_errors
+from hvlike.training.gradients.adasum_deltas import AdasumDeltas
+from hvlike.training.gradients.grad_state import Phase
+from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.parameters import check_all_named, check_groups, check_named_parameters
+from hvlike.training.gradients.reduction import Reduction
+from hvlike.training.join.join import Join
+from hvlike.training.join.joinable import Joinable
+from hvlike.training.optimizer.join_hook import OptimizerJoinHook
+from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
+
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+
+
+class DistributedOptimizer(DelegatingOptimizer, Joinable):
+    """A torch optimizer whose step() uses gradients that are reduced over all ranks.
+
+    It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
+    optimizer, state that exists keeps its place, state dicts are plain and interchangeable with the wrapped one's,
+    `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. Pickles and deep-copies.
+
+    optimizer: any torch.optim.Optimizer. named_parameters: pairs (name, parameter), for errors and matching.
+    compression: what gradients travel as. backward_passes_per_step: passes whose gradients are summed up locally before
+    they are reduced. op: Average, Sum or Adasum. gradient_predivide_factor: f divides by f before the sum and
+    multiplies by f after it (Average only). groups: a number, or lists of parameters, that are reduced together;
+    num_groups: older name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce
+    over, None for all; a rank outside of it steps on its own gradients.
+
+    Reduction starts in backward, as gradients become ready, and is finished by step(). The states, and what each call
+    does in them (= stays, > goes on to; "error" leaves the state as it is):
+
+                              IDLE          ACCUMULATING   REDUCING       SYNCHRONIZED
+        backward, last pass   > REDUCING    > REDUCING     error if the   > REDUCING
+                                                           same parameter
+        backward, other pass  > ACCUM.      =              =              > ACCUM.
+        step()                reduces, steps, > IDLE (in the first three)  steps, > IDLE
+        synchronize()         reduces, > SYNCHRONIZED                      =
+        step(), skipping      steps         error          error          steps, > IDLE
+        zero_grad()           =             > IDLE         error          > IDLE
+        no_sync()             allowed       allowed        error          allowed
+        add_param_group()     allowed       allowed        error          allowed
+
+    "skipping" is inside skip_synchronize(). After synchronize(), a plain step() does not reduce again; it warns once.
+    A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
+    step(closure) reduces after each evaluation and returns the loss reduced in the same way.
+
+    op=Adasum reduces what a step has changed: each rank's optimizer steps on its own gradients, with state (momentum,
+    say) of its own, and every parameter becomes its start plus the Adasum of the ranks' differences, which float
+    dtypes have. Between backward and step nothing is under way, so the state is always IDLE: synchronize() does
+    nothing, skip_synchronize() raises UsageError, clipping and the loss of a closure are this rank's. A GradScaler
+    skips the step on all ranks or on none. A rank whose step fails changes nothing and takes over what the others did.
+
+    Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
+    parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
+    Making the optimizer is local and does not block.
+    Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
+    ranks have different parameters or settings; where only the values of parameters differ, it warns.
+    Source: horovod.torch.DistributedOptimizer.
+    """
+
+    own_attributes = DelegatingOptimizer.own_attributes | {
+        "_gradients",
+        "_join_config",
+        "_join_context",
+        "_reduced_by_user",
+        "_skipping",
+        "_warned",
+    }
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: CompressorLike = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: int = ReduceOp.AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        current()
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"DistributedOptimizer expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError("DistributedOptimizer was given an optimizer that is distributed already. Wrap it once.")
+        names: dict[Tensor, str] = {}
+        if named_parameters is not None:
+            names = check_named_parameters(named_parameters)
+            check_all_named(names, (each for group in optimizer.param_groups for each in group["params"]))
+        reduction = Reduction(
+            op=cast(ReduceOp, op),
+            compression=compression,
+            predivide_factor=gradient_predivide_factor,
+            groups=check_groups(groups, num_groups),
+            sparse_as_dense=sparse_as_dense,
+            process_set=_check_process_set(process_set),
+        )
+        self._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
+
+    def _wrap(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        Joinable.__init__(self)
+        self._wrapped = optimizer
+        self._gradients = gradients
+        self._reduced_by_user = False
+        self._skipping = False
+        self._warned = False
+
+    # What is distributed
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
+
+        closure: evaluates the model on this rank's data, leaves gradients, returns the loss.
+        Collective over the process set; blocks. Returns what the wrapped step() returns.
+        Raises: UsageError for calls in the wrong order (see the table of the class), MismatchError, PeerLeftError.
+        Source: torch.optim.Optimizer.step.
+        """
+        if closure is None:
+            self._before_step()
+        with self._gradients.stepping():
+            if closure is None:
+                return self._wrapped.step(**kwargs)
+            return self._wrapped.step(after(closure, self._after_closure), **kwargs)
+
+    @untraced
+    def synchronize(self) -> None:
+        """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
+
+        For code that reads or changes gradients before the step: step under skip_synchronize() then.
+        Collective over the process set; blocks. Raises: as step().
+        Source: horovod.torch.DistributedOptimizer.synchronize.
+        """
+        self._synchronize("optimizer.synchronize()")
+        self._reduced_by_user = True
+
+    @untraced
+    def synchronize_for(self, call: str) -> None:
+        """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
+
+        call: the name of that function, for errors. Collective over the process set; blocks. Raises: as step().
+        """
+        self._synchronize(call)
+        self._reduced_by_user = False
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let step() use the gradients as synchronize() and the user have left them. Local.
+
+        Raises: UsageError with op=Adasum, where there is nothing to skip.
+        Source: horovod.torch.DistributedOptimizer.skip_synchronize.
+        """
+        if self._gradients.reduction.of_deltas:
+            raise usage_errors.nothing_to_skip()
+        before, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = before
+
+    def abandon(self) -> None:
+        """Forget a step that an error has interrupted: gradients are reduced anew from the next backward pass on.
+
+        For programs that go back to an earlier state, on every rank, after hvlike was started anew. Local.
+        """
+        self._gradients.abandon()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
+
+        Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
+        Raises: UsageError between backward and step. Source: torch DistributedDataParallel.no_sync.
+        """
+        return self._gradients.local()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes make a step; counting starts anew. Local.
+
+        Raises: UsageError unless passes > 0, and between backward and step.
+        Source: horovod.torch.DistributedOptimizer.set_backward_passes_per_step.
+        """
+        self._gradients.set_passes(passes)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes make a step."""
+        return self._gradients.backward_passes_per_step
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self._gradients.reduction.process_set or global_process_set
+
+    # What every optimizer offers and the state of the gradients has a say in
+
+    @untraced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and with them local sums. Local.
+
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.zero_grad.
+        """
+        self._gradients.discard()
+        self._wrapped.zero_grad(set_to_none=set_to_none)
+
+    @untraced
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
+
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.add_param_group.
+        """
+        if self._gradients.phase is Phase.REDUCING:
+            raise usage_errors.changed_while_reducing("optimizer.add_param_group()")
+        self._wrapped.add_param_group(param_group)
+        self._gradients.groups_changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
+
+        Other optimizers ignore the key. It holds the errors of this rank alone: for an exact continuation every rank
+        saves its own state dict, or one holds them all (hvlike.gather_optimizer_state).
+        Source: torch.optim.Optimizer.state_dict.
+        """
+        state = self._wrapped.state_dict()
+        memory = self._gradients.reduction.memory
+        remembered = {} if memory is None else memory.state_dict()
+        return state | {"compression": remembered} if remembered else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
+
+        A rank takes the errors that were saved by the same rank of a job of the same size, and starts without where
+        there are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
+        Raises: UsageError between backward and step, with a compressor that remembers something.
+        Source: torch.optim.Optimizer.load_state_dict.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            self._gradients.memory_changed("optimizer.load_state_dict()")
+            memory.load_state_dict(state_dict.get("compression", {}))
+        self._wrapped.load_state_dict(state_dict)
+
+    def shared_memory(self, call: str) -> dict[str, Any] | None:
+        """Return what a compressor remembers and is to be equal on all ranks, which agree on it anew; None: nothing.
+
+        call: the name of the function that asks, for errors. Local. Raises: UsageError between backward and step.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is None:
+            return None
+        self._gradients.memory_changed(call)
+        return memory.shared_state()
+
+    def load_shared_memory(self, state: dict[str, Any]) -> None:
+        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local."""
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            memory.load_shared(state)
+
+    def before_groups_are_read(self) -> None:
+        """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
+        if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
+            self._notify_join()
+            self._gradients.prepare_for_scaler()
+            self._reduced_by_user = False
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        gradients = self._gradients
+        names = gradients.given_names
+        return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
+
+    # Uneven inputs
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerJoinHook:
+        """Return the hook for one Join context.
+
+        divide_by_initial_world_size: average over all ranks, those without inputs contributing zeros; False: over the
+        ranks that have inputs. Counts with op=Average alone. kwargs: what other joinables of the context are told.
+        """
+        return OptimizerJoinHook(self, self._gradients, divide_by_active=not divide_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of what a Join context communicates by itself."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> ProcessSet:
+        """The ranks that gradients are reduced over."""
+        return self.process_set
+
+    def _notify_join(self) -> None:
+        """Say that this rank has inputs, in a Join context that has to know."""
+        try:
+            Join.notify_join_context(self)
+        except RuntimeError:
+            # The context has ended: this step will never be completed.
+            self._gradients.abandon()
+            raise
+
+    def _synchronize(self, call: str) -> None:
+        gradients = self._gradients
+        if gradients.phase is not Phase.SYNCHRONIZED and not gradients.reduction.of_deltas:
+            self._notify_join()
+        gradients.synchronize(call)
+
+    # Order of calls
+
+    def _before_step(self) -> None:
+        phase = self._gradients.phase
+        if self._skipping:
+            if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
+                raise usage_errors.not_synchronized()
+        elif phase is not Phase.SYNCHRONIZED:
+            self._notify_join()
+            self._gradients.synchronize("optimizer.step()")
+        elif self._reduced_by_user and not self._warned:
+            self._warned = True
+            usage_errors.warn_user(usage_errors.STEP_AFTER_SYNCHRONIZE, UserWarning)
+        self._reduced_by_user = False
+
+    def _after_closure(self, loss: Any) -> Any:
+        gradients = self._gradients
+        self._before_step()
+        if gradients.reduction.of_deltas or gradients.reduction.is_local(current()):
+            return loss
+        return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
+
+
+def _check_process_set(process_set: ProcessSet | None) -> ProcessSet | None:
+    """Return the set, None for all ranks. Raises: UsageError unless it is registered."""
+    if process_set is None or process_set is global_process_set:
+        return None
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        raise UsageError(
+            "DistributedOptimizer: process_set must be a ProcessSet that was passed to init(process_sets=[...]), "
+            f"got {process_set!r}."
+        )
+    return process_set
+
+
+def _restore(
+    optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+) -> DistributedOptimizer:
+    """Make a copy or an unpickled DistributedOptimizer; needs no init(), so that checkpoints can be read anywhere."""
+    restored = DistributedOptimizer.__new__(DistributedOptimizer)
+    restored._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
+    return restored
+
+
+def _gradients(optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> Gradients:
+    """Return what reduces for this optimizer: before its steps, or what they have changed."""
+    return (AdasumDeltas if reduction.of_deltas else Gradients)(optimizer, reduction, names, passes)

@@ -1,0 +1,150 @@
+"""What every optimizer of hvlike that wraps another one needs.
+
+Delegation to the wrapped optimizer, closures whose loss is that of all ranks, and the check whether a GradScaler is
+reading the gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.requests.process_set import ProcessSet
+
+
+class DelegatingOptimizer(Optimizer):
+    """A torch.optim.Optimizer that owns nothing but the one it wraps.
+
+    Optimizer's own constructor is not called: it would make groups and state of its own. Every attribute that is not
+    in `own_attributes` is read, set and deleted on the wrapped optimizer, so that a GradScaler's `grad_scale` reaches
+    it, and hooks registered here run there, once. Methods are those of this class and its subclasses.
+    """
+
+    own_attributes: ClassVar[frozenset[str]] = frozenset({"_wrapped", "step"})
+    """What is kept here. LRScheduler replaces `step` on the object it is given."""
+
+    _wrapped: Optimizer
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that does the work."""
+        return self._wrapped
+
+    def before_groups_are_read(self) -> None:
+        """Called when somebody reads `param_groups`, two frames below the reader."""
+
+    def shared_memory(self, call: str) -> dict[str, Any] | None:
+        """Return what is to be equal on all ranks beside the state of the wrapped optimizer; None: nothing.
+
+        call: the name of the function that asks, for errors.
+        """
+        return None
+
+    def load_shared_memory(self, state: dict[str, Any]) -> None:
+        """Take up another rank's `shared_memory`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of a plain optimizer. Source: torch.optim.Optimizer.load_state_dict."""
+        self._wrapped.load_state_dict(state_dict)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        self.before_groups_are_read()
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = value
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of the wrapped optimizer."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._wrapped.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the wrapped optimizer."""
+        return self._wrapped.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._wrapped.defaults = value
+
+    @property  # type: ignore[misc]  # typeshed has a setter, which makes no sense here
+    def __class__(self) -> type:
+        """The class of the wrapped optimizer: code asks isinstance(optimizer, torch.optim.SGD)."""
+        wrapped = self.__dict__.get("_wrapped")
+        return type(self) if wrapped is None else type(wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        # Without the check, copy and pickle, which ask before there is a wrapped optimizer, would never end.
+        if name in self.own_attributes:
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.own_attributes or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.own_attributes:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped!r})"
+
+
+def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
+    """Return the loss of all ranks for the loss of this one: a number, or a tensor of one element.
+
+    Optimizers that call the closure several times (L-BFGS) decide by the loss how often; they must decide the same
+    on every rank. Anything else (None, a tuple) is returned as it is.
+    Collective over the process set; blocks.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        reduced = allreduce(loss.detach().to(torch.float64), op=op, process_set=process_set)
+        return reduced.to(loss.dtype)
+    if isinstance(loss, (int, float)) and not isinstance(loss, bool):
+        return float(allreduce(torch.tensor(loss, dtype=torch.float64, device="cpu"), op=op, process_set=process_set))
+    return loss
+
+
+def after(closure: Callable[[], Any], finish: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Return a closure that passes what `closure` returns through `finish`, each time it is evaluated."""
+
+    def evaluate() -> Any:
+        return finish(closure())
+
+    return evaluate
+
+
+def is_read_by_grad_scaler() -> bool:
+    """True if `param_groups` is being read in a method of a GradScaler; to be called in `before_groups_are_read`."""
+    # Frames: this function, before_groups_are_read, param_groups, the reader.
+    try:
+        reader = sys._getframe(3)
+    except ValueError:
+        return False
+    return isinstance(reader.f_locals.get("self"), GradScaler)

@@ -1,0 +1,1 @@
+"""One rank's parameters and optimizer state on all ranks."""

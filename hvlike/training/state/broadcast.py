@@ -1,0 +1,188 @@
+"""Make all ranks start from one rank's parameters and optimizer state.
+
+Before anything is sent the ranks compare the names, shapes and dtypes of what they hold. The root sends its list, every
+rank compares it with its own, and one flag is reduced. The ranks exchange details only where something differs, so the
+cost per rank does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.api.broadcast import broadcast_async_
+from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.request import synchronize
+from hvlike.collectives.session.basics import rank
+from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
+from hvlike.training.optimizer_wrapper import DelegatingOptimizer
+from hvlike.training.state.tensor_pickle import TensorForm, pack, unpack
+
+_MOST = 3
+
+
+def check_same(
+    what: str, mine: Mapping[str, Any], root_rank: int, process_set: ProcessSet | None, error: type[MismatchError]
+) -> None:
+    """Check that `mine`, descriptions by name, is the same on all ranks.
+
+    what: for the error, "broadcast_parameters", say. root_rank: global rank the others are compared with.
+    Collective over the process set; blocks.
+    Raises: `error` on every rank, naming the ranks, the names and both descriptions.
+    """
+    root: Mapping[str, Any] = broadcast_object(dict(mine), root_rank, process_set=process_set)
+    differences = find_differences(root, mine)
+    flag = torch.tensor(int(bool(differences)), dtype=torch.int32, device="cpu")
+    if not int(allreduce(flag, op=ReduceOp.MAX, process_set=process_set)):
+        return
+    everybody = allgather_object((rank(), differences), process_set=process_set)
+    said = "; ".join(f"rank {number}: {', '.join(found)}" for number, found in everybody if found)
+    raise error(
+        f"{what}: the ranks do not hold the same as root rank {root_rank}. {said}. Build the same on every rank."
+    )
+
+
+def find_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """Return a few texts that name what differs; none if all is the same. Pure function."""
+    missing = [f"{name!r} is missing" for name in expected if name not in got]
+    extra = [f"{name!r} exists only here" for name in got if name not in expected]
+    changed = [
+        f"{name!r}: expected {expected[name]}, got {got[name]}"
+        for name in expected
+        if name in got and expected[name] != got[name]
+    ]
+    found = [*changed, *missing, *extra]
+    return found if len(found) <= _MOST else [*found[:_MOST], f"and {len(found) - _MOST} more"]
+
+
+Parameters: TypeAlias = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int, process_set: ProcessSet | None = None) -> None:
+    """Copy the root's tensors into those of all ranks, in place.
+
+    params: a state dict, or an iterable (list, generator) of tensors or of pairs (name, tensor). Any dtype, also
+    non-contiguous ones and parameters that require a gradient. root_rank: global rank of the root.
+    Collective: every rank of the set calls it. Blocks until done.
+    Raises: UsageError for values that are no tensors; ShapeMismatchError, on every rank, where names, shapes or dtypes
+    differ between ranks; nothing has been changed then.
+    Source: horovod.torch.broadcast_parameters.
+    """
+    tensors = named_tensors(params)
+    forms = {name: str(TensorForm.of(tensor)) for name, tensor in tensors.items()}
+    check_same("broadcast_parameters", forms, root_rank, process_set, ShapeMismatchError)
+    broadcast_tensors("broadcast_parameters", tensors, root_rank, process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: nn.Module | None = None, process_set: ProcessSet | None = None
+) -> None:
+    """Give the optimizer of every rank the root's state and options; parameters are not touched.
+
+    optimizer: any torch optimizer, wrapped or not; its state may be empty or different on other ranks, the root's
+    takes its place. root_rank: global rank of the root. model: accepted for Horovod's sake, not needed.
+    Tensors travel as tensors, everything else pickled. The root's optimizer is not changed. Of what a compressor
+    remembers, every rank gets what is to be equal on all, and keeps the errors of its own gradients.
+    Collective: every rank of the set calls it. Blocks until done.
+    Raises: MismatchError, on every rank, where classes differ, or parameter groups in their parameters.
+    Source: horovod.torch.broadcast_optimizer_state.
+    """
+    distributed: DelegatingOptimizer | None = None
+    shared: dict[str, Any] | None = None
+    if isinstance(optimizer, DelegatingOptimizer):
+        shared = optimizer.shared_memory("broadcast_optimizer_state")
+        distributed = optimizer
+        optimizer = optimizer.wrapped
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"broadcast_optimizer_state expects a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    layout = {
+        f"parameter {index} of group {number}": str(TensorForm.of(parameter))
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    }
+    layout["class"] = optimizer.__class__.__name__
+    check_same("broadcast_optimizer_state", layout, root_rank, process_set, MismatchError)
+    is_root = rank() == root_rank
+    packed: tuple[bytes, list[TensorForm]] | None = None
+    tensors: list[Tensor] = []
+    if is_root:
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        data, tensors = pack((dict(optimizer.state), options, shared), parameters)
+        packed = data, [TensorForm.of(tensor) for tensor in tensors]
+    data, forms = broadcast_object(packed, root_rank, process_set=process_set)
+    if not is_root:
+        device = next((each.device for each in parameters if each.device.type != "cpu"), torch.device("cpu"))
+        tensors = [_empty(form, device) for form in forms]
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
+    if not is_root:
+        state, options, shared = unpack(data, parameters, tensors)
+        _adopt(optimizer, state, options)
+        if distributed is not None and shared is not None:
+            distributed.load_shared_memory(shared)
+
+
+def named_tensors(params: object) -> dict[str, Tensor]:
+    """Return the tensors by name; those without one are named by their place.
+
+    Raises: UsageError for anything that is not what broadcast_parameters accepts.
+    """
+    if isinstance(params, nn.Module):
+        raise UsageError("broadcast_parameters expects tensors, got a module. Pass model.state_dict().")
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise UsageError(
+            f"invalid params of type: {type(params).__name__}. broadcast_parameters expects a state dict, or an "
+            "iterable of tensors or of (name, tensor)."
+        )
+    items = params.items() if isinstance(params, Mapping) else params
+    tensors: dict[str, Tensor] = {}
+    for place, item in enumerate(items):
+        name, value = item if isinstance(item, tuple) and len(item) == 2 else (str(place), item)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"broadcast_parameters: the value of {name!r} is no tensor but of type {type(value).__name__}, which "
+                "cannot be changed in place. Leave it out, send it with hvlike.broadcast_object and load it yourself."
+            )
+        if name in tensors:
+            raise UsageError(f"broadcast_parameters: the name {name!r} occurs twice.")
+        tensors[name] = value
+    return tensors
+
+
+def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None) -> None:
+    """Broadcast all tensors in place, all of them in flight together."""
+    handles = [
+        broadcast_async_(tensor.detach(), root_rank, name=f"{call}.{name}", process_set=process_set)
+        for name, tensor in tensors.items()
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _empty(form: TensorForm, device: torch.device) -> Tensor:
+    """Return memory for a tensor of the root: on the host if it was there, else where this rank's parameters are."""
+    return torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.device_type == "cpu" else device)
+
+
+def _adopt(optimizer: Optimizer, state: Mapping[Any, Any], options: list[dict[str, Any]]) -> None:
+    """Put the root's state and options in the place of this rank's.
+
+    Not by load_state_dict: it casts state to the parameters' dtypes, which would differ from what the root has.
+    """
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for key in [key for key in group if key != "params" and key not in values]:
+            del group[key]
+        group.update(values)

@@ -1,0 +1,1 @@
+"""How a rank that fails, hangs or disappears is noticed and reported."""

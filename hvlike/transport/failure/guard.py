@@ -1,0 +1,321 @@
+"""The guard: no rank waits for ever for a rank that has ended.
+
+MPI_Finalize waits for all ranks, so a rank that fails and exits like any Python program leaves the job hanging. The
+guard sees how this rank ends and ends the whole job where that is needed:
+
+    uncaught exception           traceback with the rank, exit handlers, Abort(1)
+    KeyboardInterrupt            the same with status 130
+    sys.exit(n), n not 0         exit handlers, Abort(n)
+    exception in a thread        traceback with the rank, Abort(1) at once (the main thread may wait for ever)
+    normal end, sys.exit(0)      the callback given by the caller tells the other ranks, then MPI_Finalize
+    launcher killed with -9      `watch_parent()` ends the process
+    fatal signal (SIGSEGV, ...)  the stacks of all threads, by Python's faulthandler; the launcher ends the job
+
+One report is shown: that of the rank which fails first (first_report.py). Where the error says that another rank
+failed first (`CONSEQUENCES`), that rank has `PRECEDENCE` seconds to report the cause. The ranks of the first node have
+the same advantage where all ranks raise alike.
+
+Exit handlers and non-daemon threads of a failing rank have `GRACE` seconds before the job is aborted anyway.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Protocol
+
+from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
+from hvlike.transport.failure import watchdog
+from hvlike.transport.failure.exit_status import ExitObserver
+from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
+from hvlike.transport.host import launchers, mpi_library
+from hvlike.transport.host import mpi_library as mpi
+from hvlike.transport.host.launchers import LauncherWatch
+
+GRACE = 5.0
+"""Seconds between the end of a failing program and Abort, for exit handlers and threads that still run."""
+
+PRECEDENCE = 0.5
+"""Seconds by which the report of a cause may be later than that of its consequence."""
+
+CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
+"""What a rank raises because another one has failed or left."""
+
+
+class Member(Protocol):
+    """What the guard knows of a World: who this rank is, and how to end the job."""
+
+    @property
+    def mpi(self) -> ModuleType: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def on_first_node(self) -> bool: ...
+
+
+class Guard:
+    """Watches how this rank ends.
+
+    States: idle -> install() -> watching -> uninstall() -> idle. In a job of one process install() does nothing.
+    A process has at most one guard that watches: install() sends an earlier one home.
+    """
+
+    _on_duty: ClassVar[Guard | None] = None
+
+    def __init__(self, world: Member, farewell: Callable[[], None]) -> None:
+        """farewell: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
+        self._world = world
+        self._farewell = farewell
+        self._name = f"rank {world.rank} of {world.size} on {world.host}"
+        self._owner = os.getpid()
+        self._exit = ExitObserver(self._on_sys_exit)
+        self._failure: int | None = None
+        self._failed_at = 0.0
+        self._reported = False
+        self._summary = ""
+        self._shows_stacks = False
+        self._answers_signal = False
+        self._watching = False
+        self._previous_hook = sys.excepthook
+        self._previous_thread_hook: Callable[[Any], Any] = threading.excepthook
+        self._last_error: object = None
+        self._parents: LauncherWatch | None = None
+        self._first = FirstReport(f"alone-{self._owner}")
+
+    @classmethod
+    def is_on_duty(cls) -> bool:
+        """Whether a guard watches this process."""
+        return cls._on_duty is not None
+
+    def install(self) -> None:
+        """Start watching, if the job has more than one process. Call it after MPI has started."""
+        if self._watching or self._world.mpi.COMM_WORLD.Get_size() == 1:
+            return
+        if Guard._on_duty is not None:
+            Guard._on_duty.uninstall()
+        Guard._on_duty = self
+        self._watching = True
+        self._last_error = getattr(sys, "last_value", None)
+        self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
+        self._previous_thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
+        self._exit.install()
+        # mpi4py finalises MPI after all atexit handlers, and the last one registered runs first.
+        atexit.register(self._at_exit)
+        if launchers.detect_launcher(os.environ) is not None:
+            self._parents = LauncherWatch()
+            self._first = FirstReport(job_name(self._parents.launcher))
+        self._answers_signal = watchdog.answer_stack_signal()
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
+            self._shows_stacks = True
+
+    def uninstall(self) -> None:
+        """Stop watching and put the hooks back, unless somebody has put his own in front of them."""
+        if not self._watching:
+            return
+        self._watching = False
+        Guard._on_duty = None
+        # A bound method is made anew at each look, so compare by value.
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = self._previous_thread_hook
+        self._exit.uninstall()
+        atexit.unregister(self._at_exit)
+        self._parents = None
+        self._first.release()
+        if self._answers_signal:
+            self._answers_signal = False
+            watchdog.ignore_stack_signal()
+        if self._shows_stacks:
+            self._shows_stacks = False
+            faulthandler.disable()
+
+    def end_job(self, text: str, summary: str) -> None:
+        """Report, and end the job with status 1; from any thread."""
+        self._report_text(text, summary)
+        self._abort(1)
+
+    def watch_parent(self) -> None:
+        """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
+        if self._parents is not None and self._parents.is_orphan():
+            self._say(f"hvlike: {self._name} ends: the launcher (process {os.getppid()} took its place) is gone")
+            # No Abort: without its launcher MPI has nobody to tell, and the other ranks look for themselves. Nor does
+            # anybody remove the library's files any more.
+            try:
+                mpi_library.unlink_start_up_segments(alone=True)
+            finally:
+                os._exit(1)
+
+    def _is_mine(self) -> bool:
+        return self._watching and os.getpid() == self._owner
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not self._is_mine():
+            self._previous_hook(kind, error, trace)
+            return
+        self._report("uncaught exception", self._previous_hook is sys.__excepthook__, kind, error, trace)
+        if self._previous_hook is not sys.__excepthook__:
+            self._previous_hook(kind, error, trace)
+        if not _is_interactive():
+            self._end_soon(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_thread_exception(self, args: Any) -> None:
+        if not self._is_mine() or issubclass(args.exc_type, SystemExit):
+            self._previous_thread_hook(args)
+            return
+        thread = "a thread" if args.thread is None else f"thread {args.thread.name}"
+        default = self._previous_thread_hook is threading.__excepthook__
+        self._report(f"uncaught exception in {thread}", default, args.exc_type, args.exc_value, args.exc_traceback)
+        if not default:
+            self._previous_thread_hook(args)
+        if not _is_interactive():
+            self._abort(1)
+
+    def _on_sys_exit(self, status: int) -> None:
+        if self._is_mine() and status:
+            self._end_soon(status)
+
+    def _report(
+        self,
+        what: str,
+        with_trace: bool,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, CONSEQUENCES) or (
+            isinstance(error, HorovodInternalError) and not self._world.on_first_node
+        ):
+            # The rank that has the cause to report ends this process meanwhile.
+            time.sleep(PRECEDENCE)
+        text = f"hvlike: {what} on {self._name}\n"
+        if with_trace:
+            text += "".join(traceback.format_exception(kind, error, trace))
+        self._report_text(text, "".join(traceback.format_exception_only(kind, error)))
+
+    def _report_text(self, text: str, summary: str) -> None:
+        """Say it, unless another rank of this node has reported already: that one is told the first line."""
+        self._reported = True
+        self._failed_at = time.monotonic()
+        self._summary = summary.strip().partition("\n")[0]
+        # At a prompt each rank goes on, and so do the reports.
+        if _is_interactive() or self._first.claim(self._world.rank, self._summary):
+            # One write, or the lines of several failing ranks are shuffled.
+            self._say(text.rstrip("\n"))
+
+    def _say(self, text: str) -> None:
+        if sys.stderr is None:
+            return
+        try:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+        except OSError:
+            # The reader of the pipe is gone, most likely the launcher itself: nobody is left to be told.
+            return
+
+    def _end_soon(self, status: int) -> None:
+        """Let exit handlers run; abort from `_at_exit`, or when they take too long."""
+        self._failure = status
+        threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
+
+    def _abort_later(self, status: int) -> None:
+        time.sleep(GRACE)
+        if self._is_mine():
+            self._abort(status)
+
+    def _at_exit(self) -> None:
+        if not self._is_mine():
+            return
+        if self._failure is None and self._was_failure_hidden():
+            self._failure = 1
+        if self._failure:
+            if not self._reported:
+                said = f"ended with status {self._failure}"
+                self._report_text(f"hvlike: {self._name} {said}: the whole job ends", said)
+            self._abort(self._failure)
+        parted = False
+        try:
+            self._farewell()
+            parted = True
+        finally:
+            if not parted:
+                # Python would print this exception and go on to MPI_Finalize, to wait there for the others.
+                kind, error, trace = sys.exc_info()
+                self._report("an exception at the end of the program", True, kind, error, trace)
+                self._abort(1)
+        self._watching = False
+
+    def _was_failure_hidden(self) -> bool:
+        """Whether an uncaught exception went to a hook that somebody installed in front of ours."""
+        replaced = sys.excepthook != self._on_exception
+        last = getattr(sys, "last_value", None)
+        return self._exit.status is None and replaced and last is not None and last is not self._last_error
+
+    def _abort(self, status: int) -> None:
+        others = self._first.others()
+        if others:
+            self._say(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
+        # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
+        self._first.wait_for_holder(self._failed_at + 2 * GRACE)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.flush()
+                except OSError:
+                    # Same as in `_say`: no reader, and the job must end all the same.
+                    continue
+        if not self._world.mpi.Is_finalized():
+            self._world.mpi.COMM_WORLD.Abort(status)
+
+
+@dataclass(frozen=True)
+class _Newcomer:
+    """A rank that has MPI but no World."""
+
+    mpi: ModuleType
+    rank: int
+    size: int
+    host: str
+    on_first_node: bool = True
+    """It is not known yet."""
+
+
+def watch_start() -> None:
+    """Watch a rank that has MPI but is not through with init(): should that fail, the others wait in theirs.
+
+    Does nothing while a guard watches already, and without MPI. The guard that init() installs at its end takes over.
+    """
+    module = mpi.running_mpi()
+    if module is None or mpi_library.is_forked() or Guard.is_on_duty():
+        return
+    everybody = module.COMM_WORLD
+    newcomer = _Newcomer(module, everybody.Get_rank(), everybody.Get_size(), module.Get_processor_name())
+    Guard(newcomer, lambda: None).install()
+
+
+def give_up(text: str, summary: str) -> None:
+    """Report, and end the job with status 1, wherever this process is on its way through init(); from any thread."""
+    watch_start()
+    if Guard._on_duty is not None:
+        Guard._on_duty.end_job(text, summary)
+    elif sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+    # Before MPI has started there is no Abort: the launcher ends the other ranks.
+    os._exit(1)
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -1,0 +1,1 @@
+"""What surrounds a rank: MPI library, launcher, nodes and cores."""

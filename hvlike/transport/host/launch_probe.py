@@ -1,0 +1,80 @@
+"""The launch probe: the ranks of a job as MPI counts them before hvlike starts, for the doctor.
+
+It blocks as MPI does. Call it where a supervisor can end the process.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvlike.transport.host import mpi_library, topology
+from hvlike.transport.host.mpi_library import claims_cuda
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What MPI says of one rank."""
+
+    rank: int
+    size: int
+    host: str
+    thread_level: str
+    """MPI's name of it, as THREAD_MULTIPLE."""
+    library: str
+    """What the running MPI library calls itself."""
+    claims_cuda: bool | None
+    """Whether it says that it takes memory of a GPU; None: it does not say."""
+
+
+class LaunchProbe:
+    """Plain MPI over all ranks, on a communicator of its own."""
+
+    def __init__(self) -> None:
+        """Start MPI in this process if it does not run. Waits for all processes of the job.
+
+        Raises: LaunchError when no MPI library loads, or its thread level is too low.
+        """
+        self._mpi = mpi_library.load_mpi()
+        world: MPI.Intracomm = self._mpi.COMM_WORLD
+        level = self._mpi.Query_thread()
+        names = {getattr(self._mpi, name): name for name in _LEVELS}
+        library = self._mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+        host = self._mpi.Get_processor_name()
+        self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library, claims_cuda())
+        self._comm: MPI.Intracomm | None = None
+        if self.place.size == 1:
+            mpi_library.unlink_start_up_segments(alone=True)
+
+    def meet(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each node in rising order. Collective; the first message between the ranks. Blocks."""
+        comm = self._comm = self._mpi.COMM_WORLD.Dup()
+        node = comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
+        nodes = topology.group_by_node(comm.allgather(node.bcast(comm.Get_rank(), root=0)))
+        node.Free()
+        return nodes
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return what every rank has passed, in rank order, on rank 0; None elsewhere. Collective after `meet`."""
+        assert self._comm is not None
+        answers: list[Any] | None = self._comm.gather(value, root=0)
+        return answers
+
+    def wall_time(self) -> float:
+        """Return this rank's wall clock, in seconds, as all ranks are at the same place. Collective after `meet`."""
+        assert self._comm is not None
+        self._comm.Barrier()
+        return time.time()
+
+    def end(self) -> None:
+        """End MPI in this process. Collective; nothing of MPI works afterwards."""
+        if self._comm is not None:
+            self._comm.Free()
+        self._mpi.Finalize()

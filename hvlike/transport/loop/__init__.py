@@ -1,0 +1,1 @@
+"""Coroutines, the progress loop that drives them, and its threads."""

@@ -1,0 +1,159 @@
+"""The background threads of a rank: they listen on the doorbell in turn and run work items in between.
+
+A listening thread sleeps on the doorbell and drives the loop while something runs there. When a work item arrives (a
+peer's request, say), the thread that sees it leaves the loop and runs the item itself, so that no other thread has to
+be woken for it. Before it does, it makes sure that another thread listens. Without work items there is one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+WorkItem = Callable[[], None]
+Listen = Callable[[Callable[[], bool], bool], None]
+"""Blocks until the first argument says so; the second: whether an errand is likely to come at once."""
+
+_HOT_SECONDS = 2e-3
+"""An errand that came this soon after the last one makes it likely that the next one will, too.
+
+Waking a thread may take half a millisecond; a shorter limit would keep sleepers asleep.
+"""
+
+
+_SPARE = 4
+"""Threads beyond those for limited errands that are kept for the next other ones."""
+
+
+class ThreadPool:
+    """Threads that run errands; those that are limited wait their turn, the others never do."""
+
+    def __init__(self, listen: Listen, summon: Callable[[], None]) -> None:
+        """Start the first thread. summon: wakes a thread that listens, from anywhere."""
+        self._listen = listen
+        self._summon = summon
+        self._lock = threading.Lock()
+        self._errands: deque[WorkItem] = deque()
+        self._limited: deque[WorkItem] = deque()
+        self.limit = 0
+        """How many limited errands may run at a time; 0 while nobody serves requests."""
+        self._listening = 0
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self._hot = False
+        self._ended = 0.0
+        self.running = 0
+        """Limited errands that run now."""
+        with self._lock:
+            self._grow()
+
+    @property
+    def first(self) -> int | None:
+        """The system's number of the first thread."""
+        return self._threads[0].native_id
+
+    @property
+    def queued(self) -> int:
+        """Limited errands that wait for their turn."""
+        return len(self._limited)
+
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    def allow(self, limit: int) -> None:
+        """Run so many limited errands at a time from now on; threads that are not needed for that end soon."""
+        self.limit = limit
+        for _ in self._threads:
+            self._summon()
+
+    def submit(self, errand: WorkItem, *, limited: bool = False) -> None:
+        """Have `errand` run in a thread of its own time; from any thread, the loop included."""
+        if limited:
+            self._limited.append(partial(self._run_limited, errand))
+        else:
+            self._errands.append(errand)
+        self._summon()
+
+    def close(self) -> None:
+        """Stop the threads that listen and wait for them; one that runs an errand ends after it, unwaited for."""
+        self._closing = True
+        for thread in list(self._threads):
+            while thread.is_alive() and self._listening and thread is not threading.current_thread():
+                self._summon()
+                thread.join(0.01)
+
+    def _called(self) -> bool:
+        return (
+            bool(self._errands)
+            or (bool(self._limited) and self.running < self.limit)
+            or self._closing
+            or self._are_too_many()
+        )
+
+    def _are_too_many(self) -> bool:
+        return self._listening > (self.limit + _SPARE if self.limit else 1)
+
+    def _grow(self) -> None:
+        """One more thread, which counts as one that listens; with the lock held."""
+        self._listening += 1
+        number = len(self._threads)
+        thread = threading.Thread(target=self._serve, name=f"hvlike-loop-{number}" if number else "hvlike-loop")
+        thread.daemon = True
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        """One thread's life."""
+        while True:
+            errand = self._take()
+            if errand is not None:
+                try:
+                    errand()
+                finally:
+                    del errand
+                    with self._lock:
+                        self._listening += 1
+                        self._ended = time.monotonic()
+            elif self._leave():
+                return
+            # Beside a running errand a look would only take the interpreter away from it.
+            self._listen(self._called, self._hot and not self.running)
+
+    def _take(self) -> WorkItem | None:
+        """The next errand, if there is one to run; another thread listens before this one runs it."""
+        with self._lock:
+            if self._errands:
+                errand = self._errands.popleft()
+            elif self._limited and self.running < self.limit:
+                errand = self._limited.popleft()
+                self.running += 1
+            else:
+                return None
+            self._hot = time.monotonic() - self._ended < _HOT_SECONDS
+            self._listening -= 1
+            if self._listening == 0 and not self._closing:
+                self._grow()
+        if self._called():
+            self._summon()
+        return errand
+
+    def _leave(self) -> bool:
+        """Whether the calling thread, which has nothing to do, is to end."""
+        with self._lock:
+            if not self._closing and not self._are_too_many():
+                return False
+            self._listening -= 1
+            self._threads.remove(threading.current_thread())
+            return True
+
+    def _run_limited(self, errand: WorkItem) -> None:
+        try:
+            errand()
+        finally:
+            with self._lock:
+                self.running -= 1

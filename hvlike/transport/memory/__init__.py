@@ -1,0 +1,1 @@
+"""Shared memory, doorbells, dtypes, and copies between processes of one node."""

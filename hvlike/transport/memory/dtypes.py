@@ -1,0 +1,189 @@
+"""The table of torch dtypes: how each one is moved, reduced and named in MPI. Only listed dtypes reach MPI.
+
+Moving needs no arithmetic: every dtype of the table travels as bytes. numpy reduces the types that it computes
+natively, torch reduces the 16-bit floats (numpy has no bfloat16, and its float16 addition is 30 times slower than
+torch's). `mpi_name` is the MPI datatype whose built-in reduction is correct; it is None where there is none.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from hvlike.errors import UsageError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+class Kind(enum.Enum):
+    """What arithmetic a dtype has."""
+
+    BOOL = "bool"
+    INTEGER = "integer"
+    HALF = "16-bit float"
+    FLOAT = "float"
+    COMPLEX = "complex"
+
+
+@dataclass(frozen=True)
+class Element:
+    """One line of the table: how elements of one torch dtype are stored and reduced."""
+
+    dtype: torch.dtype
+    kind: Kind
+    storage: np.dtype[Any]
+    """numpy dtype of the same width: the type itself where numpy has it, uint16 for the 16-bit floats."""
+    mpi_name: str | None
+    """Attribute of mpi4py.MPI for MPI's own reductions, or None: reduce it ourselves."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(self.storage.itemsize)
+
+
+_LINES = (
+    Element(torch.uint8, Kind.INTEGER, np.dtype(np.uint8), "UINT8_T"),
+    Element(torch.int8, Kind.INTEGER, np.dtype(np.int8), "INT8_T"),
+    Element(torch.int16, Kind.INTEGER, np.dtype(np.int16), "INT16_T"),
+    Element(torch.int32, Kind.INTEGER, np.dtype(np.int32), "INT32_T"),
+    Element(torch.int64, Kind.INTEGER, np.dtype(np.int64), "INT64_T"),
+    Element(torch.float16, Kind.HALF, np.dtype(np.uint16), None),
+    Element(torch.bfloat16, Kind.HALF, np.dtype(np.uint16), None),
+    Element(torch.float32, Kind.FLOAT, np.dtype(np.float32), "FLOAT"),
+    Element(torch.float64, Kind.FLOAT, np.dtype(np.float64), "DOUBLE"),
+    # A torch bool is one byte, 0 or 1: or is the maximum of the bytes, and the minimum.
+    Element(torch.bool, Kind.BOOL, np.dtype(np.bool_), "UINT8_T"),
+    Element(torch.complex64, Kind.COMPLEX, np.dtype(np.complex64), "C_FLOAT_COMPLEX"),
+    Element(torch.complex128, Kind.COMPLEX, np.dtype(np.complex128), "C_DOUBLE_COMPLEX"),
+)
+
+TABLE: dict[torch.dtype, Element] = {line.dtype: line for line in _LINES}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as users write it, without the leading `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def element_of(dtype: torch.dtype) -> Element:
+    """Return the line of the table for `dtype`.
+
+    Raises: UsageError when the dtype does not stand in the table; the text lists those that do.
+    """
+    element = TABLE.get(dtype)
+    if element is None:
+        known = ", ".join(dtype_name(each) for each in TABLE)
+        raise UsageError(
+            f"dtype {dtype_name(dtype)} cannot be communicated; expected one of: {known}. Convert the tensor first."
+        )
+    return element
+
+
+def check_movable(tensor: torch.Tensor) -> Element:
+    """Check that the bytes of `tensor` can be sent and received in place, and return its line of the table.
+
+    Raises: UsageError for a dtype outside the table, a device other than the CPU, a sparse or quantized layout,
+    a tensor that is not contiguous, or one that is a lazy conjugate or negative; the text says what to call.
+    """
+    element = element_of(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"expected a dense tensor, got layout {tensor.layout}; convert it with to_dense().")
+    if tensor.device.type != "cpu":
+        raise UsageError(f"expected a tensor in host memory, got one on device {tensor.device}; copy it with cpu().")
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+            "call contiguous() on it."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            "expected a tensor that holds its own values, got a lazy conjugate or negative; "
+            "call resolve_conj() or resolve_neg() on it."
+        )
+    return element
+
+
+def storage_view(tensor: torch.Tensor) -> Array:
+    """View the elements of a contiguous CPU tensor as a 1-D numpy array of the storage dtype, without a copy.
+
+    tensor: any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
+    Returns an array of numel elements that shares the tensor's memory; uint16 for float16 and bfloat16.
+    Raises: UsageError as check_movable does.
+    """
+    element = check_movable(tensor)
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.dim() != 1:
+        flat = flat.view(-1)
+    if element.kind is Kind.HALF:
+        flat = flat.view(torch.uint16)
+    array: Array = flat.numpy()
+    return array
+
+
+class _Memory:
+    """Memory that somebody else keeps, as numpy asks for it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def bytes_at(address: int, nbytes: int) -> Array:
+    """View `nbytes` bytes of memory as numpy's uint8. Nothing keeps that memory: use it only while somebody does."""
+    return np.asarray(_Memory(address, nbytes))
+
+
+def raw_view(tensor: torch.Tensor) -> Array:
+    """View the bytes of a contiguous CPU tensor as a 1-D numpy array of uint8, without a copy.
+
+    tensor: any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
+    Returns an array of numel * itemsize bytes that shares the tensor's memory.
+    Raises: UsageError as check_movable does.
+    """
+    return storage_view(tensor).view(np.uint8)
+
+
+def mpi_datatype(mpi: Any, dtype: torch.dtype) -> Any:
+    """Return the MPI datatype on which MPI's own reductions are right for `dtype`, or None where there is none.
+
+    mpi: the module mpi4py.MPI, or any object with the same names.
+    """
+    name = element_of(dtype).mpi_name
+    return None if name is None else getattr(mpi, name)
+
+
+_ORDERINGS = ("MIN", "MAX")
+
+
+class MpiConstants:
+    """Constants of the MPI that is running. Made only where a communicator exists, so MPI has been started."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.in_place: Any = MPI.IN_PLACE
+        self.byte: Any = MPI.BYTE
+
+    def reduction(self, dtype: torch.dtype, op_name: str) -> tuple[Any, Any] | None:
+        """Return (datatype, operation) for MPI's own reduction of `dtype`, or None where it is not to be trusted.
+
+        op_name: SUM, PROD, MIN or MAX. Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum
+        and maximum of floats (NaN is kept or lost by the order of the operands, which differs between the ranks),
+        and products of complex numbers (compiled with fused operations they depend on that order too).
+        """
+        datatype = mpi_datatype(self._mpi, dtype)
+        kind = element_of(dtype).kind
+        if datatype is None:
+            return None
+        if kind is Kind.FLOAT and op_name in _ORDERINGS:
+            return None
+        if kind is Kind.COMPLEX and op_name == "PROD":
+            return None
+        if kind is Kind.BOOL:
+            op_name = "MAX" if op_name in ("SUM", "MAX") else "MIN"
+        return datatype, getattr(self._mpi, op_name)

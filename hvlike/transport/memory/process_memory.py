@@ -1,0 +1,137 @@
+"""Cross-memory attach (CMA): copies between this process and another one of the same machine and user.
+
+A container or a security module may forbid it: then every call raises OSError.
+
+Source: process_vm_readv(2), Linux 3.2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_READ, _WRITE = "process_vm_readv", "process_vm_writev"
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+# CDLL lets other threads of this process run meanwhile.
+_library = ctypes.CDLL(None, use_errno=True)
+_ARGUMENTS = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+
+ROW_BYTES = ctypes.sizeof(_Range)
+"""Of one range in a table of them."""
+
+MOST_RANGES = 1024
+"""How many ranges the system takes in one call: UIO_MAXIOV."""
+
+
+def read(process: int, theirs: int, mine: int, nbytes: int) -> None:
+    """Copy `nbytes` from the address `theirs` of a process to the address `mine` here. Raises: OSError."""
+    _move(_READ, process, theirs, mine, nbytes)
+
+
+def write(process: int, theirs: int, mine: int, nbytes: int) -> None:
+    """Copy `nbytes` from the address `mine` here to the address `theirs` of a process. Raises: OSError."""
+    _move(_WRITE, process, theirs, mine, nbytes)
+
+
+def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
+    # The system stops early where it likes, and says how far it came.
+    function = _functions[name]
+    moved = 0
+    while moved < nbytes:
+        here = _Range(mine + moved, nbytes - moved)
+        there = _Range(theirs + moved, nbytes - moved)
+        step = function(process, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
+        if step <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{name} with process {process}: {os.strerror(number)}")
+        moved += step
+
+
+class Ranges:
+    """A table of ranges of memory, as the system reads it: their lengths stay, their addresses may change."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """lengths: in bytes."""
+        self._table = np.zeros((len(lengths), 2), np.uint64)
+        self._table[:, 1] = lengths
+        self.addresses = self._table[:, 0]
+        """Where the ranges begin, for the caller to fill in."""
+        self.start: int = self._table.ctypes.data
+        """The address of the table; row i lies ROW_BYTES * i after it."""
+
+
+class ProcessMemory:
+    """The memory of one process, be it this one, for many copies; used by one thread at a time."""
+
+    __slots__ = ("_here", "_mine", "_process", "_ranges", "_there")
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._here, self._there = _Range(), _Range()
+        self._mine = ctypes.addressof(self._here)
+        self._ranges = (self._mine, 1, ctypes.addressof(self._there), 1, 0)
+
+    def read(self, theirs: int, mine: int, nbytes: int) -> None:
+        """See read(). Raises: OSError."""
+        self._move(_READ, theirs, mine, nbytes)
+
+    def write(self, theirs: int, mine: int, nbytes: int) -> None:
+        """See write(). Raises: OSError."""
+        self._move(_WRITE, theirs, mine, nbytes)
+
+    def gather(self, rows: int, count: int, mine: int, nbytes: int) -> None:
+        """Copy `count` ranges, at most MOST_RANGES, one after the other to the address `mine` here.
+
+        rows: where their rows of a table lie; nbytes: of all of them. Raises: OSError.
+        """
+        self._move_many(_READ, rows, count, mine, nbytes)
+
+    def scatter(self, rows: int, count: int, mine: int, nbytes: int) -> None:
+        """Copy what lies at the address `mine` here to `count` ranges, the other way round. Raises: OSError."""
+        self._move_many(_WRITE, rows, count, mine, nbytes)
+
+    # Its lines are run between copies that empty the caches: few of them, and no new objects.
+    def _move(self, name: str, theirs: int, mine: int, nbytes: int) -> None:
+        here, there = self._here, self._there
+        here.address, there.address = mine, theirs
+        here.nbytes = there.nbytes = nbytes
+        moved = _functions[name](self._process, *self._ranges)
+        if moved != nbytes:
+            moved = max(moved, 0)
+            _move(name, self._process, theirs + moved, mine + moved, nbytes - moved)
+
+    def _move_many(self, name: str, rows: int, count: int, mine: int, nbytes: int) -> None:
+        here = self._here
+        here.address, here.nbytes = mine, nbytes
+        if _functions[name](self._process, self._mine, 1, rows, count, 0) != nbytes:
+            # The same once more, range by range: the system says why it stopped, or goes on.
+            for row in range(rows, rows + count * ROW_BYTES, ROW_BYTES):
+                there = _Range.from_address(row)
+                _move(name, self._process, there.address, mine, there.nbytes)
+                mine += there.nbytes
+
+
+def _function(name: str) -> Any:
+    function: Any = getattr(_library, name)
+    function.argtypes = _ARGUMENTS
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+_functions = {name: _function(name) for name in (_READ, _WRITE)}
