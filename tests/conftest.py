@@ -16,6 +16,10 @@ from types import ModuleType
 import hypothesis
 import pytest
 
+TESTS = Path(__file__).resolve().parent
+# The folder says what a test needs.
+MARKS = {"unit": "pure", "jobs": "job"}
+
 # Which launcher started us is read from the environment: plain runs must not start MPI for it.
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
@@ -66,7 +70,7 @@ def on_device(hvd: ModuleType) -> Iterator[None]:
     if not DEVICE:
         yield
         return
-    from devices import OnDevice
+    from support.devices import OnDevice
 
     with OnDevice(hvd.pin_device(DEVICE)):
         yield
@@ -80,6 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # Lives as long as the process.
         silence = open(os.devnull, "w")  # noqa: SIM115
         config.pluginmanager.register(pytest.TerminalReporter(config, silence), "terminalreporter")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what lies in unit/ as pure and what lies in jobs/ as job."""
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    if folder in MARKS:
+        item.add_marker(MARKS[folder])
 
 
 @pytest.hookimpl(trylast=True)

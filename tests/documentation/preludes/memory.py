@@ -1,9 +1,0 @@
-"""What docs/memory.md leaves to the reader."""
-
-import torch
-from documentation.things import Net
-
-import hvlike as hvd
-
-my_values = torch.ones(1000, 1000)
-model = Net()

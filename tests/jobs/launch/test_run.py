@@ -1,0 +1,78 @@
+"""hvd.run: a program that is no rank starts jobs, gets results and exceptions, and Ctrl-C leaves nothing behind."""
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from support.job import RunningJob, job_environment
+
+PROGRAM = """
+import sys
+import torch
+import hvlike as hvd
+
+class Own(Exception):
+    pass
+
+def train(start, *, fail):
+    hvd.init()
+    print(f"rank {hvd.rank()} trains", flush=True)
+    total = hvd.allreduce(torch.full((2,), start + hvd.rank()), op=hvd.Sum)
+    if fail and hvd.rank() == 1:
+        raise Own("of rank 1")
+    hvd.barrier()
+    return hvd.rank(), total
+
+for rank, (own, total) in enumerate(hvd.run(train, (1.0,), {"fail": False}, np=3)):
+    assert own == rank and torch.equal(total, torch.full((2,), 6.0)), (own, total)
+try:
+    hvd.run(train, (1.0,), {"fail": True})
+except Own as error:
+    assert "in train" in str(error.__cause__), error.__cause__
+    print("raised again:", error)
+assert "mpi4py.MPI" not in sys.modules
+"""
+
+INTERRUPTED = """
+import signal
+import time
+import hvlike as hvd
+
+def sleep():
+    hvd.init()
+    hvd.barrier()
+    print("all sleep", flush=True)
+    time.sleep(60)
+
+# As a shell's background job this process may have been told to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    hvd.run(sleep)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def start(text: str) -> RunningJob:
+    folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
+    program = folder / "program.py"
+    program.write_text(text)
+    return RunningJob([sys.executable, str(program)], job_environment({}), folder)
+
+
+def test_results_and_the_first_exception_come_back() -> None:
+    with start(PROGRAM) as running:
+        job = running.wait().check()
+    lines = job.stdout.splitlines()
+    assert {f"rank {rank} trains" for rank in range(3)} < set(lines)
+    assert "raised again: of rank 1" in lines
+
+
+def test_an_interrupt_ends_the_job() -> None:
+    with start(INTERRUPTED) as running:
+        running.wait_for_output("all sleep")
+        os.kill(running.launcher_pid, signal.SIGINT)
+        job = running.wait(60).check()
+    assert "interrupted" in job.stdout.splitlines()

@@ -1,0 +1,37 @@
+"""An error of one rank's device ends the operation on every rank, and the job goes on."""
+
+import pytest
+import torch
+from ranks.backends.cuda.conftest import Late
+
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.requests.reduction import Sum
+from hvlike.collectives.session.context import current
+from hvlike.errors import HorovodInternalError
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_lane_follows(late: Late) -> None:
+    if late.plane != "nccl":
+        pytest.skip("the other planes have no communicator")
+    hvd = late.hvd
+    reducer = PlannedReducer([Entry("p", (4,), torch.float32, torch.device("cpu"))], name="failing", op=Sum)
+    gradient = torch.ones(4)
+    reducer.finish([gradient])
+    assert torch.equal(gradient, torch.full((4,), float(hvd.size())))
+    schedule = reducer.schedule
+    assert schedule is not None
+    device = schedule.device
+    assert device is not None
+    if hvd.rank() == 0:
+        late.nccl.links[-1].failure = RuntimeError("NCCL_ERROR_INTERNAL_ERROR: internal error")
+    # No rank begins the next step before all have heard of it; the device is watched while they wait.
+    assert current().fabric.loop.wait(lambda: device.broken is not None, 60.0)
+    with pytest.raises(HorovodInternalError, match="internal error") as caught:
+        reducer.finish([gradient])
+    assert ("on rank 0: " in str(caught.value)) == (hvd.rank() != 0)
+    hvd.barrier()
+    gradient.fill_(2.0)
+    reducer.finish([gradient])
+    assert torch.equal(gradient, torch.full((4,), 2.0 * hvd.size()))
+    reducer.close()

@@ -1,0 +1,99 @@
+"""A communicator that cannot be made on one rank is none on all: host memory serves, or an error says why not."""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks.backends.cuda.conftest import Late
+from support.backends.jobs import run
+
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.opening import DeviceBackends
+from hvlike.backends.cuda.staged_backend import StagedBackend
+from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.session.context import current
+from hvlike.config import Config
+from hvlike.errors import LaunchError
+from hvlike.transport.loop.coroutine import Coroutine
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture
+def failing(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """The last rank can make no communicator."""
+    monkeypatch.setattr(late.nccl, "fails", late.hvd.rank() == late.hvd.size() - 1)
+    return late
+
+
+def planes(wanted: str) -> DeviceBackends:
+    group = current().set_state(None, "test").group
+    # As if every rank had a host of its own: here they share the device.
+    return DeviceBackends(group, dataclasses.replace(Config(), cuda_plane=wanted), f"host {group.rank}")
+
+
+def test_where_any_plane_will_do_host_memory_serves(failing: Late) -> None:
+    devices, opened = planes("auto"), []
+
+    def job(host: Backend) -> Coroutine[None]:
+        opened.append((yield from devices.open(host, failing.device, None)))
+
+    run(job)
+    assert type(opened[0]) is StagedBackend
+    assert devices.choice is not None
+    assert devices.choice.plane == "staged"
+    assert "NCCL_ERROR_SYSTEM_ERROR" in devices.choice.reason
+
+
+def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
+    """Beside the lanes, which an error would break for the tests that follow."""
+    late.nccl.fails = late.hvd.rank() == 0
+    caught = []
+    devices = planes("nccl")
+
+    def job(host: Backend) -> Coroutine[None]:
+        try:
+            yield from devices.open(host, late.device, None)
+        except LaunchError as error:
+            caught.append(str(error))
+
+    run(job)
+    late.nccl.fails = False
+    assert "HVLIKE_CUDA_PLANE=nccl" in caught[0]
+    assert "rank 0: RuntimeError: NCCL_ERROR_SYSTEM_ERROR" in caught[0]
+
+
+def test_lanes_split_one_communicator(late: Late) -> None:
+    devices, links = planes("nccl"), late.nccl.links
+    before = len(links)
+
+    def job(host: Backend) -> Coroutine[None]:
+        for _ in range(2):
+            yield from devices.open(host, late.device, None)
+
+    run(job)
+    root, *split = links[before:]
+    assert len(split) == 2
+    devices.close()
+    assert root.aborted.wait(60.0)
+    assert not any(each.aborted.is_set() for each in split)
+
+
+def test_the_job_goes_on_where_the_plane_that_is_wanted_cannot_serve(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late.plane != "nccl":
+        pytest.skip("any plane will do there")
+    hvd, set_state = late.hvd, current().set_state(None, "test")
+    with monkeypatch.context() as patch:
+        patch.setattr(set_state.lanes.first, "device", None)
+        patch.setattr(set_state.executor._site, "_devices", None)
+        patch.setattr(late.nccl, "fails", hvd.rank() == 0)
+        with pytest.raises(LaunchError, match="no communicator could be made"):
+            hvd.allreduce(torch.ones(3), name="refused")
+        hvd.barrier()
+        reducer = PlannedReducer([Entry("p", (3,), torch.float32, torch.device("cpu"))], name="refused", op=hvd.Sum)
+        with pytest.raises(LaunchError, match="no communicator could be made"):
+            reducer.finish([torch.ones(3)])
+        hvd.barrier()
+    assert torch.equal(hvd.allreduce(torch.ones(3), op=hvd.Sum, name="served"), torch.full((3,), float(hvd.size())))

@@ -1,0 +1,84 @@
+"""alltoall on every plane: the bytes of each pair of ranks, of any length, also between reductions."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from support.backends.jobs import run
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.network import pairwise_alltoall
+from hvlike.transport.loop.coroutine import Coroutine
+
+LENGTHS = {
+    "nothing": lambda source, target: 0,
+    "a byte": lambda source, target: 1,
+    "uneven": lambda source, target: 1000 * source + target,
+    "only to the next": lambda source, target: 500_000 if target == source + 1 else 0,
+    "only to rank 0": lambda source, target: 0 if target else 700_001,
+    "only from rank 0": lambda source, target: 0 if source else 700_001,
+    "several chunks": lambda source, target: 300_000 * (1 + source) + 77 * target,
+}
+
+
+def content(source: int, target: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(97 * source + target)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+
+
+def pairs(hvd: ModuleType, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What this rank sends to each and what it must receive from each."""
+    me, length = hvd.rank(), LENGTHS[kind]
+    sends = [content(me, other, length(me, other)) for other in range(hvd.size())]
+    return sends, [content(other, me, length(other, me)) for other in range(hvd.size())]
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_pair_of_ranks(
+    hvd: ModuleType, ranks_per_node: int | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that even these few bytes are more messages than may be in flight.
+    monkeypatch.setattr(pairwise_alltoall, "MESSAGE_BYTES", 50_000)
+    monkeypatch.setattr(pairwise_alltoall, "WINDOW", 3)
+    sends, expected = pairs(hvd, kind)
+    kept = [each.clone() for each in sends]
+    for _ in range(3):
+        receives = [torch.zeros_like(each) for each in expected]
+        run(lambda plane, receives=receives: plane.alltoall(sends, receives))
+        for received, right in zip(receives, expected, strict=True):
+            assert torch.equal(received, right)
+    for sent, before in zip(sends, kept, strict=True):
+        assert torch.equal(sent, before)
+
+
+def test_between_reductions_and_gathers(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    """They share the staging slots: nothing may be overwritten before it was taken, whoever is ahead."""
+    arithmetic = Arithmetic(torch.float32, ReduceOp.SUM)
+    for round_number in range(6):
+        sends, expected = pairs(hvd, "several chunks" if round_number % 2 else "only to the next")
+        receives = [torch.zeros_like(each) for each in expected]
+        before = torch.full((200_000 + round_number,), float(hvd.rank()))
+        after = torch.full((3 + 150_000 * (round_number % 3),), 1.0)
+        shown = torch.full((100_000,), hvd.rank(), dtype=torch.uint8)
+
+        def job(
+            plane: Backend,
+            before: torch.Tensor = before,
+            after: torch.Tensor = after,
+            shown: torch.Tensor = shown,
+            sends: list[torch.Tensor] = sends,
+            receives: list[torch.Tensor] = receives,
+        ) -> Coroutine[None]:
+            yield from plane.allreduce([before], arithmetic)
+            yield from plane.alltoall(sends, receives)
+            yield from plane.allreduce([after], arithmetic)
+            yield from plane.gather([shown], [hvd.size() - 1])
+
+        run(job)
+        assert bool((before == sum(range(hvd.size()))).all())
+        assert bool((after == hvd.size()).all())
+        assert bool((shown == hvd.size() - 1).all())
+        for received, right in zip(receives, expected, strict=True):
+            assert torch.equal(received, right)

@@ -1,0 +1,84 @@
+"""Small tensors are reduced in bundles, wherever the plane takes them, as if each were reduced by itself."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from support.backends.jobs import run
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.views import fill
+from hvlike.backends.base import Backend
+from hvlike.backends.op_queue import open_queue
+from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
+from hvlike.collectives.fusion.bucket_packer import BucketPacker
+from hvlike.collectives.session.context import current
+from hvlike.errors import MismatchError
+from hvlike.transport.loop.coroutine import Coroutine, Task
+
+SHAPES = [(7,), (3, 5), (), (100, 150), (0, 2), (16_000,), (60_000,), *[(2_000 + 17 * index,) for index in range(60)]]
+"""More than a chunk of small ones, one large one, an empty one and a scalar."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "expected"),
+    [
+        ([], 5, []),
+        ([3, 4, 2, 1], 5, [(0, 1), (1, 2), (2, 4)]),
+        ([5, 5], 5, [(0, 1), (1, 2)]),
+        ([1, 1, 1], 5, [(0, 3)]),
+        ([2, 2, 2], 4, [(0, 2), (2, 3)]),
+    ],
+)
+def test_bundles_are_filled_in_order(lengths: list[int], most: int, expected: list[tuple[int, int]]) -> None:
+    assert fill(lengths, most) == expected
+
+
+def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 * rank + sum(shape))
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, None)],
+    ids=["float32", "as float16", "bfloat16"],
+)
+def test_every_tensor_is_reduced(
+    hvd: ModuleType, ranks_per_node: int | None, dtype: torch.dtype, wire: torch.dtype | None
+) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    arithmetic = Arithmetic(wire or dtype, ReduceOp.SUM, prescale=0.5, postscale=4.0)
+    assert sum(torch.Size(shape).numel() for shape in SHAPES) * arithmetic.itemsize > CHUNK_BYTES
+    packer = BucketPacker([None] * len(SHAPES), arithmetic)
+    for step in range(2):
+        tensors = [contribution(rank + step, shape, dtype) for shape in SHAPES]
+        # Another order in memory on every second rank: the agreed one is row by row.
+        tensors[3] = tensors[3].t().contiguous().t() if rank % 2 else tensors[3]
+
+        def job(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
+            yield from packer.allreduce(plane, tensors)
+
+        run(job)
+        for tensor, shape in zip(tensors, SHAPES, strict=True):
+            expected = torch.stack([contribution(each + step, shape, torch.float64) for each in range(size)]).sum(0)
+            assert torch.equal(tensor.double(), 2.0 * expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_other_tensors_are_told(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    if ranks_per_node is not None:
+        pytest.skip("only ranks of one node compare")
+    fabric, group = current().fabric, current().set_state(None, "test").group
+    opened = fabric.loop.start(open_queue(fabric, group, 77_000), wake=False)
+    assert fabric.loop.wait(lambda: opened.done, 30.0)
+    lane = opened.result
+    assert lane is not None
+    lengths = [5, 6] if hvd.rank() else [5, 7]
+    packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
+    ended: list[Task[None]] = []
+    lane.submit(lambda plane: packer.allreduce(plane, [torch.ones(each) for each in lengths]), ended.append, wake=False)
+    assert fabric.loop.wait(lambda: bool(ended), 30.0)
+    assert isinstance(ended[0].error, MismatchError)

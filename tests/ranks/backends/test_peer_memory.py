@@ -1,0 +1,123 @@
+"""Reductions in the ranks' own memory: every chunk by one rank, in the order of the ranks, with the bits of staging."""
+
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.backends.jobs import run
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.shared_memory import work_sync
+from hvlike.backends.shared_memory.cma import CROWDED_LEAST_WORK, LEAST_WORK, PASSES, CmaMemory, CmaReduction
+from hvlike.backends.shared_memory.region import ADDRESSES
+from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
+from hvlike.backends.shared_memory.shared_backend import SharedBackend
+from hvlike.collectives.session.context import current
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.process_memory import MOST_RANGES
+
+SUM = Arithmetic(torch.float32, ReduceOp.SUM)
+CHUNK = CHUNK_BYTES // 4
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([1], id="one element"),
+        pytest.param([CHUNK], id="one chunk"),
+        pytest.param([CHUNK + 1], id="a chunk and an element"),
+        pytest.param([5, 3 * CHUNK, 70], id="short and long ones"),
+        pytest.param([CHUNK * PASSES * 7 + 3], id="many chunks"),
+        pytest.param([1 + index % 7 for index in range(MOST_RANGES + 5)], id="more short ones than a chunk takes"),
+        pytest.param([3 * CHUNK // 16] * 40, id="several chunks of short ones"),
+    ],
+)
+@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "at odd addresses"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_chunk_is_reduced_once(ranks: int, odd: int, lengths: list[int]) -> None:
+    generator = np.random.default_rng(1)
+    copies = [[np.empty(4 * n + odd, np.uint8)[odd:].view(np.float32) for n in lengths] for _ in range(ranks)]
+    for each in copies:
+        for copy in each:
+            copy[:] = generator.standard_normal(len(copy))
+    expected = [first + second for first, second in zip(copies[0], copies[1], strict=True)]
+    for more in copies[2:]:
+        for total, each in zip(expected, more, strict=True):
+            total += each
+    counters = [
+        SimpleNamespace(addresses=np.array([each.ctypes.data for each in of_rank], np.uint64), words=[0] * 16)
+        for of_rank in copies
+    ]
+    for rank in range(ranks):
+        peers = [peer for peer in range(ranks) if peer != rank]
+        region: Any = SimpleNamespace(rank=rank, ranks=ranks, peers=peers, counters=counters, mine=counters[rank])
+        region.others, region.fence = [counters[peer] for peer in peers], lambda: None
+        reduction = CmaReduction(region, CmaMemory([os.getpid()] * ranks), SUM, lengths)
+        reduction.begin(5)
+        while reduction.unfinished:
+            reduction.advance()
+    for of_rank in copies:
+        assert all(np.array_equal(each, total) for each, total in zip(of_rank, expected, strict=True))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("sizes", "crowded", "expected"),
+    [
+        ([LEAST_WORK], False, [0]),
+        ([LEAST_WORK - 1], False, []),
+        ([1, 0, LEAST_WORK - 1], False, [0, 2]),
+        ([LEAST_WORK], True, []),
+        ([CROWDED_LEAST_WORK, 5], True, [0, 1]),
+        ([1 << 10] * (ADDRESSES + 1), False, list(range(ADDRESSES))),
+    ],
+)
+def test_only_tensors_of_large_work_are_reached_for(sizes: list[int], crowded: bool, expected: list[int]) -> None:
+    assert CmaMemory([1, 2], crowded=crowded).within_reach(sizes) == expected
+    assert CmaMemory([]).within_reach(sizes) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+def test_the_bits_are_those_of_staging(hvd: ModuleType, reaching: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs = [(100 * torch.rand(n, generator=generator)).to(dtype) for n in (40_000, 9, 300_001, 70_000)]
+    average = Arithmetic(dtype, ReduceOp.AVERAGE, divisor=hvd.size())
+    results = []
+    for within_reach in (True, False):
+        tensors = [each.clone() for each in inputs]
+
+        def job(plane: Backend, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Coroutine[None]:
+            if reaching and far and isinstance(plane, SharedBackend):
+                plane._fastest.memory._least = 1 << 60
+            yield from plane.allreduce(tensors, average)
+
+        run(job)
+        results.append(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert torch.equal(hvd.broadcast(results[0][2], 0, name="bits"), results[0][2])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_tensor_whose_reduction_was_given_up_lives_on(hvd: ModuleType, reaching: bool) -> None:
+    if not reaching:
+        pytest.skip("the system does not let the ranks reach each other's memory")
+    context = current()
+    plane = context.set_state(None, "test").lanes.first.plane
+    assert isinstance(plane, SharedBackend)
+    kept = len(work_sync.kept)
+    with pytest.raises(KeyError), plane._meeting.exposed([torch.ones(3)], 0):
+        raise KeyError
+    assert len(work_sync.kept) == kept + 1
+    work_sync.kept.pop()
+    with plane._meeting.exposed((), 0):
+        pass
+    assert len(work_sync.kept) == kept
+    plane.at_once(SUM, CHUNK, 0).keep(torch.ones(CHUNK))
+    assert len(work_sync.kept) == kept + 1
+    work_sync.kept.pop()

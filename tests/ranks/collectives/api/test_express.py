@@ -1,0 +1,222 @@
+"""An allreduce on the express way gives what the ordinary way gives; whatever is not alike on all ranks takes that."""
+
+import threading
+import time
+
+import pytest
+import torch
+from support.collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
+
+from hvlike.backends.shared_memory.algorithm_choice import ROUNDS
+from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.errors import MismatchError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+CALLS = 80
+"""More than are spared after refusals (MOST_SPARING)."""
+
+MOST_CALLS = 2000
+"""In so many one is served, however late the ranks of a busy machine are; all ranks count alike and end together."""
+
+SMALL, MIDDLING, LARGE = (5, 7), (150, 1111), (1000, 1111)
+
+OF_EACH_KIND = (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.complex128)
+"""Of numbers: what large tensors are tried with."""
+
+
+@pytest.fixture
+def express(hvd):
+    """The express way of all ranks, open and not waiting after refusals."""
+    for _ in range(MOST_CALLS):
+        way = inline_allreduces.get(0)
+        before = 0 if way is None else way.served
+        hvd.allreduce_(torch.zeros(3), name="to open the express way")
+        if way is not None and way.served > before:
+            return way
+    if hvd.local_size() == hvd.size():
+        pytest.fail("the express way is never taken")
+    pytest.skip("the ranks are on several nodes")
+
+
+@pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
+    for dtype in (each for each in (OF_EACH_KIND if shape is LARGE else DTYPES) if defined(op, each)):
+        inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
+        narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
+        expected = reduced(op, inputs)
+        before = express.served
+        for attempt in range(MOST_CALLS):
+            tensor = inputs[hvd.rank()].clone()
+            assert hvd.allreduce_(tensor, op=op, name=f"express {dtype}") is tensor
+            same(tensor, expected)
+            # With more ranks than cores one may be late, and then some calls are spared.
+            if attempt >= 3 and (narrow_mean or express.served > before):
+                break
+        assert (express.served > before) is not narrow_mean, dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
+def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, dtype):
+    torch.manual_seed(hvd.rank())
+    original = torch.randn(shape).to(dtype)
+    ordinary = hvd.synchronize(hvd.allreduce_async(original, name="bits"))
+    for _ in range(3):
+        assert torch.equal(hvd.allreduce_(original.clone(), name="bits"), ordinary)
+
+
+def test_both_ways_to_reduce_a_large_tensor_are_tried_and_give_the_same_bits(hvd, express):
+    torch.manual_seed(hvd.rank())
+    original = torch.randn(1_100_007)
+    ordinary = hvd.synchronize(hvd.allreduce_async(original, name="large bits"))
+    before = express.served
+    for _ in range(MOST_CALLS):
+        assert torch.equal(hvd.allreduce_(original.clone(), name="large bits"), ordinary)
+        if express.served > before + 2 * ROUNDS:
+            break
+    plane = express._express.lane.plane
+    assert (
+        not plane._fastest.memory.reaches(original.nbytes)
+        or list(plane._fastest.trials._known.values())[-1].next[1] is False
+    )
+
+
+def test_ranks_that_would_reduce_in_different_ways_take_the_ordinary_one(hvd, express):
+    tensor = torch.ones(1_100_008)
+    if not express._express.lane.plane._fastest.memory.reaches(tensor.nbytes):
+        pytest.skip("there is one way")
+    before = express.served
+    for _ in range(MOST_CALLS):
+        hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways")
+        if express.served >= before + 2:
+            break
+    trials = express._express.lane.plane._fastest.trials
+    if hvd.rank() == 0:
+        # As if this rank had counted one use more.
+        list(trials._known.values())[-1].record(1)
+    before = express.served
+    for _ in range(3):
+        assert bool((hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways") == hvd.size()).all())
+    assert express.served == before
+    trials._known.clear()
+
+
+def test_unnamed_calls_take_it_too_and_keep_their_numbers(hvd, express):
+    before = express.served
+    for step in range(MOST_CALLS):
+        mine = torch.full((4,), float(step))
+        assert hvd.allreduce_(mine, op=hvd.Sum).tolist() == [float(step * hvd.size())] * 4
+        if step % 10 == hvd.rank():
+            time.sleep(0.002)
+        if step >= CALLS and express.served > before:
+            break
+    assert express.served > before
+    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+
+
+def test_a_late_rank_takes_part_on_the_ordinary_way(hvd, express):
+    hvd.allreduce_(torch.ones(2), name="late")
+    if hvd.rank() == hvd.size() - 1:
+        time.sleep(0.2)
+    assert hvd.allreduce_(torch.ones(2), op=hvd.Sum, name="late").tolist() == [float(hvd.size())] * 2
+
+
+def test_ranks_with_other_orders_get_their_results(hvd, express):
+    names = [f"order {index}" for index in range(hvd.size())]
+    for repetition in range(10):
+        first = names[(hvd.rank() + repetition) % len(names)]
+        handles = {
+            name: hvd.allreduce_async_(torch.full((3,), float(index)), op=hvd.Sum, name=name)
+            for index, name in enumerate(names)
+            if name != first
+        }
+        index = names.index(first)
+        assert hvd.allreduce_(torch.full((3,), float(index)), op=hvd.Sum, name=first)[0] == index * hvd.size()
+        for name, handle in handles.items():
+            assert hvd.synchronize(handle)[0] == names.index(name) * hvd.size()
+
+
+def test_other_shapes_are_an_error_on_all_ranks_and_it_goes_on(hvd, express):
+    for _ in range(5):
+        hvd.allreduce_(torch.ones(6), name="shape")
+        hvd.allreduce_(torch.ones(7), name="shape")
+    with pytest.raises(MismatchError, match="shape"):
+        hvd.allreduce_(torch.ones(6 if hvd.rank() else 7), name="shape")
+    before = express.served
+    for step in range(MOST_CALLS):
+        assert hvd.allreduce_(torch.ones(6), name="shape").tolist() == [1.0] * 6
+        if step >= CALLS and express.served > before:
+            break
+    assert express.served > before
+
+
+def test_other_ops_are_an_error_on_all_ranks(hvd, express):
+    for op in (hvd.Sum, hvd.Max) * 3:
+        hvd.allreduce_(torch.ones(6), op=op, name="op")
+    with pytest.raises(MismatchError, match="Sum"):
+        hvd.allreduce_(torch.ones(6), op=hvd.Max if hvd.rank() else hvd.Sum, name="op")
+
+
+def test_threads_do_not_disturb_each_other(hvd, express):
+    failures = []
+
+    def work(thread):
+        for step in range(30):
+            total = hvd.allreduce_(torch.full((9,), float(thread + step)), op=hvd.Sum, name=f"thread {thread}")
+            if total.tolist() != [float((thread + step) * hvd.size())] * 9:
+                failures.append((thread, step, total))
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_it_goes_on_after_a_join(hvd, express):
+    for step in range(1 + hvd.rank()):
+        hvd.allreduce_(torch.ones(4), op=hvd.Sum, name=f"until {step}")
+    hvd.join()
+    before = express.served
+    for step in range(MOST_CALLS):
+        assert hvd.allreduce_(torch.ones(4), op=hvd.Sum, name="until 0").tolist() == [float(hvd.size())] * 4
+        if step >= CALLS and express.served > before:
+            break
+    assert express.served > before
+
+
+def test_special_tensors_are_reduced_right(hvd, express):
+    for _ in range(4):
+        hvd.allreduce_(torch.ones(4, 6), op=hvd.Sum, name="special")
+    transposed = torch.ones(6, 4).t()
+    parameter = torch.nn.Parameter(torch.ones(4, 6))
+    strided = torch.ones(4, 12)[:, ::2]
+    with torch.inference_mode():
+        inference = torch.ones(4, 6)
+    for tensor in (transposed, parameter, strided, inference):
+        result = hvd.allreduce_(tensor, op=hvd.Sum, name="special")
+        assert result is tensor
+        assert bool((tensor == hvd.size()).all())
+
+
+def test_sums_that_overflow_warn_of_nothing(hvd, express):
+    for _ in range(4):
+        total = hvd.allreduce_(torch.full((4,), 3e38), op=hvd.Sum, name="overflow")
+        assert bool(total.isinf().all())
+
+
+def test_reduced_tensors_of_process_sets(hvd):
+    if hvd.size() < 3:
+        pytest.skip("needs a set that is not everybody")
+    members = hvd.add_process_set([0, hvd.size() - 1])
+    try:
+        if members.included():
+            for _ in range(8):
+                assert hvd.allreduce_(torch.ones(3), op=hvd.Sum, name="set", process_set=members)[0] == 2
+            way = inline_allreduces.get(members.process_set_id)
+            assert way is None or way.served > 0
+    finally:
+        hvd.remove_process_set(members)

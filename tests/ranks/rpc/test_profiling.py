@@ -1,0 +1,278 @@
+"""Calls in torch's profilers and in the timeline: under which names, on which workers, and nothing else changed."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.rpc.doors import await_promise, keep_promise
+from torch.autograd import profiler_legacy
+
+import hvlike.rpc
+from hvlike.collectives.session.context import current
+from hvlike.rpc.agent.profiling import is_recorded
+from hvlike.rpc.functions import async_execution
+
+legacy_profile: Any = profiler_legacy.profile
+
+
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    return torch.mul(x, 3)
+
+
+def multiply_slowly(x: torch.Tensor) -> torch.Tensor:
+    """Takes longer than its caller needs to return a future."""
+    time.sleep(0.05)
+    return torch.mul(x, 3)
+
+
+def multiply_on(to: int, x: torch.Tensor) -> Any:
+    return hvlike.rpc.rpc_sync(to, multiply, (x,))
+
+
+@async_execution
+def multiply_later(to: int, x: torch.Tensor) -> Any:
+    torch.neg(x)
+    return hvlike.rpc.rpc_async(to, multiply_slowly, (x,)).then(lambda future: future.wait())
+
+
+def fail() -> None:
+    raise ValueError("as without a profiler")
+
+
+def fail_otherwise() -> None:
+    raise KeyError("as without a profiler")
+
+
+def synchronous(*call: Any) -> Any:
+    return hvlike.rpc.rpc_sync(*call)
+
+
+def asynchronous(*call: Any) -> Any:
+    return hvlike.rpc.rpc_async(*call).wait()
+
+
+def referred(*call: Any) -> Any:
+    return hvlike.rpc.remote(*call).to_here()
+
+
+FORMS = pytest.mark.parametrize(
+    ("name", "form"), [("sync", synchronous), ("async", asynchronous), ("remote", referred)]
+)
+
+
+@pytest.fixture
+def peer(hvd: ModuleType) -> int:
+    """The rank that this one calls; itself in a job of one rank."""
+    return (int(hvd.rank()) + 1) % int(hvd.size())
+
+
+@pytest.fixture
+def way(rpc: ModuleType, hvd: ModuleType, peer: int) -> str:
+    return f"({rpc.get_worker_info().name} -> {rpc.rpc_sync(peer, rpc.get_worker_info).name})"
+
+
+def kineto(**options: Any) -> Any:
+    """What torch.profiler.profile starts; that itself imports torch's compiler first, for seconds."""
+    return torch.autograd.profiler.profile(use_kineto=True, **options)
+
+
+@FORMS
+def test_the_legacy_profiler_has_the_call_and_what_it_does_there(
+    hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
+) -> None:
+    with legacy_profile() as profile:
+        result = form(peer, multiply, (torch.ones(2),))
+    assert torch.equal(result, torch.full((2,), 3.0))
+    events = list(profile.function_events)
+    key = f"rpc_{name}#multiply{way}"
+    (call,) = [event for event in events if event.name == key]
+    assert not call.is_remote
+    assert call.node_id == hvd.rank()
+    (there,) = [event for event in events if event.name == f"{key}#remote_op: aten::mul"]
+    assert there.is_remote
+    assert there.node_id == peer
+    assert there.input_shapes[0] == [2]
+    # Both clocks are the machine's.
+    assert there.time_range.start >= call.time_range.start - 1000
+    assert f"{key}#remote_op: aten::mul" in {average.key for average in profile.key_averages()}
+
+
+@FORMS
+def test_operators_have_their_names_in_the_key(
+    rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
+) -> None:
+    with legacy_profile() as profile:
+        form(peer, torch.add, (torch.ones(2), 1))
+        form(peer, min, (1, 2))
+    names = [event.name for event in profile.function_events]
+    assert f"rpc_{name}#aten::add{way}#remote_op: aten::add" in names
+    assert f"rpc_{name}#min{way}" in names
+
+
+def test_calls_of_calls_have_nested_keys(hvd: ModuleType, rpc: ModuleType, peer: int, way: str) -> None:
+    last = (peer + 1) % hvd.size()
+    names = [rpc.rpc_sync(rank, rpc.get_worker_info).name for rank in (peer, last)]
+    with legacy_profile() as profile:
+        rpc.rpc_sync(peer, multiply_on, (last, torch.ones(2)))
+    inner = f"rpc_sync#multiply({names[0]} -> {names[1]})"
+    outer = f"rpc_sync#multiply_on{way}"
+    nodes = {event.name: event.node_id for event in profile.function_events if event.is_remote}
+    assert nodes[f"{outer}#remote_op: {inner}"] == peer
+    assert nodes[f"{outer}#remote_op: {inner}#remote_op: aten::mul"] == last
+
+
+@FORMS
+def test_functions_that_answer_later(
+    hvd: ModuleType, rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]
+) -> None:
+    me, there = rpc.get_worker_info().name, rpc.rpc_sync(peer, rpc.get_worker_info).name
+    with legacy_profile() as profile:
+        result = form(peer, multiply_later, (hvd.rank(), torch.ones(2)))
+    assert torch.equal(result, torch.full((2,), 3.0))
+    nodes = {event.name: event.node_id for event in profile.function_events if event.is_remote}
+    before = f"rpc_{name}#multiply_later{way}#remote_op: "
+    assert nodes[f"{before}aten::neg"] == peer
+    # The call that its future waits for has ended after the function.
+    assert nodes[f"{before}rpc_async#multiply_slowly({there} -> {me})"] == peer
+    assert nodes[f"{before}rpc_async#multiply_slowly({there} -> {me})#remote_op: aten::mul"] == hvd.rank()
+
+
+def test_a_profile_has_only_its_own_calls(rpc: ModuleType, peer: int, way: str) -> None:
+    with legacy_profile():
+        rpc.rpc_sync(peer, multiply, (torch.ones(2),))
+        left = rpc.rpc_async(peer, multiply, (torch.ones(2),))
+    left.wait()
+    with legacy_profile() as profile:
+        torch.ones(2)
+    assert not [event for event in profile.function_events if "rpc_" in event.name]
+
+
+@pytest.mark.parametrize("profiler", [legacy_profile, kineto])
+def test_errors_are_the_same(rpc: ModuleType, peer: int, profiler: Callable[[], Any]) -> None:
+    with profiler():
+        for form in (synchronous, asynchronous, referred):
+            with pytest.raises(ValueError, match="as without a profiler"):
+                form(peer, fail)
+        with pytest.raises(RuntimeError, match="KeyError: On WorkerInfo"):
+            synchronous(peer, fail_otherwise)
+        with pytest.raises(RuntimeError, match="KeyError: On WorkerInfo"):
+            asynchronous(peer, fail_otherwise)
+        with pytest.raises((AttributeError, TypeError), match=r"lambda|local"):
+            asynchronous(peer, min, (lambda: None,))
+        for wrong in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(TypeError, match=r"function should be callable\."):
+                wrong(peer, 5)
+            with pytest.raises(RuntimeError, match="could not find destination"):
+                wrong("nobody", min, (1, 2))
+
+
+@FORMS
+def test_torch_profiler_has_the_call(rpc: ModuleType, peer: int, way: str, name: str, form: Callable[..., Any]) -> None:
+    with kineto() as profile:
+        result = form(peer, multiply, (torch.ones(2),))
+    assert torch.equal(result, torch.full((2,), 3.0))
+    assert f"rpc_{name}#multiply{way}" in [event.name for event in profile.function_events]
+
+
+@pytest.mark.skipif(
+    "profile_all_threads" not in (torch._C._profiler._ExperimentalConfig.__init__.__doc__ or ""),
+    reason="this torch records one thread only",
+)
+def test_torch_profiler_of_all_threads_has_the_run_on_the_worker_that_serves(
+    hvd: ModuleType, rpc: ModuleType, peer: int
+) -> None:
+    caller = rpc.rpc_sync((hvd.rank() - 1) % hvd.size(), rpc.get_worker_info)
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with kineto(experimental_config=config) as profile:
+        hvd.barrier()
+        rpc.rpc_sync(peer, multiply, (torch.ones(2),))
+        hvd.barrier()
+    names = [event.name for event in profile.function_events]
+    assert f"rpc_run#multiply({caller.name} -> {rpc.get_worker_info().name})" in names
+
+
+def test_a_call_may_outlast_the_profile(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
+    for number, profiler in enumerate((legacy_profile, kineto)):
+        name = f"outlasting {hvd.rank()} {number}"
+        with profiler():
+            future = rpc.rpc_async(peer, await_promise, (name,))
+        rpc.rpc_sync(peer, keep_promise, (name, 5))
+        assert future.wait() == 5
+
+
+def test_nothing_is_observed_when_nobody_records(rpc: ModuleType) -> None:
+    recorder = current().fabric.recorder
+    assert not is_recorded(recorder)
+    for profiler in (legacy_profile, kineto):
+        with profiler():
+            assert is_recorded(recorder)
+    assert not is_recorded(recorder)
+
+
+@pytest.fixture
+def timeline(hvd: ModuleType, tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Records; gives the events so far and ends the recording."""
+    path = tmp_path / "timeline.json"
+    hvd.start_timeline(path)
+    hvd.barrier()
+
+    def events() -> list[dict[str, Any]]:
+        hvd.barrier()
+        hvd.stop_timeline()
+        (written,) = tmp_path.glob("*.json")
+        parsed = json.loads(written.read_text())
+        return list(parsed["traceEvents"] if isinstance(parsed, dict) else parsed)
+
+    yield events
+    hvd.stop_timeline()
+
+
+def phases(events: list[dict[str, Any]], title: str) -> list[tuple[str, dict[str, Any], float, dict[str, Any]]]:
+    """Name, arguments, microseconds and closing arguments of what stood in the rows `title`."""
+    rows = [
+        each["tid"] for each in events if each.get("name") == "thread_name" and each["args"]["name"].startswith(title)
+    ]
+    found = []
+    for row in rows:
+        begun: list[dict[str, Any]] = []
+        for event in events:
+            if event["tid"] == row and event["ph"] == "B":
+                begun.append(event)
+            elif event["tid"] == row and event["ph"] == "E":
+                start = begun.pop()
+                found.append((start["name"], start["args"], event["ts"] - start["ts"], event.get("args", {})))
+        assert not begun
+    return found
+
+
+def test_the_timeline_shows_calls_on_both_workers(
+    rpc: ModuleType, peer: int, timeline: Callable[[], list[dict[str, Any]]]
+) -> None:
+    me, callee = rpc.get_worker_info(), rpc.rpc_sync(peer, rpc.get_worker_info)
+    for form in (synchronous, asynchronous, referred):
+        form(peer, multiply, (torch.ones(1000),))
+    with pytest.raises(ValueError):
+        synchronous(peer, fail)
+    result = asynchronous(peer, multiply_later, (me.id, torch.ones(2)))
+    assert torch.equal(result, torch.full((2,), 3.0))
+    events = timeline()
+    calls = [(name, said["callee"]) for name, said, _, _ in phases(events, "rpc calls")]
+    for name in ("rpc_sync", "rpc_async", "rpc_remote"):
+        assert (f"{name} multiply", callee.name) in calls
+    served = phases(events, "rpc serves")
+    for name in ("QUEUE", "RUN"):
+        mine = [each for each in served if each[0] == name and each[1]["function"] == "multiply"]
+        assert len(mine) >= 3
+        for _, said, microseconds, _ in mine:
+            assert said["bytes"] > 0
+            assert said["caller"].startswith("worker")
+            assert microseconds >= 0
+    assert max(said["bytes"] for _, said, _, _ in served) >= 4000
+    assert [each for each in served if each[0] == "LATER" and each[1]["function"] == "multiply_later"]
+    assert [each for each in served if each[0] == "RUN" and each[3].get("error") == "ValueError"]
+    assert [each for each in served if each[0] == "RUN" and each[3].get("bytes", 0) >= 4000]

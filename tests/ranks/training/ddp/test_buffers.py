@@ -1,0 +1,119 @@
+"""Buffers become those of the first rank at the start of each forward that follows a synchronised one."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from support.training.problem import same_on_all_ranks
+from torch import Tensor, nn
+
+from hvlike.errors import MismatchError
+from hvlike.nn import DistributedDataParallel
+
+
+class Counting(nn.Module):
+    """Counts calls, by the number of the rank plus one; keeps buffers of many kinds."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.step = rank + 1
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("large", torch.zeros(200, 300).t())
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.step
+        self.narrow.fill_(self.step)
+        self.flags[self.step] = True
+        # Replaced, not written.
+        self.large = self.large + self.step
+        return (x * self.weight).sum()
+
+
+def values(module: Counting) -> list[float]:
+    return [float(module.count), float(module.narrow[0]), float(module.flags.sum()), float(module.large[0, 0])]
+
+
+def test_they_follow_the_first_rank(hvd: ModuleType) -> None:
+    module = Counting(hvd.rank())
+    ddp = DistributedDataParallel(module)
+    own = hvd.rank() + 1
+    for step in range(3):
+        ddp(torch.ones(3)).backward()
+        # The first rank has counted one in each forward; to its sums this rank has added its own once.
+        assert values(module) == [step + own, own, float(1 + (step > 0 and own > 1)), step + own]
+    assert module.large.stride() == torch.zeros(200, 300).t().stride()
+
+
+def test_when_they_do(hvd: ModuleType) -> None:
+    """In the forward after one that was synchronised, as in torch; not after one in no_sync() or no_grad()."""
+    module = Counting(hvd.rank())
+    ddp = DistributedDataParallel(module)
+    own = hvd.rank() + 1
+    ddp(torch.ones(3)).backward()
+    assert module.count == own
+    with torch.no_grad():
+        ddp(torch.ones(3))
+    assert module.count == 1 + own
+    ddp(torch.ones(3)).backward()
+    assert module.count == 1 + 2 * own
+    with ddp.no_sync():
+        ddp(torch.ones(3)).backward()
+        assert module.count == 3 + own
+        ddp(torch.ones(3)).backward()
+        assert module.count == 3 + 2 * own
+    ddp(torch.ones(3)).backward()
+    assert module.count == 3 + 3 * own
+    ddp(torch.ones(3)).backward()
+    assert module.count == 6 + own
+
+
+@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
+def test_left_to_each_rank(hvd: ModuleType, option: str) -> None:
+    """broadcast_buffers=False leaves them alone from the start; forward_sync_buffers=False begins with equal ones."""
+    module = Counting(hvd.rank())
+    module.count.fill_(10 * hvd.rank())
+    ddp = DistributedDataParallel(module, **{option: False})
+    for _ in range(2):
+        ddp(torch.ones(3)).backward()
+    start = 10 * hvd.rank() if option == "broadcast_buffers" else 0
+    assert module.count == start + 2 * (hvd.rank() + 1)
+
+
+def test_graphs_that_have_saved_them_stay_valid(hvd: ModuleType) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval())
+    first = ddp(torch.ones(4, 3))
+    second = ddp(torch.ones(4, 3))
+    (first.sum() + second.sum()).backward()
+
+
+def test_ignored_ones(hvd: ModuleType) -> None:
+    module = Counting(hvd.rank())
+    module._ddp_params_and_buffers_to_ignore = ["count"]
+    ddp = DistributedDataParallel(module)
+    for _ in range(3):
+        ddp(torch.ones(3)).backward()
+    assert module.count == 3 * (hvd.rank() + 1)
+    assert module.large[0, 0] == 2 + hvd.rank() + 1
+
+
+def test_batch_norm_ends_alike(hvd: ModuleType) -> None:
+    torch.manual_seed(hvd.rank())
+    module = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(module)
+    for _ in range(3):
+        ddp(torch.randn(5, 2, 3)).square().mean().backward()
+    with torch.no_grad():
+        ddp.eval()(torch.randn(5, 2, 3))
+    assert same_on_all_ranks([module[1].running_mean, module[1].running_var])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_ones_are_refused(hvd: ModuleType) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("extra", torch.zeros(2 + hvd.rank()))
+    with pytest.raises(MismatchError, match=r"rank 1: 'buffer extra': expected shape \[2\] float32, got shape \[3\]"):
+        DistributedDataParallel(module)

@@ -1,0 +1,105 @@
+"""What programs written for torch's DistributedDataParallel use beside its constructor and its calls."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.training.ddp_models import Shared, assert_same, gradients, inputs, share
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+
+from hvlike import nn as ours
+from hvlike.errors import DataParallelError, UsageError
+from hvlike.nn import DistributedDataParallel
+from hvlike.training.ddp.comm_hooks import compression_of
+
+
+def train(hvd: ModuleType, hook: Any = None, state: Any = None) -> nn.Module:
+    """The gradients of four steps."""
+    module = Shared()
+    ddp = DistributedDataParallel(module)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    for step in range(4):
+        ddp(share(hvd, inputs(step))).square().mean().backward()
+    return module
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
+def test_torchs_hooks_do_what_ours_do(hvd: ModuleType, name: str) -> None:
+    hook = getattr(default_hooks, name)
+    assert compression_of(None, hook) is compression_of(None, getattr(ours, name))
+    assert_same(gradients(train(hvd, hook)), gradients(train(hvd, getattr(ours, name))))
+
+
+def test_torchs_power_sgd_does_what_ours_does(hvd: ModuleType) -> None:
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.5, "random_seed": 7}
+    theirs = train(hvd, powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, **options))
+    state = ours.PowerSGDState(None, **options, batch_tensors_with_same_shape=True)
+    assert_same(gradients(theirs), gradients(train(hvd, ours.powerSGD_hook, state)))
+    if hvd.size() > 1:
+        assert state.compression_stats().compress_rate > 1
+
+
+def test_a_hook_of_torch_around_a_hook_of_the_user(hvd: ModuleType) -> None:
+    def average(state: Any, bucket: Any) -> Any:
+        assert bucket.buffer().dtype is torch.float16
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(hvd.allreduce(bucket.buffer(), name=f"bucket {bucket.index()}"))
+        return future
+
+    wrapped = gradients(train(hvd, default_hooks.fp16_compress_wrapper(average)))
+    for one, other in zip(wrapped, gradients(train(hvd)), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+
+
+def test_a_hook_of_torch_that_needs_a_process_group_says_so(hvd: ModuleType) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"quantization_pertensor_hook of torch reduces over a process group .* none"):
+        ddp.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+    # Nothing has been registered.
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def test_attributes(hvd: ModuleType) -> None:
+    ddp = DistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=False)
+    assert ddp.process_group is ddp.process_set is hvd.global_process_set
+    assert not ddp.broadcast_buffers
+    ddp.broadcast_buffers = True
+    assert ddp.forward_sync_buffers
+    assert not ddp.gradient_as_bucket_view
+
+
+def test_a_graph_may_be_called_static_after_construction(hvd: ModuleType) -> None:
+    ddp = DistributedDataParallel(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    ddp.module.forward = ddp.module[0].forward
+    ddp._set_static_graph()
+    with pytest.warns(UserWarning, match="no need to set it again"):
+        ddp._set_static_graph()
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp.module[1].weight.grad is None
+    late = DistributedDataParallel(nn.Linear(2, 2))
+    late(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(DataParallelError, match="after the first forward"):
+        late._set_static_graph()
+
+
+def test_parameters_are_ignored_by_name(hvd: ModuleType) -> None:
+    module = nn.Linear(2, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    ddp = DistributedDataParallel(module)
+    ddp(torch.full((1, 2), float(hvd.rank()))).sum().mul(hvd.rank()).backward()
+    assert module.bias.grad is not None
+    assert module.bias.grad.tolist() == [hvd.rank()] * 2
+    assert ddp.parameters_to_ignore == {"bias"}
+
+
+def test_arguments_that_are_not_there(hvd: ModuleType) -> None:
+    nothing: dict[str, Any] = {"mixed_precision": None, "device_mesh": None, "skip_all_reduce_unused_params": False}
+    DistributedDataParallel(nn.Linear(2, 2), **nothing, batched_grad_copy=True)
+    with pytest.raises(UsageError, match=r"bucket_cap_mb_list of torch's is not there, got \[1\]. Pass bucket_cap_mb,"):
+        DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb_list=[1])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'find_unused'"):
+        DistributedDataParallel(nn.Linear(2, 2), find_unused=True)

@@ -1,0 +1,304 @@
+"""Ranks with different numbers of inputs in a Join context of a DistributedDataParallel."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from support.training.problem import same_on_all_ranks
+from torch import Tensor, nn
+
+from hvlike.errors import JoinError
+from hvlike.nn import DistributedDataParallel, PowerSGDState, allreduce_hook, powerSGD_hook
+from hvlike.training.batch_norm.sync_batch_norm import convert_sync_batchnorm
+
+
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+def test_what_gradients_are_divided_by(hvd: ModuleType, divide_by_initial: bool) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.Linear(5, 5, bias=False)
+    ddp = DistributedDataParallel(module)
+    with ddp.join(divide_by_initial_world_size=divide_by_initial):
+        for step in range(3 if rank == 0 and size > 1 else 5):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 5) * 50).sum().backward()
+            expected = 50.0
+            if divide_by_initial and step >= 3 and size > 1:
+                expected = 50 * (size - 1) / size
+            torch.testing.assert_close(module.weight.grad, torch.full((5, 5), expected))
+    # Outside of it all ranks count again.
+    ddp.zero_grad()
+    ddp(torch.full((1, 5), float(rank))).sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((5, 5), (size - 1) / 2))
+
+
+def test_the_model_is_that_of_all_steps_in_one_process(hvd: ModuleType) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(0)
+    module, alone = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    alone.load_state_dict(module.state_dict())
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.03 * size)
+    with ddp.join():
+        for _ in range(2 * (rank + 1)):
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 1) * 2).sum().backward()
+            optimizer.step()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.03)
+    for _ in range(sum(2 * (each + 1) for each in range(size))):
+        optimizer.zero_grad()
+        alone(torch.ones(1, 1) * 2).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(module.weight, alone.weight, rtol=1e-5, atol=1e-5)
+    assert same_on_all_ranks(module.parameters())
+
+
+class BatchNormNet(nn.Module):
+    """Layers with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class ConvStack(nn.Module):
+    """Convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(1, 10, 3), nn.ReLU(), nn.Conv1d(10, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x[:, None])
+
+
+class Large(nn.Module):
+    """One large layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1000, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.repeat(1, 250))
+
+
+class Unused(nn.Module):
+    """A layer that some ranks use and others do not."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 10)
+        self.second = nn.Linear(10, 10)
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if self.uses else x
+
+
+def wrap(hvd: ModuleType, kind: str, early: int) -> DistributedDataParallel:
+    """A module of this kind; `early` ranks have few inputs."""
+    torch.manual_seed(0)
+    options = {"bucket_cap_mb": 1.0}
+    if kind.startswith("unused"):
+        late = hvd.rank() >= early
+        module = Unused(uses=late if kind == "unused early" else not late)
+        return DistributedDataParallel(module, find_unused_parameters=True, **options)
+    if kind == "PowerSGD":
+        ddp = DistributedDataParallel(nn.Linear(4, 40), **options)
+        state = PowerSGDState(matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        ddp.register_comm_hook(state, powerSGD_hook)
+        return ddp
+    if kind in ("allreduce", "hook"):
+        ddp = DistributedDataParallel(nn.Linear(4, 40), **options)
+        own = allreduce_hook if kind == "allreduce" else lambda state, bucket: allreduce_hook(state, bucket)
+        ddp.register_comm_hook(None, own)
+        return ddp
+    return DistributedDataParallel({"batch norm": BatchNormNet, "conv": ConvStack, "large": Large}[kind](), **options)
+
+
+KINDS = ["batch norm", "conv", "large", "unused late", "unused early", "allreduce", "PowerSGD", "hook"]
+
+
+def input_counts(size: int, few: int, more: int, early: int) -> list[int]:
+    """How many inputs each rank has: the first ones few, a second one of those a little more, the others many more."""
+    return [few + (rank % 2) * (more // 2) if rank < early else few + more for rank in range(size)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_end_alike(hvd: ModuleType, kind: str) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    cases = itertools.product((0, 3), (2, 3), (1, 2), (1, 2))
+    # A part of the cases for each kind, all of them for one.
+    for few, more, early, interval in [*cases][KINDS.index(kind) % 3 :: 1 if kind == "conv" else 5]:
+        counts = input_counts(size, few, more, min(early, size - 1))
+        ddp = wrap(hvd, kind, min(early, size - 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        steps = 0
+        with ddp.join():
+            for step in range(counts[rank]):
+                local = step % interval != interval - 1
+                with ddp.no_sync() if local else contextlib.nullcontext():
+                    ddp(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                if not local:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                steps += 1
+        assert steps == counts[rank]
+        tensors = [*ddp.parameters(), *ddp.buffers()]
+        assert same_on_all_ranks(tensors), (few, more, early, interval)
+        # It goes on after the context.
+        ddp.zero_grad()
+        ddp(torch.ones(4, 4)).sum().backward()
+        assert same_on_all_ranks(each.grad for each in ddp.parameters() if each.grad is not None)
+
+
+def train(ddp: DistributedDataParallel, inputs: int, steps: list[int], **options: bool) -> None:
+    """Use so many inputs in a context; `steps` gets those that were used."""
+    with ddp.join(**options):
+        for step in range(inputs):
+            ddp(torch.randn(4, 4)).sum().backward()
+            steps.append(step)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_throw_together(hvd: ModuleType, kind: str) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for few, more in ((0, 2), (3, 2)):
+        early = 1
+        ddp = wrap(hvd, kind, early)
+        text = f"^Rank {rank} exhausted all inputs.$"
+        if rank >= early:
+            text = "^Detected at least one rank that exhausted inputs. Throwing across all ranks.$"
+        count = input_counts(size, few, more, early)[rank]
+        with pytest.raises(RuntimeError, match=text):
+            train(ddp, count, steps := [], throw_on_early_termination=True)
+        assert len(steps) == few
+        ddp(torch.ones(4, 4)).sum().backward()
+
+
+class Talking(nn.Module):
+    """Talks to the other ranks in forward."""
+
+    def __init__(self, allreduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.allreduce = allreduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.allreduce(torch.ones(1)))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["SyncBatchNorm", "talking"])
+def test_modules_that_talk_stop_with_the_first(hvd: ModuleType, kind: str) -> None:
+    if kind == "talking":
+        module: nn.Module = Talking(hvd.allreduce)
+    else:
+        module = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    ddp = DistributedDataParallel(module)
+    text = "Detected at least one" if hvd.rank() == 0 else f"Rank {hvd.rank()} exhausted all inputs"
+    with pytest.raises(RuntimeError, match=text):
+        train(ddp, 10 if hvd.rank() == 0 else 5, steps := [], throw_on_early_termination=True)
+    assert len(steps) == 5
+    assert same_on_all_ranks(ddp.parameters())
+
+
+def test_disabled(hvd: ModuleType) -> None:
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    with ddp.join(enable=False):
+        for _ in range(5):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), float(hvd.rank()))).sum().backward()
+            torch.testing.assert_close(ddp.module.weight.grad, torch.full((1, 1), (hvd.size() - 1) / 2))
+    assert not ddp._join_config.enable
+    assert same_on_all_ranks(ddp.parameters())
+
+
+class Raises(nn.Module):
+    """Fails in the second call on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fails = fails
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails and self.calls == 2:
+            raise ValueError("Intentional error")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_exception_comes_out_unchanged(hvd: ModuleType, everywhere: bool) -> None:
+    ddp = DistributedDataParallel(Raises(everywhere or hvd.rank() == 0))
+    with pytest.raises((ValueError, JoinError), match="Intentional error") as info:
+        train(ddp, 3, [])
+    if everywhere:
+        # Who comes late hears of it before it is its turn to fail.
+        kinds = {each.__name__ for each in hvd.allgather_object(info.type)}
+        assert "ValueError" in kinds
+    elif hvd.rank() == 0:
+        assert str(info.value) == "Intentional error"
+    else:
+        assert "Rank 0 has left the Join context of DistributedDataParallel by ValueError" in str(info.value)
+    # The next one works, as does training without.
+    ddp.zero_grad()
+    with ddp.join():
+        for _ in range(1 + hvd.rank()):
+            ddp(torch.ones(2, 4)).sum().backward()
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert same_on_all_ranks(ddp.parameters())
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_buffers_that_are_the_ranks_own(hvd: ModuleType, sync: bool) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.Linear(2, 2)
+    module.register_buffer("own", torch.zeros(3))
+    ddp = DistributedDataParallel(module, forward_sync_buffers=sync)
+    module.own.fill_(rank)
+    with ddp.join():
+        for _ in range(1 + rank):
+            ddp(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(module.own, torch.full((3,), float(size - 1 if sync else rank)))
+
+
+def test_buffers_come_from_the_highest_that_is_there(hvd: ModuleType) -> None:
+    """The last rank ends first: then the one before it has them."""
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.Linear(2, 2)
+    module.register_buffer("mark", torch.zeros(()))
+    ddp = DistributedDataParallel(module)
+    with ddp.join():
+        for _ in range(2 if rank == size - 1 and size > 1 else 4):
+            module.mark.fill_(rank)
+            there = size - 1 if _ < 2 or size == 1 else size - 2
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert module.mark == there
+    assert module.mark == (size - 2 if size > 1 else 0)
+
+
+def test_horovods_join(hvd: ModuleType) -> None:
+    """hvd.join() stands in for gradients and buffers too; buffers are then those of the highest rank that is there."""
+    rank, size = hvd.rank(), hvd.size()
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(module)
+    for step in range(2 + rank):
+        ddp.zero_grad()
+        ddp(torch.full((2, 4), 1.0 + step)).sum().backward()
+        active = size if step < 2 else size - 1 - (step - 2)
+        torch.testing.assert_close(module[1].bias.grad, torch.full((4,), 2.0 * active / size))
+    hvd.join()
+    ddp.zero_grad()
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert same_on_all_ranks(each.grad for each in module.parameters() if each.grad is not None)

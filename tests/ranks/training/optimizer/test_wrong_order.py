@@ -1,0 +1,189 @@
+"""Calls in the wrong order are refused with a text that names cause and fix, and all ranks can go on."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
+from torch import nn
+
+from hvlike.errors import UsageError
+from hvlike.training.optimizer.distributed import DistributedOptimizer
+
+
+def make(passes: int = 1) -> tuple[nn.Module, DistributedOptimizer]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
+    )
+
+
+def backward(hvd: ModuleType, model: nn.Module, step: int = 0) -> None:
+    loss_of(model, share(hvd, whole_batch(step))).backward()
+
+
+def check_that_training_goes_on(hvd: ModuleType, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One right step from here equals one right step of a plain optimizer with the whole batch."""
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(plain, whole_batch(5)).backward()
+    plain_optimizer.step()
+    optimizer.zero_grad()
+    backward(hvd, model, 5)
+    optimizer.step()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_zero_grad_between_backward_and_step(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    with pytest.raises(UsageError, match=r"zero_grad\(\) was called after loss.backward\(\) but before optimizer.step"):
+        optimizer.zero_grad()
+    optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_gradients_can_be_dropped_as_the_text_says(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_model_zero_grad_between_backward_and_step_names_the_parameters(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    for _ in range(2):
+        backward(hvd, model)
+        model.zero_grad()
+        with pytest.raises(UsageError, match=r"'0.weight', '0.bias'.* were set to None.*before loss.backward\(\)"):
+            optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_one_rank_alone_may_do_it_wrong(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    check_that_training_goes_on(hvd, model, optimizer)
+    optimizer.zero_grad()
+    backward(hvd, model)
+    if hvd.rank() == 0:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model.zero_grad()
+        with pytest.raises(UsageError, match="set to None"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    else:
+        optimizer.synchronize()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_replaced_gradients_are_named(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    weight = model.get_parameter("2.weight")
+    weight.grad = weight.grad * 0.5
+    with pytest.raises(UsageError, match=r"'2.weight' were replaced .* Call optimizer.synchronize\(\) before"):
+        optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+IN_PLACE: dict[str, Callable[[nn.Module], object]] = {
+    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "scaled": lambda model: [parameter.grad.mul_(2) for parameter in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_gradients_changed_in_place_before_they_are_reduced(hvd: ModuleType, change: str) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    IN_PLACE[change](model)
+    with pytest.raises(UsageError, match=r"'4.bias', .* changed in place on this rank .*hvlike.clip_grad_norm_"):
+        optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_gradients_may_be_changed_in_hooks_and_after_synchronize(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    backward(hvd, model)
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_more_backward_passes_than_declared(hvd: ModuleType) -> None:
+    model, optimizer = make(passes=2)
+    backward(hvd, model)
+    backward(hvd, model)
+    with pytest.raises(UsageError, match="Gradients were computed more than backward_passes_per_step times before"):
+        backward(hvd, model)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_step_under_skip_synchronize_without_synchronize(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    with pytest.raises(UsageError, match=r"have not been reduced. Call optimizer.synchronize\(\) before"):
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_step_and_synchronize_inside_no_sync(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    with optimizer.no_sync():
+        backward(hvd, model)
+        with pytest.raises(UsageError, match=r"optimizer.step\(\) was called inside optimizer.no_sync\(\)"):
+            optimizer.step()
+        with pytest.raises(UsageError, match=r"optimizer.synchronize\(\) was called inside optimizer.no_sync\(\)"):
+            optimizer.synchronize()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+CHANGES: dict[str, Callable[[DistributedOptimizer], object]] = {
+    "no_sync": lambda optimizer: optimizer.no_sync().__enter__(),
+    "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+    "set_backward_passes_per_step": lambda optimizer: optimizer.set_backward_passes_per_step(3),
+}
+
+
+@pytest.mark.parametrize("call", CHANGES)
+def test_changes_between_backward_and_step(hvd: ModuleType, call: str) -> None:
+    model, optimizer = make()
+    backward(hvd, model)
+    with pytest.raises(UsageError, match=rf"optimizer.{call}\(\) was .* after loss.backward\(\) but before"):
+        CHANGES[call](optimizer)
+    optimizer.step()
+    check_that_training_goes_on(hvd, model, optimizer)
+
+
+def test_a_parameter_that_starts_to_require_a_gradient_between_two_backward_passes(hvd: ModuleType) -> None:
+    model, optimizer = make()
+    late = model.get_parameter("4.bias")
+    # Seen once, so that it has a hook.
+    check_that_training_goes_on(hvd, model, optimizer)
+    optimizer.zero_grad()
+    late.requires_grad_(False)
+    backward(hvd, model)
+    late.requires_grad_(True)
+    optimizer.step()
+    assert late.grad is None
+    check_that_training_goes_on(hvd, model, optimizer)

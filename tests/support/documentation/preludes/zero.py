@@ -1,0 +1,23 @@
+"""What docs/zero.md leaves to the reader."""
+
+import torch
+from support.documentation.things import Net, loss_of, make_loader
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvlike as hvd
+from hvlike.join import Join
+from hvlike.nn import DistributedDataParallel, allreduce_hook
+from hvlike.optim import ZeroRedundancyOptimizer, hook_with_zero_step
+
+blocks_before = globals().get("blocks_before", -1) + 1
+model = Net()
+if blocks_before:
+    # The first block wraps the plain model.
+    model = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+loader = make_loader(2 + hvd.rank())
+dataset = TensorDataset(torch.randn(8, 8))
+ranks_that_saved = hvd.size()
+epochs = 2
+# What the other rank has written is there.
+hvd.barrier()

@@ -1,0 +1,179 @@
+"""Several hosts on one machine, for tests: network namespaces joined by a switch, a launch agent in place of ssh.
+
+    namespace SWITCH    bridge br0    ports p0 p1 ...
+                                            |  |
+    namespace HOST0 (10.77.0.1)  eth0 ------+  |        own network, host name, System V memory and /dev/shm
+    namespace HOST1 (10.77.0.2)  eth0 ---------+
+
+mpirun runs on the first host and starts its daemon on the others through the agent. To MPI these are real hosts:
+MPI_Comm_split_type(SHARED) separates them and their traffic goes over TCP. Needs root and iproute2.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from support.job import IS_OPEN_MPI, LAUNCHER, Job, RunningJob, job_environment
+
+TOOLS = ("ip", "unshare", "mount", "hostname")
+NETWORK = "10.77.0.0/24"
+
+AGENT = """#!/bin/bash
+# Called as `agent [-x] ADDRESS COMMAND...`, as ssh would be: runs the command on the host of that address.
+[ "$1" = -x ] && shift
+case $1 in
+{cases}
+*) echo "no host has the address $1" >&2; exit 1 ;;
+esac
+shift
+exec {enter} "$host" "$*"
+"""
+
+ENTER = """#!/bin/bash
+# Called as `enter HOST COMMAND`: runs a shell command inside the namespaces of a host.
+exec ip netns exec "$1" unshare --uts --mount --ipc bash -c "hostname $1 && mount -t tmpfs tmpfs /dev/shm && $2"
+"""
+
+
+class Hosts:
+    """Hosts that can run jobs. Made by `hosts`."""
+
+    def __init__(self, names: Sequence[str], addresses: Sequence[str], folder: Path) -> None:
+        self.names = tuple(names)
+        self.addresses = tuple(addresses)
+        self._folder = folder
+        self._enter = _script(folder / "enter", ENTER)
+        cases = "\n".join(f"{each}) host={name} ;;" for name, each in zip(names, addresses, strict=True))
+        self._agent = _script(folder / "agent", AGENT.format(cases=cases, enter=self._enter))
+
+    def run(
+        self,
+        program: str | Path,
+        ranks_per_host: int | Sequence[int],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 100,
+        args: Sequence[str] = (),
+    ) -> Job:
+        """Run a Python program (path or text) to its end, with so many ranks on each host; ranks fill host by host."""
+        with self.start(program, ranks_per_host, env=env, args=args) as job:
+            return job.wait(timeout)
+
+    def start(
+        self,
+        program: str | Path,
+        ranks_per_host: int | Sequence[int],
+        *,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+    ) -> RunningJob:
+        """Start the same and return at once."""
+        ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
+        folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
+        if isinstance(program, str):
+            path = folder / "program.py"
+            path.write_text(program)
+        else:
+            path = program
+        launch = self._open_mpi(ranks, folder) if IS_OPEN_MPI else self._mpich(ranks)
+        command = shlex.join([*launch, sys.executable, str(path), *args])
+        settings = job_environment(
+            {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": NETWORK, **(env or {})}
+        )
+        return RunningJob([str(self._enter), self.names[0], command], settings, folder)
+
+    def _open_mpi(self, ranks: Sequence[int], folder: Path) -> list[str]:
+        hostfile = folder / "hosts"
+        lines = [f"{address} slots={slots}" for address, slots in zip(self.addresses, ranks, strict=True) if slots]
+        hostfile.write_text("\n".join(lines) + "\n")
+        agent = ["--prtemca", "plm_ssh_agent", str(self._agent), "--prtemca", "prte_if_include", NETWORK]
+        launch = [str(LAUNCHER), "--hostfile", str(hostfile), *agent, "--bind-to", "none", "--map-by", "slot"]
+        return [*launch, "-n", str(sum(ranks))]
+
+    def _mpich(self, ranks: Sequence[int]) -> list[str]:
+        places = ",".join(f"{address}:{slots}" for address, slots in zip(self.addresses, ranks, strict=True) if slots)
+        return [
+            *(str(LAUNCHER), "-launcher", "ssh", "-launcher-exec", str(self._agent)),
+            *("-iface", "eth0", "-hosts", places, "-n", str(sum(ranks))),
+        ]
+
+
+@contextlib.contextmanager
+def hosts(count: int = 2, *, shape: str | None = None) -> Iterator[Hosts]:
+    """Make `count` hosts and remove them at the end, with every process on them.
+
+    shape: what to give `tc qdisc add dev DEVICE root` for the link of each host, such as "netem delay 1ms" or
+        "tbf rate 1gbit burst 128kb latency 50ms".
+    Skips the test, with the reason, where the machine does not allow it.
+    """
+    reason = _missing()
+    if reason:
+        pytest.skip(reason)
+    token = uuid.uuid4().hex[:6]
+    switch = f"hvlike-{token}-switch"
+    names = [f"hvlike-{token}-{index}" for index in range(count)]
+    addresses = [f"10.77.0.{index + 1}" for index in range(count)]
+    folder = Path(tempfile.mkdtemp(prefix="hvlike-hosts-"))
+    try:
+        try:
+            _build(switch, names, addresses, shape)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine does not allow {shlex.join(error.cmd)}: {error.stderr.strip()}")
+        yield Hosts(names, addresses, folder)
+    finally:
+        for name in (*names, switch):
+            _remove(name)
+        shutil.rmtree(folder)
+
+
+def _missing() -> str | None:
+    """Why hosts cannot be made here, or None."""
+    if os.geteuid() != 0:
+        return "several hosts on one machine need root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"several hosts on one machine need {', '.join(missing)} (iproute2, util-linux)"
+    return None
+
+
+def _build(switch: str, names: Sequence[str], addresses: Sequence[str], shape: str | None) -> None:
+    _call(f"ip netns add {switch}")
+    _call(f"ip -n {switch} link add br0 type bridge")
+    _call(f"ip -n {switch} link set br0 up")
+    for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+        _call(f"ip netns add {name}")
+        _call(f"ip -n {switch} link add p{index} type veth peer name eth0 netns {name}")
+        _call(f"ip -n {switch} link set p{index} master br0 up")
+        _call(f"ip -n {name} address add {address}/24 dev eth0")
+        _call(f"ip -n {name} link set eth0 up")
+        _call(f"ip -n {name} link set lo up")
+        if shape:
+            _call(f"ip netns exec {name} tc qdisc add dev eth0 root {shape}")
+
+
+def _remove(name: str) -> None:
+    """Kill what still runs in a namespace and remove it; a namespace that was never made is no error."""
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in pids.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _call(command: str) -> None:
+    subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
+
+
+def _script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

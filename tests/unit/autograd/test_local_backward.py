@@ -1,0 +1,304 @@
+"""The local part of a backward: what it emits when, what it runs in one go, what it frees, what an error leaves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.autograd.local_functions import refuse
+from support.autograd.local_world import LocalWorld, OneProcess
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from hvlike.autograd.context import Recv
+from hvlike.autograd.engine import SegmentRecord
+from hvlike.autograd.local_backward import LocalBackward
+from hvlike.autograd.local_graph import LocalGraph
+
+F64 = torch.float64
+
+
+def leaf_of(value: float, dtype: torch.dtype = F64) -> Tensor:
+    return torch.full((2,), value, dtype=dtype, requires_grad=True)
+
+
+def kinds(local: LocalBackward) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(segment.kind, segment.sends, segment.recvs) for segment in local.segments]
+
+
+def edge_and_one(root: Tensor) -> Any:
+    return get_gradient_edge(root), torch.ones_like(root)
+
+
+class Alone:
+    """One worker's backward, with what it has emitted."""
+
+    def __init__(self, world: LocalWorld, roots: Sequence[Tensor], rank: int = 0, **options: Any) -> None:
+        self.emitted: list[tuple[int, list[Any] | None]] = []
+        worker = world.workers[rank]
+        self.local = LocalBackward(worker.sends, worker.recvs, worker.gradients, self._emit, **options)
+        self.local.engage([edge_and_one(root) for root in roots])
+
+    def is_done(self) -> bool:
+        return self.local.finished
+
+    def _emit(self, recv: Recv, gradients: list[Tensor | None] | None) -> None:
+        plain: list[Any] | None = gradients and [
+            None if gradient is None else gradient.tolist() for gradient in gradients
+        ]
+        self.emitted.append((recv.message, plain))
+
+
+def test_where_nothing_was_sent_all_runs_in_one_segment() -> None:
+    world = LocalWorld()
+    ours = world.carry_one(leaf_of(1.0), 1, 0)
+    here = Alone(world, [(ours * leaf_of(3.0)).sum()])
+    assert not here.emitted
+    here.local.step()
+    assert here.emitted == [(1, [[3.0, 3.0]])]
+    assert here.is_done()
+    assert kinds(here.local) == [("final", (), (1,))]
+    here.local.step()
+    assert len(here.local.segments) == 1
+
+
+def test_a_recv_that_is_not_reached_is_emitted_at_once() -> None:
+    world = LocalWorld()
+    world.carry_one(leaf_of(1.0), 1, 0)
+    assert Alone(world, [leaf_of(1.0).sum()]).emitted == [(1, None)]
+
+
+def test_a_recv_that_is_reached_by_what_gets_no_gradient_gives_nones() -> None:
+    world = LocalWorld()
+    ours = world.carry([leaf_of(1.0), leaf_of(2.0)], 1, 0)
+    world.carry_one(ours[0] * 2, 0, 1)
+    here = Alone(world, [leaf_of(1.0).sum()])
+    assert not here.emitted
+    here.local.step()
+    assert not here.is_done()
+    here.local.resolve(2, None)
+    here.local.step()
+    assert here.is_done()
+    assert here.emitted == [(1, [None, None])]
+
+
+def test_tensors_of_one_message_have_their_gradients_in_order() -> None:
+    world = LocalWorld()
+    ours = world.carry([leaf_of(1.0), leaf_of(2.0), leaf_of(3.0)], 1, 0)
+    here = Alone(world, [(ours[2] * 5 + ours[0]).sum()])
+    here.local.step()
+    assert here.emitted == [(1, [[1.0, 1.0], None, [5.0, 5.0]])]
+
+
+def test_what_can_run_does_not_wait_for_what_cannot() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    sent = leaf * 3
+    world.carry_one(sent, 0, 1)
+    back = world.carry_one(leaf_of(1.0), 1, 0)
+    here = Alone(world, [back.sum()])
+    here.local.step()
+    assert here.emitted == [(2, [[1.0, 1.0]])]
+    assert not here.is_done()
+    here.local.resolve(1, [torch.tensor([4.0, 5.0], dtype=F64)])
+    here.local.step()
+    assert here.is_done()
+    assert world.workers[0].gradients[leaf].tolist() == [12.0, 15.0]
+    assert kinds(here.local) == [("plain", (), (2,)), ("final", (1,), ())]
+
+
+def test_answers_that_are_unknown_or_come_again_are_ignored() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    world.carry_one(leaf, 0, 1)
+    here = Alone(world, [leaf.sum()])
+    for _ in range(2):
+        here.local.resolve(99, [torch.ones(2)])
+        here.local.resolve(1, [torch.ones(2, dtype=F64)])
+        here.local.step()
+    assert world.workers[0].gradients[leaf].tolist() == [2.0, 2.0]
+
+
+def test_it_waits_only_for_the_sends_it_was_told_of() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    world.carry_one(leaf * 2, 0, 1)
+    world.carry_one(leaf * 3, 0, 1)
+    here = Alone(world, [leaf.sum()], waits_for=[2])
+    here.local.resolve(1, [torch.ones(2, dtype=F64)])
+    here.local.step()
+    assert not here.is_done()
+    here.local.resolve(2, [torch.ones(2, dtype=F64)])
+    here.local.step()
+    assert here.is_done()
+    assert world.workers[0].gradients[leaf].tolist() == [4.0, 4.0]
+
+
+def test_a_graph_that_was_looked_through_before_serves() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    first, second = world.carry_one(leaf_of(1.0), 1, 0), world.carry_one(leaf_of(1.0), 1, 0)
+    world.carry_one(first * leaf, 0, 1)
+    root = second.sum()
+    worker = world.workers[0]
+    graph = LocalGraph(worker.recvs)
+    assert [recv.message for recv in graph.reach([edge_and_one(root)[0].node])] == [2]
+    assert [recv.message for recv in graph.reach([edge.node for edge in worker.sends[3].edges])] == [1]
+    here = Alone(world, [root], graph=graph)
+    here.local.step()
+    here.local.resolve(3, [torch.ones(2, dtype=F64)])
+    here.local.step()
+    assert here.emitted == [(2, [[1.0, 1.0]]), (1, [[2.0, 2.0]])]
+    assert worker.gradients[leaf].tolist() == [1.0, 1.0]
+
+
+def test_several_roots_some_of_them_below_others() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    part = (leaf * world.carry_one(leaf_of(3.0), 1, 0)).sum()
+    whole = part * part
+    world.backward([whole, part, part])
+    assert world.workers[0].gradients[leaf].tolist() == [(2 * 12 + 2) * 3.0] * 2
+
+
+def test_each_leaf_has_gradients_of_its_own_dtype() -> None:
+    world = LocalWorld()
+    single, double = leaf_of(2.0, torch.float32), leaf_of(3.0)
+    back = world.carry_one(world.carry_one(single * double, 0, 1) * single.detach(), 1, 0)
+    world.backward([back.sum()])
+    gradients = world.workers[0].gradients
+    assert gradients[single].dtype is torch.float32
+    assert gradients[double].dtype is F64
+    assert (gradients[single].tolist(), gradients[double].tolist()) == ([6.0] * 2, [4.0] * 2)
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    world = LocalWorld()
+    table = torch.ones(5, 2, dtype=F64, requires_grad=True)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 3, 1]), table, sparse=True)
+    again = torch.nn.functional.embedding(torch.tensor([0]), table, sparse=True)
+    back = world.carry_one(world.carry_one(rows, 0, 1) * 2, 1, 0)
+    root = back.sum() + again.sum()
+    for times in (1, 2):
+        world.backward([root], retain_graph=True)
+        gradient = world.workers[0].gradients[table]
+        assert gradient.is_sparse
+        assert gradient.to_dense()[:, 0].tolist() == [1.0 * times, 4.0 * times, 0.0, 2.0 * times, 0.0]
+
+
+class Box:
+    """Holds a tensor that autograd saves; gone when autograd has let go of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_saved_tensors_are_freed_unless_the_graph_is_retained(retain_graph: bool) -> None:
+    world, boxes = LocalWorld(), list[Any]()
+
+    def pack(tensor: Tensor) -> Box:
+        box = Box(tensor.detach())
+        boxes.append(weakref.ref(box))
+        return box
+
+    with saved_tensors_hooks(pack, lambda box: box.tensor):
+        start = leaf_of(1.0).exp()
+        back = world.carry_one(world.carry_one(start, 0, 1).sin(), 1, 0)
+        root = (back * start).sum()
+    world.backward([root], retain_graph=retain_graph)
+    assert len(boxes) == 4
+    assert all((box() is not None) == retain_graph for box in boxes)
+
+
+def test_nothing_is_kept_of_the_graph() -> None:
+    world = LocalWorld()
+    sent = leaf_of(1.0) * 2
+    back = world.carry_one(world.carry_one(sent, 0, 1) * 3, 1, 0)
+    root = back.sum()
+    world.backward([root])
+    nodes = [weakref.ref(value) for value in (sent, back, root)]
+    passes, world.passes = world.passes, []
+    del world, sent, back, root
+    assert [node() for node in nodes] == [None] * 3
+    assert [len(local.segments) for local in passes] == [2, 1]
+
+
+def test_a_second_backward_over_freed_tensors_raises_and_leaves_the_object_dead() -> None:
+    world = LocalWorld()
+    root = (leaf_of(1.0).exp() * 2).sum()
+    world.backward([root])
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        world.backward([root])
+
+
+def test_an_error_of_user_code_leaves_nothing_behind() -> None:
+    """The graph has a boundary and the recv is below what fails, so the error comes in the middle of everything."""
+    world, leaf, far = LocalWorld(), leaf_of(2.0), leaf_of(3.0)
+    failing = [True]
+
+    def fail(gradient: Tensor) -> None:
+        if failing[0]:
+            raise ArithmeticError("not now")
+
+    here, own = world.carry_one(far * 1, 1, 0), leaf * 1
+    back = world.carry_one(world.carry_one(own, 0, 1) * 2, 1, 0)
+    product = here * own
+    below: Any = here
+    below.register_hook(fail)
+    root = product.sum() + back.sum()
+    for _ in range(5):
+        for each in world.workers:
+            each.gradients.clear()
+        with pytest.raises(ArithmeticError, match="not now"):
+            world.backward([root], retain_graph=True)
+        assert not any(local.finished for local in world.passes[:1])
+        assert all(recv.run is None for each in world.workers for recv in each.recvs.values())
+        node: Any = product.grad_fn
+        probe = node.register_hook(lambda *_: None)
+        assert len(probe.hooks_dict_ref()) == 1
+        probe.remove()
+    failing[0] = False
+    for each in world.workers:
+        each.gradients.clear()
+    for times in (1, 2):
+        world.backward([root], retain_graph=True)
+        assert world.workers[0].gradients[leaf].tolist() == [5.0 * times] * 2
+        assert world.workers[1].gradients[far].tolist() == [2.0 * times] * 2
+
+
+def test_the_error_itself_arrives() -> None:
+    with pytest.raises(ArithmeticError, match="refused"):
+        LocalWorld().backward([refuse(leaf_of(1.0)).sum()])
+
+
+def test_grads_of_leaves_are_not_touched() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    leaf.grad = torch.tensor([7.0, 7.0], dtype=F64)
+    world.backward([(world.carry_one(world.carry_one(leaf, 0, 1), 1, 0) * leaf).sum()])
+    assert leaf.grad.tolist() == [7.0, 7.0]
+    assert world.workers[0].gradients[leaf].tolist() == [4.0, 4.0]
+
+
+def test_segments_tell_what_ran() -> None:
+    world, leaf = LocalWorld(), leaf_of(2.0)
+    back = world.carry_one(world.carry_one(leaf * 3, 0, 1), 1, 0)
+    world.backward([back.sum()])
+    first, second = world.passes[0].segments
+    assert (first.kind, first.nodes, first.leaves) == ("plain", 2, 0)
+    assert (second.kind, second.nodes, second.leaves) == ("final", 2, 1)
+    assert first.start <= first.end <= second.start <= second.end
+    assert isinstance(first, SegmentRecord)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+def test_a_chain_of_diamonds_takes_one_message_for_each_recv(depth: int) -> None:
+    world, alone = LocalWorld(3, depth), OneProcess(3)
+    results = []
+    for where in (world, alone):
+        leaf = leaf_of(1.1)
+        value = leaf * 1
+        for _ in range(depth):
+            left, right = where.carry_one(value, 0, 1).sin(), where.carry_one(value, 0, 2).cos()
+            value = where.carry_one(left, 1, 0) + where.carry_one(right, 2, 0)
+        where.backward([value.sum()])
+        results.append(leaf.grad if where is alone else where.workers[0].gradients[leaf])
+    torch.testing.assert_close(results[0], results[1])

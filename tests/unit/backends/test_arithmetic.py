@@ -1,0 +1,299 @@
+"""Laws of element arithmetic against a plain reference, over dtype x op x factors x number of contributions."""
+
+import functools
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
+from hvlike.errors import UsageError
+from hvlike.transport.memory.dtypes import dtype_name
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+ELEMENTWISE = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
+FACTORS = [(1.0, 1.0), (0.5, 1.0), (1.0, 2.5), (0.75, 0.5)]
+COUNTS = [1, 2, 3, 5]
+
+
+def divisor_of(op: ReduceOp, count: int) -> int:
+    return count if op is ReduceOp.AVERAGE else 1
+
+
+def combined(arithmetic: Arithmetic, contributions: list[torch.Tensor]) -> torch.Tensor:
+    own, *others = [tensor.clone() for tensor in contributions]
+    arithmetic.combine(arithmetic.view(own), [arithmetic.view(other) for other in others])
+    return own
+
+
+def integers(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    low = 0 if dtype is torch.uint8 else -7
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randint(low, 8, (50,), generator=generator).to(dtype) for _ in range(count)]
+
+
+def numbers(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return [torch.randn(50, generator=generator, dtype=wide).to(dtype) for _ in range(count)]
+
+
+@functools.cache
+def scalar_ops() -> dict[ReduceOp, object]:
+    return {ReduceOp.MIN: min, ReduceOp.MAX: max, ReduceOp.PRODUCT: lambda a, b: a * b}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=dtype_name)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_integers_truncate_toward_zero_at_each_scaling(dtype: torch.dtype, op: ReduceOp) -> None:
+    reduce = scalar_ops().get(op, lambda a, b: a + b)
+    bits = dtype.itemsize * 8
+    for (prescale, postscale), count in itertools.product(FACTORS, COUNTS):
+        if op is ReduceOp.PRODUCT and count > 2:
+            continue
+        contributions = integers(dtype, count)
+        divisor = divisor_of(op, count)
+        arithmetic = Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
+        result = combined(arithmetic, contributions).tolist()
+        for index, value in enumerate(result):
+            scaled = [math.trunc(each[index].item() * Fraction(prescale)) for each in contributions]
+            total = functools.reduce(reduce, scaled)
+            expected = math.trunc(total * Fraction(postscale) / divisor)
+            if -(1 << (bits - 1)) <= total < 1 << (bits - 1) and -(1 << (bits - 1)) <= expected < 1 << (bits - 1):
+                assert value == expected, (prescale, postscale, count, scaled)
+
+
+def wide_reference(
+    op: ReduceOp, contributions: list[torch.Tensor], prescale: float, postscale: float, divisor: int
+) -> torch.Tensor:
+    precise = torch.complex128 if contributions[0].is_complex() else torch.float64
+    wide = [tensor.to(precise) * prescale for tensor in contributions]
+    reduce = {ReduceOp.MIN: torch.minimum, ReduceOp.MAX: torch.maximum, ReduceOp.PRODUCT: torch.mul}.get(op, torch.add)
+    return functools.reduce(reduce, wide) * postscale / divisor
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=dtype_name)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_floats_follow_the_reference(dtype: torch.dtype, op: ReduceOp) -> None:
+    if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return
+    # 16-bit types are computed in float32 and rounded once: half a unit in the last place.
+    half = dtype.itemsize == 2
+    for (prescale, postscale), count in itertools.product(FACTORS, COUNTS):
+        contributions = numbers(dtype, count)
+        divisor = divisor_of(op, count)
+        arithmetic = Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)
+        result = combined(arithmetic, contributions)
+        reference = wide_reference(op, contributions, prescale, postscale, divisor)
+        precision = torch.finfo(dtype).eps
+        tolerance = precision * (0.51 if half else 2 * count)
+        torch.testing.assert_close(
+            result.to(reference.dtype), reference, rtol=tolerance, atol=tolerance * (1e-2 if half else 1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("op", "reduce"),
+    [
+        (ReduceOp.SUM, torch.logical_or),
+        (ReduceOp.MAX, torch.logical_or),
+        (ReduceOp.MIN, torch.logical_and),
+        (ReduceOp.PRODUCT, torch.logical_and),
+    ],
+)
+@pytest.mark.parametrize("count", COUNTS)
+def test_bool_is_or_and_and(op: ReduceOp, reduce: object, count: int) -> None:
+    contributions = [tensor > 0 for tensor in integers(torch.int64, count)]
+    expected = functools.reduce(reduce, contributions)
+    assert torch.equal(combined(Arithmetic(torch.bool, op), contributions), expected)
+
+
+def test_horovods_example_of_integer_prescale() -> None:
+    arithmetic = Arithmetic(torch.int32, ReduceOp.SUM, prescale=0.5)
+    values = torch.tensor([1, 2, 3], dtype=torch.int32)
+    assert combined(arithmetic, [values, values]).tolist() == [0, 2, 2]
+
+
+def test_integer_average_is_exact_beyond_double() -> None:
+    large = torch.tensor([2**53 + 1, -(2**53) - 1])
+    assert combined(Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=1), [large]).tolist() == large.tolist()
+    thrice = Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=3)
+    assert combined(thrice, [large, large, large]).tolist() == large.tolist()
+
+
+def test_integer_scaling_divides_after_it_multiplies() -> None:
+    values = torch.tensor([49, -49, 98])
+    arithmetic = Arithmetic(torch.int64, ReduceOp.AVERAGE, divisor=49, postscale=3.0)
+    assert combined(arithmetic, [values]).tolist() == [3, -3, 6]
+
+
+def test_divisor_wider_than_the_dtype() -> None:
+    values = torch.tensor([-128, 127], dtype=torch.int8)
+    assert combined(Arithmetic(torch.int8, ReduceOp.AVERAGE, divisor=128), [values]).tolist() == [-1, 0]
+
+
+def test_sixteen_bit_sums_do_not_stagnate_or_overflow() -> None:
+    ones = [torch.ones(4, dtype=torch.bfloat16)] * 300
+    assert combined(Arithmetic(torch.bfloat16, ReduceOp.SUM), ones).tolist() == [300.0] * 4
+    large = [torch.full((4,), 40000.0, dtype=torch.float16)] * 2
+    assert combined(Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=2), large).tolist() == [40000.0] * 4
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_name)
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+def test_nan_propagates_wherever_it_stands(dtype: torch.dtype, op: ReduceOp) -> None:
+    nan = math.nan
+    first = torch.tensor([nan, 1.0, 2.0], dtype=dtype)
+    second = torch.tensor([1.0, nan, 3.0], dtype=dtype)
+    for contributions in ([first, second], [second, first]):
+        assert combined(Arithmetic(dtype, op), contributions).isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=dtype_name)
+def test_scaling_an_infinite_complex_number_makes_no_nan(dtype: torch.dtype) -> None:
+    values = torch.tensor([complex(math.inf, 1.0)], dtype=dtype)
+    result = combined(Arithmetic(dtype, ReduceOp.AVERAGE, divisor=2), [values])
+    assert result.tolist() == [complex(math.inf, 0.5)]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *COMPLEX], ids=dtype_name)
+def test_overflow_is_silent(dtype: torch.dtype) -> None:
+    # Warnings are errors in this run.
+    if dtype.is_floating_point or dtype.is_complex:
+        values = torch.full((3,), torch.finfo(dtype).max, dtype=dtype)
+    else:
+        values = torch.full((3,), torch.iinfo(dtype).max, dtype=dtype)
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        combined(Arithmetic(dtype, op, prescale=2.0, postscale=3.0), [values, values])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=dtype_name)
+def test_long_pieces_are_worked_on_in_blocks(dtype: torch.dtype) -> None:
+    length = 2 * BLOCK_BYTES // dtype.itemsize + 3
+    arithmetic = Arithmetic(dtype, ReduceOp.AVERAGE, divisor=2, prescale=2.0)
+    first, second = torch.arange(length).remainder(64).to(dtype), torch.ones(length, dtype=dtype)
+    expected = ((first * 2 + second * 2).double() / 2).to(dtype)
+    output = torch.zeros(length, dtype=dtype)
+    pieces = [arithmetic.view(tensor) for tensor in (first, second, output)]
+    arithmetic.combine(pieces[0], pieces[1:2], pieces[1:])
+    for tensor in (first, second, output):
+        assert torch.equal(tensor, expected)
+
+
+def test_others_that_are_no_outputs_stay_as_they_are() -> None:
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.complex64):
+        other = torch.tensor([3, 4]).to(dtype)
+        arithmetic = Arithmetic(dtype, ReduceOp.SUM, prescale=0.5, postscale=4.0)
+        arithmetic.combine(arithmetic.view(torch.ones(2, dtype=dtype)), [arithmetic.view(other)])
+        assert torch.equal(other, torch.tensor([3, 4]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.complex64], ids=dtype_name)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.PRODUCT])
+def test_two_halves_make_the_whole(dtype: torch.dtype, op: ReduceOp) -> None:
+    contributions = [tensor.abs() if not dtype.is_complex else tensor for tensor in numbers(torch.complex64, 4)]
+    tensors = [(tensor if dtype.is_complex else tensor.real * 2).to(dtype).contiguous() for tensor in contributions]
+    arithmetic = Arithmetic(dtype, op, divisor=divisor_of(op, 4), prescale=2.0, postscale=0.5)
+    expected = combined(arithmetic, tensors)
+    first, second, third, fourth = [arithmetic.view(tensor) for tensor in tensors]
+    arithmetic.accumulate(first, [second])
+    arithmetic.accumulate(third, [fourth])
+    arithmetic.continuation.accumulate(first, [third])
+    arithmetic.finish(first, [fourth])
+    torch.testing.assert_close(tensors[0], expected)
+    assert torch.equal(tensors[3], tensors[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+@pytest.mark.parametrize("divisor", [1, 2, 3])
+def test_sixteen_bit_arithmetic_in_place_gives_the_same_bits(dtype: torch.dtype, op: ReduceOp, divisor: int) -> None:
+    arithmetic = Arithmetic(dtype, op, divisor=divisor)
+    for count in COUNTS:
+        contributions = numbers(dtype, count)
+        expected = contributions[0].clone()
+        own = arithmetic.view(expected)
+        accumulator = arithmetic.begin(own, arithmetic.accumulator(len(own)))
+        for other in contributions[1:]:
+            arithmetic.fold(accumulator, arithmetic.view(other))
+        arithmetic.end(accumulator, own)
+        assert torch.equal(combined(arithmetic, contributions), expected)
+
+
+@pytest.mark.parametrize("divisor", [4, 5, 1000])
+def test_partial_averages_of_float16_do_not_overflow(divisor: int) -> None:
+    arithmetic = Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=divisor, prescale=2.0, postscale=divisor / 4)
+    tensors = [torch.full((3,), 30000.0, dtype=torch.float16) for _ in range(4)]
+    first, second, third, fourth = map(arithmetic.view, tensors)
+    arithmetic.accumulate(first, [second])
+    arithmetic.accumulate(third, [fourth])
+    assert tensors[0].isfinite().all()
+    arithmetic.continuation.combine(first, [third])
+    assert tensors[0].tolist() == [60000.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("op", "post", "factor"),
+    [
+        (ReduceOp.AVERAGE, 1 / 4, 1 / 4),
+        (ReduceOp.AVERAGE, 1 / 3, 1 / 4),
+        (ReduceOp.SUM, -0.6, 0.5),
+        (ReduceOp.SUM, 1.0, 1.0),
+        (ReduceOp.SUM, 8.0, 1.0),
+        (ReduceOp.SUM, 0.0, 1.0),
+        (ReduceOp.PRODUCT, 0.25, 1.0),
+    ],
+)
+def test_table_of_early_factors(op: ReduceOp, post: float, factor: float) -> None:
+    assert early_factor(op, post) == factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=dtype_name)
+def test_folding_one_by_one_is_combining(dtype: torch.dtype) -> None:
+    contributions = integers(dtype, 3)
+    arithmetic = Arithmetic(dtype, ReduceOp.AVERAGE, divisor=3, prescale=2.0)
+    expected = combined(arithmetic, contributions)
+    own = arithmetic.view(contributions[0])
+    accumulator = arithmetic.begin(own, arithmetic.accumulator(80))
+    for other in contributions[1:]:
+        arithmetic.fold(accumulator, arithmetic.view(other))
+    arithmetic.end(accumulator, own)
+    assert torch.equal(contributions[0], expected)
+
+
+def test_tensors_of_inference_mode_work_in_and_out_of_it() -> None:
+    arithmetic = Arithmetic(torch.bfloat16, ReduceOp.SUM)
+    with torch.inference_mode():
+        inside = torch.ones(3, dtype=torch.bfloat16)
+        piece = arithmetic.view(inside)
+        arithmetic.combine(piece[:3], [piece[0:3]])
+    arithmetic.combine(piece, [arithmetic.view(torch.ones(3, dtype=torch.bfloat16))])
+    assert inside.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "factors", "message"),
+    [
+        (torch.bool, ReduceOp.AVERAGE, {}, "possible there: Sum, Min, Max, Product"),
+        (torch.bool, ReduceOp.SUM, {"prescale": 0.5}, "takes no factors, got prescale 0.5"),
+        (torch.complex64, ReduceOp.MAX, {}, "op Max is not defined on dtype complex64"),
+        (torch.float32, ReduceOp.ADASUM, {}, "Adasum is no element-wise reduction"),
+        (torch.int32, ReduceOp.SUM, {"postscale": math.inf}, "expected finite factors for int32"),
+        (torch.float32, ReduceOp.SUM, {"divisor": 0}, "expected a divisor of at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_refused(dtype: torch.dtype, op: ReduceOp, factors: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Arithmetic(dtype, op, **factors)
+
+
+def test_view_refuses_another_dtype() -> None:
+    with pytest.raises(UsageError, match="expected a tensor of float32, got float64"):
+        Arithmetic(torch.float32, ReduceOp.SUM).view(torch.zeros(2, dtype=torch.float64))

@@ -1,0 +1,69 @@
+"""Shards and messages: tables, and the laws they follow for any lengths."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvlike.backends.network.partition import message_elements, message_length, messages, shards
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "expected"),
+    [
+        ([5, 2, 5], 2, [[(0, 0, 5), (1, 0, 1)], [(1, 1, 2), (2, 0, 5)]]),
+        ([7], 3, [[(0, 0, 2)], [(0, 2, 4)], [(0, 4, 7)]]),
+        ([0, 3, 0], 1, [[(1, 0, 3)]]),
+        ([1], 3, [[], [], [(0, 0, 1)]]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_table_of_shards(lengths: list[int], count: int, expected: list[list[tuple[int, int, int]]]) -> None:
+    assert shards(lengths, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("runs", "elements", "expected"),
+    [
+        ([(1, 1, 2), (2, 0, 5)], 4, [[(1, 1, 2), (2, 0, 3)], [(2, 3, 5)]]),
+        ([(0, 0, 4)], 4, [[(0, 0, 4)]]),
+        ([(0, 0, 5)], 2, [[(0, 0, 2)], [(0, 2, 4)], [(0, 4, 5)]]),
+        ([], 4, []),
+    ],
+)
+def test_table_of_messages(
+    runs: list[tuple[int, int, int]], elements: int, expected: list[list[tuple[int, int, int]]]
+) -> None:
+    assert messages(runs, elements) == expected
+
+
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 20))
+def test_every_element_travels_once_in_order(lengths: list[int], count: int, elements: int) -> None:
+    runs = [run for shard in shards(lengths, count) for message in messages(shard, elements) for run in message]
+    visited = [(piece, index) for piece, start, stop in runs for index in range(start, stop)]
+    assert visited == [(piece, index) for piece, length in enumerate(lengths) for index in range(length)]
+    assert all(start < stop for _, start, stop in runs)
+
+
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 20))
+def test_shards_are_balanced_and_messages_full(lengths: list[int], count: int, elements: int) -> None:
+    cut = shards(lengths, count)
+    sizes = [message_length(shard) for shard in cut]
+    assert max(sizes) - min(sizes) <= 1
+    for shard in cut:
+        *full, last = [message_length(message) for message in messages(shard, elements)] or [1]
+        assert all(length == elements for length in full)
+        assert 0 < last <= elements
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "itemsize", "expected"),
+    [
+        (100 << 20, 2, 4, 1024 // 4),  # large: the largest message
+        (1600, 4, 4, 400 // 4),  # a quarter of the shard
+        (10, 2, 2, 64 // 2),  # tiny: the smallest
+    ],
+)
+def test_table_of_message_sizes(total: int, count: int, itemsize: int, expected: int) -> None:
+    assert message_elements(total, count, itemsize, largest=1024, smallest=64) == expected

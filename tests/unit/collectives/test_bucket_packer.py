@@ -1,0 +1,123 @@
+"""The tensors of a bucket are reduced where they are, whatever their layout, and small ones share one buffer."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import SoloBackend
+from hvlike.collectives.fusion.bucket_packer import BucketPacker, pick
+from hvlike.transport.loop.coroutine import Coroutine
+
+LARGE = 20_000
+"""Elements of a float32 tensor that is not packed."""
+
+
+class RecordingPlane(SoloBackend):
+    """Notes what it is asked to reduce."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        self.seen = list(tensors)
+        yield from super().allreduce(tensors, arithmetic)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [tensor.numel() for tensor in self.seen]
+
+
+def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> RecordingPlane:
+    plane = RecordingPlane()
+    for _ in packer.allreduce(plane, tensors):
+        pass
+    return plane
+
+
+def doubling(dtype: torch.dtype = torch.float32) -> Arithmetic:
+    return Arithmetic(dtype, ReduceOp.SUM, postscale=2.0)
+
+
+def values(shape: Sequence[int]) -> torch.Tensor:
+    torch.manual_seed(sum(shape))
+    return torch.randn(*shape)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda tensor: tensor.contiguous(),
+    "columns": lambda tensor: tensor.t().contiguous().t(),
+    "every other": lambda tensor: torch.stack([tensor, tensor], 2)[:, :, 0],
+}
+
+
+@pytest.mark.parametrize("strides", [None, (1, 3)], ids=["row by row", "transposed"])
+@pytest.mark.parametrize("shape", [(3, 4), (3, LARGE)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_reduced_in_the_agreed_order(
+    layout: str, shape: tuple[int, int], strides: tuple[int, int] | None
+) -> None:
+    packer = BucketPacker([strides, None], doubling())
+    for _ in range(2):
+        tensor, scalar = LAYOUTS[layout](values(shape)), torch.tensor(1.5)
+        before = tensor.stride()
+        plane = reduce(packer, [tensor, scalar])
+        assert torch.equal(tensor, 2 * values(shape))
+        assert scalar.item() == 3.0
+        assert tensor.stride() == before
+        sent = torch.cat([each.view(-1) for each in plane.seen])
+        agreed = 2 * (values(shape) if strides is None else values(shape).t())
+        assert torch.equal(sent[:-1], agreed.reshape(-1))
+
+
+def test_large_ones_stay_in_their_memory_and_empty_ones_are_left_out() -> None:
+    packer = BucketPacker([None] * 4, doubling())
+    tensors = [torch.ones(5), torch.ones(0, 3), torch.ones(2, LARGE), torch.ones(2, 2)]
+    plane = reduce(packer, tensors)
+    assert plane.lengths == [9, 2 * LARGE]
+    assert plane.seen[1].data_ptr() == tensors[2].data_ptr()
+
+
+def test_the_buffer_stays_and_follows_changed_shapes() -> None:
+    packer = BucketPacker([None, (1, 2)], doubling())
+    first = reduce(packer, [torch.ones(5), torch.ones(2, 2)]).seen[0]
+    assert reduce(packer, [torch.ones(5), torch.ones(2, 2)]).seen[0].data_ptr() == first.data_ptr()
+    changed = [torch.ones(1), torch.ones(4, 6)]
+    assert reduce(packer, changed).lengths == [25]
+    assert all(torch.equal(tensor, torch.full_like(tensor, 2.0)) for tensor in changed)
+
+
+def test_a_buffer_of_another_dtype_casts() -> None:
+    packer = BucketPacker([None] * 3, doubling(torch.bfloat16))
+    tensors = [values((7,)), values((3, 3)), values((2, LARGE))]
+    plane = reduce(packer, tensors)
+    assert {tensor.dtype for tensor in plane.seen} == {torch.bfloat16}
+    for tensor, shape in zip(tensors, ((7,), (3, 3), (2, LARGE)), strict=True):
+        assert torch.equal(tensor, 2 * values(shape).bfloat16().float())
+
+
+def test_tensors_that_require_gradients_or_come_from_inference_mode_are_written_and_their_change_is_noted() -> None:
+    with torch.inference_mode():
+        inferred = [torch.ones(3), torch.ones(LARGE)]
+    grown = [torch.ones(length, requires_grad=True) * 1 for length in (3, LARGE)]
+    packer = BucketPacker([None] * 4, doubling())
+    before = grown[0]._version
+    reduce(packer, [*inferred, *grown])
+    assert all(torch.equal(tensor, torch.full_like(tensor, 2.0)) for tensor in (*inferred, *grown))
+    assert grown[0]._version > before
+
+
+def test_lazy_conjugates_and_negatives_are_resolved() -> None:
+    numbers = torch.tensor([1 + 2j, 3j])
+    for lazy in (numbers.conj(), numbers.conj().imag):
+        expected = 2 * lazy.resolve_conj().resolve_neg()
+        packer = BucketPacker([None, None], doubling(lazy.dtype))
+        reduce(packer, [lazy, torch.ones(2, dtype=lazy.dtype)])
+        assert torch.equal(lazy, expected)
+
+
+@pytest.mark.parametrize(("indices", "expected"), [([], ()), ([1], ("b",)), ([2, 0], ("c", "a"))])
+def test_picking(indices: list[int], expected: tuple[str, ...]) -> None:
+    assert pick(indices)("abc") == expected

@@ -1,0 +1,103 @@
+"""The tensor_queue of a rank: everything is numbered in one order, a name is in flight once, and threads are told
+apart."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hvlike.collectives.controller.tensor_queue import MANY_THREADS, TensorQueue
+from hvlike.collectives.requests.request import Request, RequestSpec, find_call_site
+from hvlike.errors import DuplicateNameError, ShutdownError
+
+
+def request(name: str) -> Request:
+    return Request(name, RequestSpec("allreduce"), [torch.ones(1)], lambda request: None)
+
+
+@contextmanager
+def asking(tensor_queue: TensorQueue) -> Iterator[threading.Thread]:
+    """A thread that has asked for something, and lives."""
+    asked, end = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        tensor_queue.notice(("allreduce", "x"), find_call_site())
+        asked.set()
+        end.wait(20)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(20)
+    try:
+        yield thread
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_requests_are_numbered_in_their_order() -> None:
+    tensor_queue, told = TensorQueue(3), []
+    tensor_queue.on_entry = told.append
+    tensor_queue.enter(request("a"), counted=False)
+    tensor_queue.enter(request("b"), counted=True)
+    tensor_queue.enter(request("c"), counted=False)
+    assert tensor_queue.entered == 2
+    assert told == [1, 2]
+    assert tensor_queue.last is not None
+    assert tensor_queue.last[0] == ("allreduce", "c")
+
+
+def test_a_name_is_in_flight_once_and_its_second_use_takes_no_number() -> None:
+    tensor_queue = TensorQueue(3)
+    first = request("a")
+    tensor_queue.enter(first, counted=False)
+    assert not tensor_queue.may_begin(first.key)
+    with pytest.raises(DuplicateNameError, match="'a' on rank 3"):
+        tensor_queue.enter(request("a"), counted=False)
+    assert tensor_queue.entered == 1
+    assert tensor_queue.leave(first.key) is first
+    assert tensor_queue.leave(first.key) is None
+    assert tensor_queue.may_begin(first.key)
+
+
+def test_a_new_epoch_is_past_every_number() -> None:
+    tensor_queue = TensorQueue(0)
+    for name in "abc":
+        tensor_queue.enter(request(name), counted=False)
+    tensor_queue.begin_epoch()
+    first = tensor_queue.entered
+    tensor_queue.begin_epoch()
+    assert 3 < first < tensor_queue.entered
+
+
+def test_nothing_is_accepted_after_the_end() -> None:
+    tensor_queue, waiting = TensorQueue(0), request("a")
+    tensor_queue.enter(waiting, counted=False)
+    assert tensor_queue.close(ShutdownError("over")) == [waiting]
+    assert not tensor_queue.may_begin(("allreduce", "b"))
+    with pytest.raises(ShutdownError, match="over"):
+        tensor_queue.enter(request("b"), counted=False)
+    assert tensor_queue.close(ShutdownError("over")) == []
+
+
+def test_threads_that_have_ended_ask_for_nothing_more() -> None:
+    tensor_queue = TensorQueue(0)
+    tensor_queue.notice(("allreduce", "x"), find_call_site())
+    assert tensor_queue.has_one_thread()
+    with asking(tensor_queue):
+        assert not tensor_queue.has_one_thread()
+    assert tensor_queue.has_one_thread()
+
+
+def test_a_thread_with_the_number_of_one_that_has_ended_is_another() -> None:
+    tensor_queue = TensorQueue(0)
+    tensor_queue.notice(("allreduce", "x"), find_call_site())
+    numbers = set()
+    for count in range(1, MANY_THREADS + 3):
+        with asking(tensor_queue) as thread:
+            numbers.add(thread.ident)
+            assert not tensor_queue.has_one_thread(), f"thread {count} with number {thread.ident} is not known"
+    if len(numbers) == count:
+        pytest.skip("this system gives every thread a number of its own")

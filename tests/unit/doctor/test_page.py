@@ -1,0 +1,35 @@
+"""docs/troubleshooting.md has every rung, and shows screens that the doctor of today would print."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvlike.doctor import runner
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md").read_text()
+SCREENS = dict(re.findall(r"<!-- screen: (.+?) -->\n```text\n(.*?)```", PAGE, flags=re.DOTALL))
+FAILED = {
+    "healthy": set[str](),
+    "wrong mpirun": {"mpirun", "two ranks"},
+    "tiny /dev/shm": {"launcher", "shared memory"},
+    "srun singletons": {"launcher"},
+}
+
+
+def test_every_rung_is_explained_in_its_order() -> None:
+    table = PAGE.partition("| rung |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(runner.CHECKS)
+
+
+def test_the_screens_are_those_of_the_issue() -> None:
+    assert set(SCREENS) == set(FAILED)
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_a_screen_has_every_rung_and_fails_where_it_should(name: str) -> None:
+    rungs = re.findall(r"^ *(ok|warn|FAIL|skip)  (.{14})", SCREENS[name], flags=re.MULTILINE)
+    assert [rung.rstrip() for _, rung in rungs] == list(runner.CHECKS)
+    assert {rung.rstrip() for verdict, rung in rungs if verdict == "FAIL"} == FAILED[name]
+    status = SCREENS[name].rstrip().splitlines()[-1]
+    assert (status == "0") == (name == "healthy")

@@ -1,0 +1,75 @@
+"""The report shows every rung with its verdict and what to do, to people and to programs."""
+
+import json
+
+import pytest
+from support.doctor.healthy import SOFTWARE, case, rank
+
+import hvlike
+from hvlike.doctor import runner
+from hvlike.doctor.command import main
+from hvlike.doctor.job import Case
+from hvlike.doctor.probe import Gap
+
+BROKEN = case(rank(memory=Gap("was given up after 20 s without an answer")), rank())
+
+
+def test_a_rung_is_a_line_with_what_to_do_below() -> None:
+    text = runner.as_text(BROKEN, runner.run_checks(BROKEN))
+    lines = text.splitlines()
+    assert lines[0] == f"hvlike {hvlike.__version__} doctor: 2 ranks on 1 node"
+    assert f"  ok  Python        Python {SOFTWARE.python}, {SOFTWARE.executable}" in lines
+    start = next(index for index, line in enumerate(lines) if line.startswith("FAIL  shared memory"))
+    assert lines[start].endswith("this step was given up after 20 s without an answer")
+    assert lines[start + 1].lstrip().startswith("-> ")
+    for name in runner.CHECKS:
+        assert any(line[6:].startswith(name) for line in lines)
+    assert lines[-1].endswith("something has to be mended, see FAIL")
+    assert max(map(len, lines)) <= 118
+
+
+def test_a_job_on_very_many_hosts_fits_on_a_screen() -> None:
+    ranks = tuple(rank(f"host{number}") for number in range(100))
+    many = case(*ranks, nodes=tuple((number,) for number in range(100)))
+    lines = runner.as_text(many, runner.run_checks(many)).splitlines()
+    assert len(lines) < 150
+    assert "... 76 lines more" in "\n".join(lines)
+    hosts = next(
+        each for each in json.loads(runner.as_json(many, runner.run_checks(many)))["rungs"] if each["rung"] == "hosts"
+    )
+    assert len(hosts["found"]) == 100
+
+
+def test_a_healthy_report_ends_well() -> None:
+    healthy = case()
+    assert runner.as_text(healthy, runner.run_checks(healthy)).endswith("nothing stands in the way of a job")
+
+
+@pytest.mark.parametrize(("given", "ok"), [(case(), True), (BROKEN, False)])
+def test_programs_read_the_same(given: Case, ok: bool) -> None:
+    answer = json.loads(runner.as_json(given, runner.run_checks(given)))
+    assert (answer["ok"], answer["ranks"], answer["nodes"]) == (ok, 2, 1)
+    assert [each["rung"] for each in answer["rungs"]] == list(runner.CHECKS)
+    assert all(each["found"] for each in answer["rungs"])
+    assert {each["verdict"] for each in answer["rungs"]} <= {"ok", "warn", "FAIL", "skip"}
+    assert all(each["advice"] for each in answer["rungs"] if each["verdict"] in ("warn", "FAIL"))
+
+
+def test_a_rank_that_rank_0_cannot_hear_says_one_line() -> None:
+    line = runner.in_one_line("rank 1 on alpha", runner.run_checks(BROKEN))
+    assert line.startswith("rank 1 on alpha: FAIL shared memory: this step was given up after 20 s")
+    assert "\n" not in line
+
+
+def test_the_list_of_horovod(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert main(["--check-build"]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert main(["--check-build"]) == 0
+    text = capsys.readouterr().out
+    assert "    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet" in text
+    assert "Available Controllers:\n    [X] MPI\n    [ ] Gloo" in text
+    assert text.startswith(f"hvlike v{hvlike.__version__}:")
+    assert f"    [{'X' if hvlike.nccl_built() else ' '}] NCCL" in text

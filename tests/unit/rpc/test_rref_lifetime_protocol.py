@@ -1,0 +1,79 @@
+"""No order of messages loses a value that somebody has, or keeps one that nobody has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rpc.rref_world import World
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["remote", "remote", "local", "send", "send", "send", "unsent", "drop", "drop", "fetch", "fetch"]
+            + ["deliver"] * 8
+            + ["finish"] * 2
+        ),
+        # One of the oldest or newest few: programs whose steps never meet prove little.
+        st.integers(-4, 4),
+        st.integers(-4, 4),
+    ),
+    min_size=10,
+    max_size=120,
+)
+
+
+def step(world: World, what: str, one: int, two: int) -> None:
+    size = len(world.workers)
+    if what == "remote":
+        world.remote(one % size, two % size)
+    elif what == "local":
+        world.local(one % size)
+    elif what == "deliver" and world.flying:
+        world.flying.pop(one % len(world.flying)).happen()
+    elif what == "finish" and world.running:
+        world.running.pop(one % len(world.running)).happen()
+    elif world.held and what in ("send", "unsent", "drop", "fetch"):
+        held = world.held[one % len(world.held)]
+        if what == "drop":
+            world.drop(held)
+        elif what == "fetch":
+            world.fetch(held)
+        else:
+            world.send(held, two % size, fails=what == "unsent")
+
+
+def end(world: World, choose: Callable[[int], int]) -> None:
+    """Every program lets go of what it holds, also of what still arrives."""
+    while world.held or world.flying or world.running:
+        for held in list(world.held):
+            world.drop(held)
+        world.run_out(choose)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(size=st.integers(1, 4), steps=STEPS, seed=st.integers(0, 2**20))
+def test_values_live_exactly_as_long_as_their_forks(size, steps, seed):
+    world = World(size)
+    choose = random.Random(seed).randrange
+    for what, one, two in steps:
+        step(world, what, one, two)
+        world.check_alive()
+    end(world, choose)
+    world.check_empty()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(size=st.integers(2, 4), before=STEPS, lost=st.integers(0, 3), after=STEPS, seed=st.integers(0, 2**20))
+def test_a_lost_worker_leaves_nothing_with_the_others(size, before, lost, after, seed):
+    world = World(size)
+    for what, one, two in before:
+        step(world, what, one, two)
+    world.lose(lost % size)
+    for what, one, two in after:
+        if what not in ("remote", "local", "send"):
+            step(world, what, one, two)
+    end(world, random.Random(seed).randrange)
+    world.check_empty()

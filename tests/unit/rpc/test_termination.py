@@ -1,0 +1,168 @@
+"""The end of a session is seen when, and only when, no worker does anything and no message is on its way.
+
+Simulated: messages wait in one heap and are delivered in random order; work that is done may cause more work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+
+import pytest
+
+from hvlike.rpc.agent.termination import Report, Termination, Wave, is_quiet, totals
+
+
+class Network:
+    """Everything that is to happen, in any order."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.events: list[Callable[[], None]] = []
+        self.on_its_way = 0
+        """Messages of calls that have not arrived."""
+        self.workers = [SimulatedWorker(self, rank, size) for rank in range(size)]
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            if not self.events:
+                return
+            self.events.pop(self.random.randrange(len(self.events)))()
+        raise AssertionError("it never ends")
+
+    def is_quiet(self) -> bool:
+        return not self.on_its_way and all(worker.is_idle for worker in self.workers if not worker.gone)
+
+
+class SimulatedWorker:
+    """A worker whose work is to wait and then to send what is left of it to others."""
+
+    def __init__(self, network: Network, rank: int, size: int) -> None:
+        self.rank = rank
+        self.present = set(range(size))
+        self.gone = False
+        self.ended = False
+        self.sent = [0] * size
+        self.received = [0] * size
+        self._busy = 0
+        self._network = network
+        self._termination = Termination(self)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._busy
+
+    def counts(self, ranks: Collection[int]) -> tuple[int, int]:
+        return sum(self.sent[rank] for rank in ranks), sum(self.received[rank] for rank in ranks)
+
+    def send_report(self, rank: int, wave: Wave, report: Report) -> None:
+        self._to(rank, lambda worker: worker._termination.hear_report(self.rank, wave, report))
+
+    def send_verdict(self, rank: int, wave: Wave, over: bool) -> None:
+        self._to(rank, lambda worker: worker._termination.hear_verdict(wave, over))
+
+    def later(self, look: Callable[[], None], waves: int) -> None:
+        assert waves < 1000
+        self._network.events.append(look)
+
+    def _to(self, rank: int, hear: Callable[[SimulatedWorker], None]) -> None:
+        worker = self._network.workers[rank]
+        self._network.events.append(lambda: None if worker.gone else hear(worker))
+
+    def begin_parting(self) -> None:
+        if not self.gone:
+            self._termination.begin("work", self._end)
+
+    def _end(self) -> None:
+        assert self._network.is_quiet(), f"worker {self.rank} ended too early"
+        self.ended = True
+
+    def send_work(self, rank: int, hops: int) -> None:
+        network = self._network
+        self.sent[rank] += 1
+        network.on_its_way += 1
+
+        def arrive() -> None:
+            network.on_its_way -= 1
+            worker = network.workers[rank]
+            if not worker.gone:
+                worker.take_work(self.rank, hops)
+
+        network.events.append(arrive)
+
+    def take_work(self, source: int, hops: int) -> None:
+        self.received[source] += 1
+        self._busy += 1
+        self._network.events.append(lambda: self._work(hops))
+
+    def _work(self, hops: int) -> None:
+        if self.gone:
+            return
+        if hops:
+            for _ in range(self._network.random.choice((1, 1, 1, 2))):
+                self.send_work(self._network.random.choice(sorted(self.present)), hops - 1)
+        self._busy -= 1
+        self._termination.look()
+
+    def leave(self) -> None:
+        """Without waiting for anybody; the others hear of it."""
+        self.gone = True
+        for worker in self._network.workers:
+            self._network.events.append(lambda worker=worker: worker.hear_of_leaving(self.rank))
+
+    def hear_of_leaving(self, rank: int) -> None:
+        if not self.gone:
+            self.present.discard(rank)
+            self._termination.look()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_all_end_and_none_too_early(size: int) -> None:
+    for seed in range(150):
+        network = Network(size, seed)
+        for worker in network.workers:
+            worker.send_work(network.random.randrange(size), network.random.randrange(6))
+            network.events.append(worker.begin_parting)
+        network.run()
+        assert all(worker.ended for worker in network.workers)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_the_others_end_when_one_leaves_without_waiting(leaver: int) -> None:
+    for seed in range(150):
+        network = Network(3, seed)
+        for worker in network.workers:
+            # The leaver is idle; who loses its answers is the business of calls, not of this.
+            if worker.rank != leaver:
+                worker.present.discard(leaver)
+                worker.send_work(worker.rank, network.random.randrange(4))
+                worker.present.add(leaver)
+            network.events.append(worker.begin_parting)
+        others = [worker for worker in network.workers if worker.rank != leaver]
+        if network.random.random() < 0.5:
+            network.workers[leaver].begin_parting()
+        network.workers[leaver].leave()
+        network.run()
+        assert all(worker.ended for worker in others)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "quiet"),
+    [
+        (None, (0, 0), False),
+        ((0, 0), (0, 0), True),
+        ((3, 3), (3, 3), True),
+        ((3, 2), (3, 2), False),
+        ((2, 2), (3, 3), False),
+        ((3, 3), None, False),
+        (None, None, False),
+    ],
+)
+def test_two_equal_waves_prove_quiet(before: tuple[int, int] | None, now: tuple[int, int] | None, quiet: bool) -> None:
+    assert is_quiet(before, now) is quiet
+
+
+def test_workers_that_differ_about_who_is_there_prove_nothing() -> None:
+    both, one = frozenset({0, 1}), frozenset({0})
+    assert totals([Report(1, 2, both), Report(3, 2, both)]) == (4, 4)
+    assert totals([Report(1, 2, both), Report(3, 2, one)]) is None

@@ -1,0 +1,177 @@
+"""The background threads: errands run beside the loop, a limited number at a time, and somebody always listens."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvlike.transport.loop import spin
+from hvlike.transport.loop.loop import Loop
+from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
+from hvlike.transport.memory.segment import Segment
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
+    bell.initialise(os.getpid())
+    made = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+    yield made
+    made.close()
+
+
+class Gauge:
+    """Counts how many of its visitors are inside at a time."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.inside = 0
+        self.most = 0
+        self.left = 0
+        self._lock = threading.Lock()
+
+    def visit(self) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self.gate.wait(60.0)
+        with self._lock:
+            self.inside -= 1
+            self.left += 1
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 16])
+def test_limited_errands_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -> None:
+    loop.thread_pool.allow(limit)
+    gauge = Gauge()
+    for _ in range(3 * limit):
+        loop.thread_pool.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == limit)
+    time.sleep(0.02)
+    assert (gauge.inside, loop.thread_pool.running, loop.thread_pool.queued) == (limit, limit, 2 * limit)
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 3 * limit)
+    assert gauge.most == limit
+
+
+def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: Loop) -> None:
+    loop.thread_pool.allow(2)
+    gauge = Gauge()
+    for _ in range(5):
+        loop.thread_pool.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == 2)
+    ran = threading.Event()
+    blocked = threading.Event()
+    loop.thread_pool.submit(lambda: blocked.wait(60.0) and None)
+    loop.thread_pool.submit(ran.set)
+    assert ran.wait(30.0)
+    moved = threading.Event()
+    loop.post(moved.set)
+    assert moved.wait(30.0)
+    blocked.set()
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 5)
+
+
+def test_errands_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
+    loop.thread_pool.allow(1)
+    results: list[bool] = []
+    # A wait inside the loop would be refused.
+    loop.post(lambda: loop.thread_pool.submit(lambda: results.append(loop.wait(lambda: True)), limited=True))
+    assert until(lambda: results == [True])
+
+
+def test_a_waiting_thread_leaves_errands_to_the_others(loop: Loop) -> None:
+    loop.thread_pool.allow(1)
+    threads: list[threading.Thread] = []
+    loop.post(lambda: loop.thread_pool.submit(lambda: threads.append(threading.current_thread())), wake=False)
+    assert loop.wait(lambda: bool(threads), 30.0)
+    assert threads[0] is not threading.current_thread()
+
+
+def test_threads_that_are_no_longer_needed_end(loop: Loop) -> None:
+    loop.thread_pool.allow(16)
+    gauge = Gauge()
+    for _ in range(16):
+        loop.thread_pool.submit(gauge.visit, limited=True)
+    assert until(lambda: gauge.inside == 16)
+    loop.thread_pool.allow(0)
+    gauge.gate.set()
+    assert until(lambda: loop.thread_pool.size == 1)
+
+
+def test_closing_does_not_wait_for_an_errand() -> None:
+    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
+    bell.initialise(os.getpid())
+    loop = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+    gauge = Gauge()
+    loop.thread_pool.submit(gauge.visit)
+    assert until(lambda: gauge.inside == 1)
+    loop.close()
+    assert gauge.inside == 1
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 1 and loop.thread_pool.size == 0)
+
+
+def test_what_is_due_is_done_in_time_though_nobody_waits(loop: Loop) -> None:
+    done: list[float] = []
+    rang = threading.Event()
+
+    def on_due(now: float) -> float:
+        done.append(now)
+        rang.set()
+        return float("inf")
+
+    loop.watch_clock(on_due)
+    when = time.monotonic() + 0.05
+    loop.perform(lambda: loop.due_at(when))
+    assert rang.wait(30.0)
+    assert done[0] >= when
+    assert len(done) == 1
+
+
+def test_performed_actions_come_after_those_posted_before(loop: Loop) -> None:
+    seen: list[int] = []
+    loop.post(lambda: seen.append(1), wake=False)
+    loop.perform(lambda: seen.append(2))
+    assert until(lambda: len(seen) == 2)
+    assert seen == [1, 2]
+
+
+def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody wakes by himself: only who knows of the limit.
+    monkeypatch.setattr(spin, "TICK", 60.0)
+    loop.thread_pool.allow(3)
+    gauge = Gauge()
+    for _ in range(3):
+        loop.thread_pool.submit(gauge.visit, limited=True)
+    gauge.gate.set()
+    assert until(lambda: gauge.left == 3)
+    over = threading.Event()
+
+    def on_due(now: float) -> float:
+        over.set()
+        return math.inf
+
+    loop.watch_clock(on_due)
+    waited: list[bool] = []
+
+    def begin() -> None:
+        loop.due_at(time.monotonic() + 0.1)
+        loop.thread_pool.submit(lambda: waited.append(over.wait(20.0)))
+
+    loop.post(begin)
+    assert until(lambda: bool(waited))
+    assert waited == [True]

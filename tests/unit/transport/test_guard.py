@@ -1,0 +1,146 @@
+"""The guard comes and goes without a trace; for failing ranks see tests/jobs/transport/test_endings.py."""
+
+import inspect
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvlike.transport.failure.guard import Guard, watch_start
+from hvlike.transport.host import launchers
+
+
+class Recorder:
+    """An mpi4py.MPI of several ranks which only notes that it is told to abort."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.aborted: list[int] = []
+        self.COMM_WORLD = SimpleNamespace(Get_size=lambda: size, Abort=self.aborted.append)
+
+    def Is_finalized(self) -> bool:
+        return False
+
+
+def member(mpi: Any) -> Any:
+    return SimpleNamespace(mpi=mpi, rank=1, size=3, host="here", on_first_node=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a process without hvlike, also where hvlike runs already."""
+    monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(Guard, "_on_duty", None)
+    # Under mpirun too nobody else is to claim the report.
+    monkeypatch.setattr(launchers, "detect", lambda environment: None)
+
+
+def hooks() -> tuple[object, ...]:
+    return sys.exit, sys.excepthook, threading.excepthook
+
+
+def test_hooks_come_back() -> None:
+    before = hooks()
+    guard = Guard(member(Recorder()), lambda: None)
+    guard.install()
+    guard.install()
+    assert all(now is not then for now, then in zip(hooks(), before, strict=True))
+    guard.uninstall()
+    guard.uninstall()
+    assert hooks() == before
+
+
+def test_alone_nothing_is_installed() -> None:
+    before = hooks()
+    Guard(member(Recorder(size=1)), lambda: None).install()
+    assert hooks() == before
+    assert not Guard.is_on_duty()
+
+
+def test_hooks_installed_later_by_others_stay() -> None:
+    guard = Guard(member(Recorder()), lambda: None)
+    guard.install()
+
+    def theirs(*_: object) -> None: ...
+
+    sys.excepthook = theirs
+    guard.uninstall()
+    assert sys.excepthook is theirs
+
+
+def test_a_second_guard_sends_the_first_home() -> None:
+    before = hooks()
+    first, second = (Guard(member(Recorder()), lambda: None) for _ in range(2))
+    first.install()
+    second.install()
+    first.uninstall()
+    assert Guard.is_on_duty()
+    second.uninstall()
+    assert hooks() == before
+
+
+def test_a_start_does_not_replace_the_guard_on_duty() -> None:
+    guard = Guard(member(Recorder()), lambda: None)
+    guard.install()
+    during = hooks()
+    watch_start()
+    assert hooks() == during
+    guard.uninstall()
+
+
+def test_an_exception_in_a_thread_is_reported_once_and_aborts(capsys: pytest.CaptureFixture[str]) -> None:
+    mpi = Recorder()
+    guard = Guard(member(mpi), lambda: None)
+    guard.install()
+    thread = threading.Thread(target=lambda: 1 / 0, name="loader")
+    thread.start()
+    thread.join()
+    guard.uninstall()
+    said = capsys.readouterr().err
+    assert mpi.aborted == [1]
+    assert said.startswith("hvlike: uncaught exception in thread loader on rank 1 of 3 on here\nTraceback")
+    assert said.count("ZeroDivisionError") == 1
+
+
+def test_a_thread_may_end_with_sys_exit(capsys: pytest.CaptureFixture[str]) -> None:
+    mpi = Recorder()
+    guard = Guard(member(mpi), lambda: None)
+    guard.install()
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+    guard.uninstall()
+    assert mpi.aborted == []
+    assert capsys.readouterr().err == ""
+
+
+def test_a_hook_that_was_there_before_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    mpi = Recorder()
+    seen: list[object] = []
+    threading.excepthook = lambda args: seen.append(args.exc_type)
+    guard = Guard(member(mpi), lambda: None)
+    guard.install()
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    guard.uninstall()
+    assert seen == [ZeroDivisionError]
+    assert "Traceback" not in capsys.readouterr().err
+    assert mpi.aborted == [1]
+
+
+def test_a_farewell_that_fails_aborts() -> None:
+    mpi = Recorder()
+
+    def fail() -> None:
+        raise RuntimeError("no way out")
+
+    guard = Guard(member(mpi), fail)
+    guard.install()
+    with pytest.raises(RuntimeError, match="no way out"):
+        guard._at_exit()
+    assert mpi.aborted == [1]
+    guard.uninstall()
