@@ -278,7 +278,7 @@ class HvlikeStrategy(ParallelStrategy):
         with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext():
             yield
 
-    def barrier_join(self, name: str | None = None) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective; blocks."""
         barrier_join.barrier()
 

@@ -1,0 +1,158 @@
+"""Every public function, class and method describes each of its parameters and what it returns, in Google's style.
+
+`not_yet/ROOM.txt` names what still lacks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvlike
+
+MODULES = ["", ".rpc", ".autograd", ".nn", ".optim", ".join", ".elastic", ".checkpoint"]
+# Read, not imported: the libraries that they are for take seconds.
+INTEGRATIONS = {
+    "torch_distributed": ["init_process_group"],
+    "distributed_checkpoint": ["save", "load"],
+    "lightning": ["HvlikeStrategy"],
+    "huggingface": ["init", "HvlikeTrainer", "DataParallelTrainer", "HvlikeAccelerator"],
+}
+ENTRY = re.compile(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?: ", flags=re.MULTILINE)
+NOTHING = (None, "None", inspect.Signature.empty, type(None), "NoReturn", "Never")
+PACKAGE = Path(hvlike.__file__).parent
+
+
+@dataclass(frozen=True)
+class Public:
+    """A public function, or a class with what its constructor takes."""
+
+    name: str
+    room: str
+    text: str
+    parameters: tuple[str, ...]
+    returns: bool
+
+
+def section(text: str, name: str) -> str | None:
+    """The lines below `Args:` or another heading; None: there is no such heading."""
+    found = re.search(rf"^{name}:[ ]?(.*(?:\n(?: {{4}}.*)?)*)", text, flags=re.MULTILINE)
+    return found[1] if found else None
+
+
+def problems(thing: Public) -> list[str]:
+    """What its docstring lacks."""
+    if not thing.text:
+        return ["has no docstring"]
+    described = set(ENTRY.findall(section(thing.text, "Args") or ""))
+    wrong = [f"does not describe {name}" for name in thing.parameters if name not in described]
+    wrong += [f"describes {name}, which it does not take" for name in sorted(described - set(thing.parameters))]
+    # Without parameters the first line can say it.
+    if thing.returns and thing.parameters and section(thing.text, "Returns") is None:
+        wrong.append("does not say what it returns")
+    return wrong
+
+
+def of_callable(name: str, room: str, function: Any, *, method: bool = False) -> Public:
+    """What to check of a function or method."""
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters if not each.startswith("_")][method:]
+    if inspect.isgeneratorfunction(inspect.unwrap(function)):
+        returns = False
+    else:
+        returns = signature.return_annotation not in NOTHING
+    return Public(name, room, inspect.getdoc(function) or "", tuple(parameters), returns)
+
+
+def of_class(name: str, room: str, kind: type) -> Iterator[Public]:
+    """A class with its constructor, and its public methods that are written in hvlike."""
+    init = vars(kind).get("__init__")
+    text = (kind.__doc__ and inspect.getdoc(kind)) or ""
+    parameters: tuple[str, ...] = ()
+    # Those of dataclasses are not written by anybody, and not called by users.
+    if inspect.isfunction(init) and init.__code__.co_filename != "<string>" and not issubclass(kind, BaseException):
+        text += "\n\n" + (inspect.getdoc(init) or "" if init.__doc__ else "")
+        parameters = tuple(each for each in inspect.signature(init).parameters if not each.startswith("_"))[1:]
+    yield Public(name, room, text.strip(), parameters, returns=False)
+    for attribute, value in vars(kind).items():
+        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        if attribute.startswith("_") or not inspect.isfunction(function) or "<locals>" in function.__qualname__:
+            continue
+        yield of_callable(f"{name}.{attribute}", room, function, method=not isinstance(value, staticmethod))
+
+
+def of_modules() -> Iterator[Public]:
+    """What hvlike and its public modules export and define."""
+    for suffix in MODULES:
+        module = importlib.import_module(f"hvlike{suffix}")
+        for name in module.__all__:
+            thing = getattr(module, name)
+            home = (getattr(thing, "__module__", None) or "").split(".")
+            if home[0] != "hvlike" or name.startswith("__"):
+                continue
+            room = home[1] if len(home) > 2 else "root"
+            shown = f"hvlike{suffix}.{name}"
+            if inspect.isclass(thing):
+                yield from of_class(shown, room, thing)
+            elif inspect.isroutine(thing):
+                yield of_callable(shown, room, thing)
+
+
+def of_source(name: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[Public]:
+    """What to check of a function or class that is only read."""
+    text = ast.get_docstring(node) or ""
+    if isinstance(node, ast.FunctionDef):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        names = tuple(each.arg for each in arguments if each is not None and each.arg not in ("self", "cls"))
+        returns = node.returns is not None and ast.unparse(node.returns) not in NOTHING
+        yield Public(name, "integrations", text, names, returns)
+        return
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    own = [next(of_source(name, each)) for each in methods if each.name == "__init__"]
+    text = "\n\n".join([text, *(each.text for each in own)]).strip()
+    yield Public(name, "integrations", text, own[0].parameters if own else (), returns=False)
+    for each in methods:
+        if not each.name.startswith("_") and not each.decorator_list:
+            yield from of_source(f"{name}.{each.name}", each)
+
+
+def of_integrations() -> Iterator[Public]:
+    """What docs/reference/modules.md lists of hvlike.integrations."""
+    for module, names in INTEGRATIONS.items():
+        place = PACKAGE / "integrations" / module
+        files = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        nodes = {
+            node.name: node for file in files for node in ast.parse(file.read_text()).body if hasattr(node, "name")
+        }
+        for name in names:
+            yield from of_source(f"hvlike.integrations.{module}.{name}", nodes[name])
+
+
+PUBLIC = {thing.name: thing for thing in [*of_modules(), *of_integrations()]}
+NOT_YET = {
+    name for file in (Path(__file__).parent / "not_yet").glob("*.txt") for name in file.read_text().split() if name
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - NOT_YET))
+def test_parameters_and_results_are_described(name: str) -> None:
+    assert not problems(PUBLIC[name])
+
+
+def test_the_check_finds_what_is_missing() -> None:
+    text = "Do it.\n\nArgs:\n    tensor: Any shape.\n    gone: Nobody knows.\n\nRaises:\n    UsageError: Never."
+    assert problems(Public("do", "", text, ("tensor", "name"), True)) == [
+        "does not describe name",
+        "describes gone, which it does not take",
+        "does not say what it returns",
+    ]
+    text = "Do it.\n\nArgs:\n    tensor: Any shape,\n        any strides.\n    name (str): Its.\n\nReturns:\n    It."
+    assert not problems(Public("do", "", text, ("tensor", "name"), True))
