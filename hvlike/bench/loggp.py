@@ -30,6 +30,7 @@ from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import StallInspector, StallLimits
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current
+from hvlike.transport.messages.topics import Topic
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,6 @@ def _levels(n: int) -> int:
 
 
 _MIB = 1 << 20
-_READY_TOPIC, _TOLD_TOPIC = 990, 991
 _MEMBERS = 100
 """Ranks that the coordinator is made to believe in."""
 _FEW, _MANY = 1, 101
@@ -317,11 +317,11 @@ def _take(coordinator: Coordinator, announced: list[ResponseList], asked: list[t
         coordinator.collect(position, list(asked))
 
     fabric = current().fabric
-    fabric.channel.listen(_READY_TOPIC, lambda rank, letter, tensors: hear(letter[0]))
+    fabric.channel.listen(Topic.BENCH_READY, lambda rank, letter, tensors: hear(letter[0]))
     hvlike.barrier()
     if hvlike.rank() == 1:
         for position in range(_MEMBERS):
-            fabric.channel.send_soon(0, _READY_TOPIC, (position, asked))
+            fabric.channel.send_soon(0, Topic.BENCH_READY, (position, asked))
             hear(position)
         return 0.0
     fabric.loop.wait(lambda: bool(announced), _PATIENCE_SECONDS)
@@ -333,12 +333,12 @@ def _tell(announcement: ResponseList) -> float:
     fabric = current().fabric
     seconds: list[float] = []
     received: list[int] = []
-    fabric.channel.listen(_TOLD_TOPIC, lambda rank, letter, tensors: received.append(rank))
+    fabric.channel.listen(Topic.BENCH_TOLD, lambda rank, letter, tensors: received.append(rank))
 
     def tell() -> None:
         start = time.perf_counter()
         for _ in range(_MEMBERS):
-            fabric.channel.send(1, _TOLD_TOPIC, (0, "verdicts", announcement))
+            fabric.channel.send(1, Topic.BENCH_TOLD, (0, "verdicts", announcement))
         seconds.append((time.perf_counter() - start) / _MEMBERS)
 
     hvlike.barrier()

@@ -19,6 +19,7 @@ from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 from hvlike.transport.memory.segment import Offer, Segment
 from hvlike.transport.messages.channel import Channel, Mailbox, MessageCounters
 from hvlike.transport.messages.direct_copy import SLOT_WORDS, DirectCopies
+from hvlike.transport.messages.topics import Topic
 from hvlike.transport.messages.traffic import CountedComm, Traffic
 from hvlike.transport.world import Group, World
 
@@ -32,9 +33,6 @@ def agree_on_clock(world: World) -> int:
     offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
     began: int = world.comm.bcast(time.time_ns(), root=0)
     return offset - began
-
-
-_LETTERS_TOPIC = 1
 
 
 class Fabric:
@@ -82,7 +80,7 @@ class Fabric:
         )
         counters = MessageCounters(segment.words(board, counts, size * size), places, world.rank)
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
-        self.mailbox = Mailbox(self.channel, _LETTERS_TOPIC)
+        self.mailbox = Mailbox(self.channel, Topic.MAILBOX)
 
     def share(self, group: Group, key: Any, nbytes: int) -> Coroutine[Segment | None]:
         """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.

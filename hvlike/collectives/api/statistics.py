@@ -17,6 +17,7 @@ from hvlike.collectives.fusion.schedule import PLANNED
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.observe.counters import Means, Moved, Sums, Waits
+from hvlike.transport.messages.topics import Topic
 from hvlike.transport.messages.traffic import Sent
 
 
@@ -155,7 +156,6 @@ def stop_timeline() -> None:
     current().fabric.recorder.stop()
 
 
-_TOPIC = 6
 _MESSAGES_PER_SECOND = 2000
 
 Column = tuple[str, int]
@@ -174,7 +174,7 @@ class MetricsAggregator:
         self.pause = max(0.5, context.world.size / _MESSAGES_PER_SECOND)
         """Seconds between two messages of a rank in one column: rank 0 has to read them all."""
         if self._rank == 0:
-            self._channel.listen(_TOPIC, lambda rank, letter, tensors: self._hear(*letter))
+            self._channel.listen(Topic.METRICS, lambda rank, letter, tensors: self._hear(*letter))
 
     def open(self, title: str) -> Column:
         """A new column; all ranks that open the same titles in the same order share them."""
@@ -187,7 +187,7 @@ class MetricsAggregator:
         """Add figures of this rank, and tell rank 0. Any thread; does not block."""
         self._hear(column, sums)
         if self._rank:
-            self._channel.send_soon(0, _TOPIC, (column, dict(sums)))
+            self._channel.send_soon(0, Topic.METRICS, (column, dict(sums)))
 
     def means(self, column: Column) -> dict[str, float]:
         """The means of what has come."""

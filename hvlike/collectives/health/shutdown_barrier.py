@@ -19,6 +19,7 @@ from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, St
 from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.messages.topics import Topic
 
 logger = logging.getLogger("hvlike")
 
@@ -81,7 +82,6 @@ class MissingRanksReport:
         return lines
 
 
-_TOPIC = 3
 GRACE_SECONDS = 0.5
 """Ranks that end together are this close; only a longer absence is announced."""
 
@@ -106,7 +106,7 @@ class ShutdownBarrier:
         self._answered = -inf
         self._stalled: StalledError | None = None
         self.all_left = False
-        fabric.channel.listen(_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
+        fabric.channel.listen(Topic.SHUTDOWN, lambda rank, letter, tensors: self._hear(rank, *letter))
 
     def part(self, reason: str) -> None:
         """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this.
@@ -152,7 +152,7 @@ class ShutdownBarrier:
         if rank == self._world.rank:
             self._hear(rank, what, value)
         else:
-            self._fabric.channel.send(rank, _TOPIC, (what, value), kind="farewell")
+            self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="farewell")
 
     def _hear(self, rank: int, what: str, value: Any) -> None:
         if what == "left":

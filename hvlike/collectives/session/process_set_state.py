@@ -25,9 +25,8 @@ from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group, World
-
-_CONTROLLER_TOPIC = 2
 
 
 class ProcessSetState:
@@ -124,11 +123,11 @@ class ControllerRouter:
         self._early: dict[int, list[tuple[int, str, Any]]] = {}
         self._newest = -1
         self._fabric = fabric
-        fabric.channel.listen(_CONTROLLER_TOPIC, lambda rank, letter, tensors: self._deliver(rank, *letter))
+        fabric.channel.listen(Topic.CONTROLLER, lambda rank, letter, tensors: self._deliver(rank, *letter))
 
     def send(self, rank: int, number: int, what: str, value: Any) -> None:
         """Send a message to the controller of set `number` on `rank`; from inside the loop."""
-        self._channel.send(rank, _CONTROLLER_TOPIC, (number, what, value), kind=what)
+        self._channel.send(rank, Topic.CONTROLLER, (number, what, value), kind=what)
 
     def connect(self, number: int, controller: Controller) -> None:
         """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
@@ -251,16 +250,13 @@ def ranks_of(comm: Any, world: World) -> list[int]:
     return sorted(ranks)
 
 
-_DEVICE_TOPIC = 7
-
-
 class DeviceWatch:
     """Ends lanes whose device has failed, here and on the other ranks. In the loop."""
 
     def __init__(self, fabric: Fabric, set_states: Mapping[int, ProcessSetState]) -> None:
         self._fabric = fabric
         self._memberships = set_states
-        fabric.channel.listen(_DEVICE_TOPIC, lambda rank, letter, tensors: self._hear(rank, *letter))
+        fabric.channel.listen(Topic.DEVICE, lambda rank, letter, tensors: self._hear(rank, *letter))
 
     def look(self, now: float) -> None:
         """See whether anything has gone wrong, and tell the others; a few times a second. now: time.monotonic()."""
@@ -271,7 +267,7 @@ class DeviceWatch:
                     continue
                 for rank in set_state.group.ranks:
                     if rank != self._fabric.world.rank:
-                        self._fabric.channel.send(rank, _DEVICE_TOPIC, (number, lane.number, error), kind="device")
+                        self._fabric.channel.send(rank, Topic.DEVICE, (number, lane.number, error), kind="device")
 
     def _hear(self, rank: int, number: int, lane: int, error: HorovodInternalError) -> None:
         set_state = self._memberships.get(number)

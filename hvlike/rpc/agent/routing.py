@@ -17,8 +17,8 @@ import torch
 
 from hvlike.rpc.wire.message import Call
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.messages.topics import Topic
 
-TOPIC = 4
 REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
 """What a message is; these are counted, the following are not."""
 STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
@@ -36,7 +36,7 @@ class SessionRouter:
         self._session = 0
         self._receive: Receive | None = None
         self._waiting: list[tuple[int, tuple[Any, ...], list[torch.Tensor]]] = []
-        fabric.channel.listen(TOPIC, self._deliver)
+        fabric.channel.listen(Topic.RPC, self._deliver)
 
     def begin(self, session: int, receive: Receive) -> None:
         """Messages of `session` go to `receive` from now on, those that have waited at once. From any thread."""
@@ -60,7 +60,7 @@ class SessionRouter:
 
     def send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         """Send (session, what, ...) to a worker. In the loop."""
-        self._fabric.channel.send(rank, TOPIC, message, storages, kind="rpc")
+        self._fabric.channel.send(rank, Topic.RPC, message, storages, kind="rpc")
 
     def _deliver(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         session, what, *rest = message

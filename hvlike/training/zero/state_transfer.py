@@ -26,6 +26,7 @@ from hvlike.collectives.api.gather_scatter import allgather
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import Context
 from hvlike.training.state.tensor_pickle import TensorForm, pack, unpack
+from hvlike.transport.messages.topics import Topic
 
 PART_BYTES = 16 << 20
 
@@ -147,8 +148,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-TOPIC = 5
-
 HERE = "has it"
 BEHIND = "has not come so far"
 AHEAD = "has gone on"
@@ -177,7 +176,7 @@ class StateService:
         self._answers: dict[int, tuple[str, States]] = {}
         self._lost: set[int] = set()
         context.when_lost.append(self._lost.update)
-        self._channel.listen(TOPIC, self._hear)
+        self._channel.listen(Topic.ZERO_STATE, self._hear)
 
     def offer(self, key: Key, snapshot: Snapshot) -> None:
         """Answer for an optimizer as long as it lives. Local; from any thread."""
@@ -201,7 +200,7 @@ class StateService:
     def _ask(self, rank: int, key: Key, version: int) -> tuple[str, States]:
         self._number += 1
         number = self._number
-        self._channel.send_soon(rank, TOPIC, ("ask", key, number, version))
+        self._channel.send_soon(rank, Topic.ZERO_STATE, ("ask", key, number, version))
         self._loop.wait(lambda: number in self._answers or rank in self._lost, _ANSWER_SECONDS)
         return self._answers.pop(number, (GONE, {}))
 
@@ -217,7 +216,7 @@ class StateService:
             except Exception as error:  # __reduce__ of any class may raise anything
                 status = f"has a state that cannot be pickled ({type(error).__name__}: {error})"
                 data, copies = pack({}, [])
-            self._channel.send(rank, TOPIC, ("answer", number, status, data), copies, kind="state")
+            self._channel.send(rank, Topic.ZERO_STATE, ("answer", number, status, data), copies, kind="state")
         else:
             number, status, data = said
             self._answers[number] = status, unpack(data, [], tensors)

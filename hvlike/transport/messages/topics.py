@@ -1,0 +1,28 @@
+"""The topics of the channel: who handles a message. Every topic has one handler on each rank."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Topic(enum.IntEnum):
+    """What a message is about. Numbers are part of the wire format; all ranks of a job run the same version."""
+
+    MAILBOX = 1
+    """Values that a coroutine waits for by sender and key (Mailbox)."""
+    CONTROLLER = 2
+    """Requests and responses of the negotiated operations, for each process set."""
+    SHUTDOWN = 3
+    """The ranks that end their program or call shutdown()."""
+    RPC = 4
+    """Calls, answers and RRefs."""
+    ZERO_STATE = 5
+    """State of ZeRO's optimizer that one rank asks another one for."""
+    METRICS = 6
+    """Metrics that rank 0 aggregates."""
+    DEVICE = 7
+    """Failures of a GPU backend."""
+    BENCH_READY = 990
+    """Messages of the LogGP benchmark: what a rank sends when it is ready."""
+    BENCH_TOLD = 991
+    """Messages of the LogGP benchmark: what rank 0 announces."""
