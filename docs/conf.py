@@ -10,12 +10,15 @@ from hvlike.version import __version__  # noqa: E402
 
 project = "hvlike"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "public_names"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "public_names"]
 exclude_patterns = ["_build"]
 
 # Anchors for links to headings of other pages, as GitHub makes them.
 myst_heading_anchors = 3
 
+# Docstrings are written in Google's style; `name` in them is a link where there is such a name.
+napoleon_numpy_docstring = False
+default_role = "py:obj"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -64,7 +64,13 @@ class PublicNames(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *lines, "```"]))
 
 
+def skip_member(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Called by autodoc for each member; True leaves it out: methods made by a function carry another one's text."""
+    return True if "<locals>" in getattr(thing, "__qualname__", "") else None
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("public-names", PublicNames)
+    app.connect("autodoc-skip-member", skip_member)
     return {"parallel_read_safe": True}

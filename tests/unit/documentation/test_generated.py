@@ -1,15 +1,12 @@
-"""What a script writes into docs/ is what it would write now, and what Sphinx is told of docstrings."""
+"""What a script writes into docs/ is what it would write now."""
 
 import re
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.documentation.blocks import PAGES, ROOT
-
-sys.path.append(str(ROOT / "docs" / "extension"))
 
 DRAWING = runpy.run_path(str(ROOT / "docs" / "figures" / "draw.py"))
 KNOBS_PAGE = runpy.run_path(str(ROOT / "scripts" / "lib" / "knobs_page.py"))
@@ -46,51 +43,3 @@ def paths_in(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not [path for path in paths_in(page) if not (ROOT / path).exists()]
-
-
-DOCSTRING = """Reduce `tensor` over ranks, see `allreduce`.
-
-tensor: (N, ...), any strides; the same
-    dtype on every rank. op: Average or Sum*. Local, from any thread.
-Returns a tensor like `tensor`. Blocks.
-Raises: UsageError; others as
-    allreduce_.
-
-    an example
-
-    in two parts
-
-Ends here."""
-
-
-def test_a_docstring_becomes_what_sphinx_reads() -> None:
-    from docstrings import to_rest
-
-    assert to_rest(DOCSTRING.splitlines(), ["tensor", "op"]) == [
-        "Reduce ``tensor`` over ranks, see :py:obj:`~hvlike.allreduce`.",
-        "",
-        ":param tensor: (N, ...), any strides; the same dtype on every rank.",
-        "",
-        r":param op: Average or Sum\*.",
-        "",
-        "Local, from any thread.",
-        "",
-        "Returns a tensor like ``tensor``. Blocks.",
-        "",
-        r"**Raises:** UsageError; others as allreduce\_.",
-        "",
-        "::",
-        "",
-        "        an example",
-        "",
-        "        in two parts",
-        "",
-        "Ends here.",
-        "",
-    ]
-
-
-def test_words_with_a_colon_that_are_no_arguments_stay_words() -> None:
-    from docstrings import to_rest
-
-    assert to_rest(["A line. note: this is one."], ["tensor"]) == ["A line. note: this is one.", ""]
