@@ -21,15 +21,15 @@ REASONS = {
 INSIDE = {
     # Caught by our own code, which tells the user in its own words.
     ("checkpoint/files.py", "ValueError"),
-    ("knob.py", "ValueError"),
-    ("observe/trace_file.py", "OSError"),
-    ("planes/nccl.py", "ImportError"),
-    ("rpc/devices/device_map.py", "RuntimeError"),
-    ("transport/process_memory.py", "OSError"),
-    ("transport/semaphore.py", "OSError"),
-    ("transport/topology.py", "IndexError"),
+    ("config.py", "ValueError"),
+    ("observe/recorder.py", "OSError"),
+    ("cuda/nccl.py", "ImportError"),
+    ("wire/devices.py", "RuntimeError"),
+    ("memory/process_memory.py", "OSError"),
+    ("memory/doorbell.py", "OSError"),
+    ("host/topology.py", "IndexError"),
     # Horovod promises it.
-    ("collectives/abilities.py", "ImportError"),
+    ("session/basics.py", "ImportError"),
 }
 # Programs of `python -m hvlike`, and code that other packages call by their own rules.
 NOT_THE_LIBRARY = ("bench/", "doctor/", "integrations/")

@@ -1,18 +1,12 @@
-"""The status of sys.exit is known to exit handlers, and nobody else notices how."""
+"""What exit handlers are told of the status of sys.exit, and the program ends with it."""
 
-import copy
-import inspect
-import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvlike.transport.failure import exit_status
-from hvlike.transport.failure.exit_status import ExitObserver, to_status
 
 # The module alone, without the package around it, so that each program starts in milliseconds.
 PREAMBLE = f"""
@@ -56,7 +50,6 @@ ENDINGS = [
 ]
 
 
-@pytest.mark.job
 @pytest.mark.parametrize(("program", "status", "stdout", "stderr"), ENDINGS)
 def test_endings(program: str, status: int, stdout: str, stderr: str) -> None:
     done = subprocess.run([sys.executable, "-c", PREAMBLE + program], capture_output=True, text=True, timeout=60)
@@ -65,85 +58,9 @@ def test_endings(program: str, status: int, stdout: str, stderr: str) -> None:
     assert done.stderr.strip() == stderr
 
 
-@pytest.mark.job
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_script_and_a_module(tmp_path: Path, as_module: bool) -> None:
     (tmp_path / "program.py").write_text(PREAMBLE + "sys.exit(7)")
     command = [sys.executable, *(["-m", "program"] if as_module else ["program.py"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()) == (7, ["asked 7", "recorded 7"])
-
-
-@pytest.fixture(autouse=True)
-def untouched_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own sys.exit, also where hvlike runs already and has replaced it."""
-    monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
-
-
-@pytest.fixture
-def observer(untouched_exit: None) -> Iterator[ExitObserver]:
-    observer = ExitObserver()
-    observer.install()
-    yield observer
-    observer.uninstall()
-
-
-def test_the_exception_looks_like_any_other(observer: ExitObserver) -> None:
-    with pytest.raises(SystemExit) as caught:
-        sys.exit("why")
-    error = caught.value
-    assert (repr(error), str(error), error.args, error.code) == ("SystemExit('why')", "why", ("why",), "why")
-    assert f"{type(error).__module__}.{type(error).__qualname__}" == "builtins.SystemExit"
-    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert type(twin) is SystemExit
-        assert twin.code == "why"
-    assert observer.status is None
-
-
-def test_wrong_arguments_are_refused_as_before(observer: ExitObserver) -> None:
-    with pytest.raises(TypeError, match="argument"):
-        sys.exit(1, 2)  # type: ignore[call-arg]
-
-
-def test_another_thread_gets_the_plain_exception(observer: ExitObserver) -> None:
-    kinds = []
-
-    def end() -> None:
-        try:
-            sys.exit(3)
-        except SystemExit as error:
-            kinds.append(type(error))
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    thread.join()
-    assert kinds == [SystemExit]
-
-
-def test_sys_exit_comes_back() -> None:
-    before = sys.exit
-    observer = ExitObserver()
-    observer.install()
-    observer.install()
-    assert sys.exit is not before
-    assert sys.exit.__name__ == "exit"
-    assert sys.exit.__doc__ == before.__doc__
-    observer.uninstall()
-    observer.uninstall()
-    assert sys.exit is before
-
-
-def test_a_replacement_by_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def theirs(status: object = None) -> None: ...
-
-    monkeypatch.setattr(sys, "exit", theirs)
-    observer = ExitObserver()
-    observer.install()
-    assert sys.exit is theirs
-    observer.uninstall()
-    assert sys.exit is theirs
-
-
-def test_statuses() -> None:
-    codes = [None, 0, 1, 255, 256, -1, True, False, "text", "", 1.5, (0,)]
-    assert [to_status(code) for code in codes] == [0, 0, 1, 255, 0, 255, 1, 0, 1, 1, 1, 1]

@@ -1,50 +1,14 @@
 """A process notices that the launcher above it is gone, also through a shell."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from hvlike.transport.host import launchers
-
-# The module alone starts in milliseconds. Says "watching", then "orphan" when it sees that it is one.
-WATCHER = f"""
-import sys, time
-sys.path.insert(0, {str(Path(launchers.__file__).parent)!r})
-import parents
-watch = parents.ParentWatch()
-print("watching", watch.is_orphan(), flush=True)
-until = time.monotonic() + 30
-while not watch.is_orphan() and time.monotonic() < until:
-    time.sleep(0.01)
-print("orphan", watch.is_orphan(), flush=True)
-"""
-
-# A launcher that starts a command and waits for it.
-LAUNCHER = "import subprocess, sys; subprocess.call(sys.argv[1:])"
 
 
 def test_a_process_with_its_launcher_is_no_orphan() -> None:
     watch = launchers.LauncherWatch()
     assert not watch.is_orphan()
-
-
-@pytest.mark.job
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="shells are recognised in /proc")
-@pytest.mark.parametrize("shells", [0, 1, 2])
-def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
-    command = [sys.executable, "-c", WATCHER]
-    for _ in range(shells):
-        # A shell that has something left to do stays as a parent.
-        command = ["sh", "-c", '"$@"; true', "sh", *command]
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == "watching False\n"
-        os.kill(launcher.pid, signal.SIGKILL)
-        assert launcher.stdout.readline() == "orphan True\n"
 
 
 def test_the_chain_ends_at_the_first_parent_that_is_no_shell() -> None:

@@ -1,0 +1,42 @@
+"""A process notices that the launcher above it is gone, also through a shell."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvlike
+
+# Without the rest of hvlike it starts in milliseconds. Says "watching", then "orphan" when it sees that it is one.
+WATCHER = f"""
+import sys, time, types
+package = sys.modules["hvlike"] = types.ModuleType("hvlike")
+package.__path__ = [{str(Path(hvlike.__file__).parent)!r}]
+from hvlike.transport.host.launchers import LauncherWatch
+watch = LauncherWatch()
+print("watching", watch.is_orphan(), flush=True)
+until = time.monotonic() + 30
+while not watch.is_orphan() and time.monotonic() < until:
+    time.sleep(0.01)
+print("orphan", watch.is_orphan(), flush=True)
+"""
+
+# A launcher that starts a command and waits for it.
+LAUNCHER = "import subprocess, sys; subprocess.call(sys.argv[1:])"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="shells are recognised in /proc")
+@pytest.mark.parametrize("shells", [0, 1, 2])
+def test_the_death_of_the_launcher_is_noticed(shells: int) -> None:
+    command = [sys.executable, "-c", WATCHER]
+    for _ in range(shells):
+        # A shell that has something left to do stays as a parent.
+        command = ["sh", "-c", '"$@"; true', "sh", *command]
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "watching False\n"
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert launcher.stdout.readline() == "orphan True\n"
