@@ -1,8 +1,8 @@
 """What a job of hvd.run is given and what it leaves, as files in one folder that all its ranks see.
 
-call        the function, its arguments, and the search path of modules
-result.N    what rank N has returned
-failure.N   the exception with which rank N has ended
+    call        the function, its arguments, and the search path of modules
+    result.N    what rank N has returned
+    failure.N   the exception with which rank N has ended
 """
 
 from __future__ import annotations
@@ -32,80 +32,6 @@ class JobCall:
     kwargs: Mapping[str, Any]
 
 
-def write_call(folder: Path, call: JobCall) -> None:
-    """Leave the call for the ranks. Raises: UsageError for what does not pickle."""
-    name = getattr(call.func, "__qualname__", repr(call.func))
-    if getattr(call.func, "__module__", None) == "__main__" and not has_cloudpickle():
-        raise UsageError(
-            f"run: {name} is defined in the program itself, or in a notebook, where the ranks cannot import it. "
-            "Install cloudpickle, which sends such functions as they are (pip install cloudpickle), or put it into a "
-            "module."
-        )
-    # The path travels by itself: what follows may need it to be read.
-    write_whole(
-        folder / "call", pickle.dumps(_absolute(sys.path)) + pickled(call, f"run: {name} or one of its arguments")
-    )
-
-
-def read_call(folder: Path) -> JobCall:
-    """The call; modules are found as in the process that has left it."""
-    with (folder / "call").open("rb") as file:
-        path: list[str] = pickle.load(file)
-        sys.path += [each for each in path if each not in sys.path]
-        call: JobCall = pickle.load(file)
-    return call
-
-
-def pickled(value: Any, what: str) -> bytes:
-    """A value as bytes. what: how errors call it. Raises: UsageError for one that does not pickle."""
-    pickler: Any = import_module("cloudpickle") if has_cloudpickle() else pickle
-    try:
-        data: bytes = pickler.dumps(value)
-    except Exception as error:
-        advice = "" if has_cloudpickle() else " cloudpickle can send more: pip install cloudpickle."
-        raise UsageError(f"{what} does not pickle: {type(error).__name__}: {error}.{advice}") from error
-    return data
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is either whole or not there."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
-    part.rename(path)
-
-
-def has_cloudpickle() -> bool:
-    """Whether cloudpickle is installed."""
-    return find_spec("cloudpickle") is not None
-
-
-def _absolute(path: Sequence[str]) -> list[str]:
-    """The search path for modules, for a process that may run in another folder."""
-    return [os.path.abspath(each) for each in path]
-
-
-def result_of(folder: Path, rank: int) -> bytes | None:
-    """What a rank has left as its result; None: nothing."""
-    path = folder / f"result.{rank}"
-    return path.read_bytes() if path.exists() else None
-
-
-def write_result(folder: Path, rank: int, result: object) -> None:
-    """Leave a result for the caller of hvd.run. Raises: UsageError for one that does not pickle."""
-    try:
-        data = pickled(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
-    except UsageError as error:
-        raise UsageError(f"{error} Return tensors, numbers, strings, and lists and dicts of them.") from error
-    write_whole(folder / f"result.{rank}", data)
-
-
-class RankTraceback(Exception):
-    """The cause of an exception that comes from a rank: its text is the traceback there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 @dataclass(frozen=True)
 class Failure:
     """How one rank has ended."""
@@ -118,33 +44,78 @@ class Failure:
     """Class and text of the exception."""
     trace: str
     error: bytes | None
-    """The exception, pickled, if it can be."""
+    """The pickled exception, if it can be pickled."""
+
+
+class RankTraceback(Exception):
+    """The cause of an exception that comes from a rank. Its text is the traceback on that rank."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def write_call(folder: Path, call: JobCall) -> None:
+    """Write the call for the ranks. Raises: UsageError if it does not pickle."""
+    name = getattr(call.func, "__qualname__", repr(call.func))
+    if getattr(call.func, "__module__", None) == "__main__" and not _has_cloudpickle():
+        raise UsageError(
+            f"run: {name} is defined in the program itself, or in a notebook, where the ranks cannot import it. "
+            "Install cloudpickle, which sends such functions as they are (pip install cloudpickle), or put it into a "
+            "module."
+        )
+    # The search path is a pickle of its own: reading the call may need it.
+    search_path = pickle.dumps([os.path.abspath(each) for each in sys.path])
+    _write(folder / "call", search_path + _pickled(call, f"run: {name} or one of its arguments"))
+
+
+def read_call(folder: Path) -> JobCall:
+    """Read the call. Modules are found as in the process that wrote it."""
+    with (folder / "call").open("rb") as file:
+        path: list[str] = pickle.load(file)
+        sys.path += [each for each in path if each not in sys.path]
+        call: JobCall = pickle.load(file)
+    return call
+
+
+def write_result(folder: Path, rank: int, result: object) -> None:
+    """Write what the function has returned on a rank. Raises: UsageError if it does not pickle."""
+    try:
+        data = _pickled(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
+    except UsageError as error:
+        raise UsageError(f"{error} Return tensors, numbers, strings, and lists and dicts of them.") from error
+    _write(folder / f"result.{rank}", data)
+
+
+def result_of(folder: Path, rank: int) -> bytes | None:
+    """Return the pickled result of a rank, None if it has left none."""
+    path = folder / f"result.{rank}"
+    return path.read_bytes() if path.exists() else None
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave an exception for the caller of hvd.run."""
+    """Write the exception of a rank for the caller of hvd.run."""
     seconds = time.time()
     try:
-        data = pickled(error, "the exception")
+        data = _pickled(error, "the exception")
         pickle.loads(data)
     except Exception:
-        # Many exceptions cannot be made again from their arguments: the text goes without them.
+        # Many exceptions cannot be built from their arguments again. Only the text is sent then.
         data = None
     trace = "".join(traceback.format_exception(error))
     summary = "".join(traceback.format_exception_only(error)).strip()
     failure = Failure(rank, socket.gethostname(), seconds, summary, trace, data)
-    write_whole(folder / f"failure.{rank}", pickle.dumps(failure))
+    _write(folder / f"failure.{rank}", pickle.dumps(failure))
 
 
 def first_failure(folder: Path, ranks: int) -> Failure | None:
-    """The exception that was there first; the others are likely to have followed from it."""
+    """Return the earliest exception. The others have probably followed from it."""
     paths = [folder / f"failure.{rank}" for rank in range(ranks)]
     failures: Sequence[Failure] = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
     return min(failures, key=lambda each: (each.seconds, each.rank), default=None)
 
 
 def raise_again(failure: Failure) -> None:
-    """Raise the exception of a rank, with the traceback of there as its cause; a LaunchError where that cannot be."""
+    """Raise the exception of a rank with its traceback as the cause, or a LaunchError where that is impossible."""
     where = f"rank {failure.rank} on {failure.host}"
     cause = RankTraceback(f"{where}:\n{failure.trace}")
     error: BaseException | None = None
@@ -157,3 +128,25 @@ def raise_again(failure: Failure) -> None:
         raise error from cause
     # SystemExit and KeyboardInterrupt of a rank must not end the caller.
     raise LaunchError(f"{where}: {failure.summary}") from cause
+
+
+def _has_cloudpickle() -> bool:
+    return find_spec("cloudpickle") is not None
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    """Pickle a value that errors call `what`. Raises: UsageError."""
+    pickler: Any = import_module("cloudpickle") if _has_cloudpickle() else pickle
+    try:
+        data: bytes = pickler.dumps(value)
+    except Exception as error:
+        advice = "" if _has_cloudpickle() else " cloudpickle can send more: pip install cloudpickle."
+        raise UsageError(f"{what} does not pickle: {type(error).__name__}: {error}.{advice}") from error
+    return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is either complete or absent."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.rename(path)

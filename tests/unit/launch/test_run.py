@@ -42,8 +42,8 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     double = Started()
     family = getattr(request, "param", OPEN_MPI)
     monkeypatch.setattr(run_module, "run_to_its_end", double.run)
-    monkeypatch.setattr(find_mpirun, "ask", lambda environment: MpiLibrary("", "any", "1", "any 1"))
-    monkeypatch.setattr(find_mpirun, "find", lambda *_: Mpirun("mpirun", family, "1", ("--flag",)))
+    monkeypatch.setattr(find_mpirun, "ask_mpi_library", lambda environment: MpiLibrary("", "any", "1", "any 1"))
+    monkeypatch.setattr(find_mpirun, "find_mpirun", lambda *_: Mpirun("mpirun", family, "1", ("--flag",)))
     for name in [*os.environ]:
         if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HVLIKE_", "HOROVOD_")) or name == "OMP_NUM_THREADS":
             monkeypatch.delenv(name)
@@ -93,7 +93,7 @@ def test_hosts_and_variables_go_to_the_launcher(
 def test_threads_are_shared_out_unless_the_user_has_said_how_many(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "available", lambda: frozenset(range(8)))
+    monkeypatch.setattr(run_module, "available_cores", lambda: frozenset(range(8)))
     run(len, ("four",))
     assert started.environment["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
