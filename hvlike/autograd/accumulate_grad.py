@@ -25,15 +25,15 @@ from hvlike.errors import RpcError
 
 
 def accumulate(gradients: dict[Tensor, Tensor], leaf: Tensor, gradient: Tensor, sole: bool) -> None:
-    """Add a gradient to those of the context, in place where there is one already; a sparse one stays sparse.
+    """Add a gradient to those of the context, in place where there is one. A sparse one stays sparse.
 
-    gradient: of the leaf's shape; sole: nobody else refers to it or its memory, so it may be kept as it is.
+    sole: nothing else refers to the gradient or its memory, so it may be kept as it is.
     """
     if gradient.requires_grad:
         gradient = gradient.detach()
     before = gradients.get(leaf)
     if before is None:
-        gradients[leaf] = gradient if sole and _lies_like(gradient, leaf) else _copy(gradient, leaf)
+        gradients[leaf] = gradient if sole and _has_layout_of(gradient, leaf) else _copy(gradient, leaf)
     elif before.layout is not torch.strided and gradient.layout is torch.strided:
         # Sparse memory cannot take a dense sum.
         gradients[leaf] = gradient + before
@@ -42,59 +42,43 @@ def accumulate(gradients: dict[Tensor, Tensor], leaf: Tensor, gradient: Tensor, 
 
 
 def is_sole(tensor: Tensor) -> bool:
-    """Whether a variable of the caller is all that refers to the tensor and to its memory; False where unsure."""
+    """Whether one variable of the caller is all that refers to the tensor and its memory. False where unsure."""
     if tensor.layout is not torch.strided:
         return False
-    if not tensor._is_view():
-        return _counts(tensor) == _sole_counts()
-    # Most gradients of weights: the product that the engine has made, seen transposed.
-    return _covers(tensor) and _counts_of_view(tensor) == _sole_counts_of_view()
+    is_view = tensor._is_view()
+    # Most gradients of weights are views: the product that the engine has made, transposed. A view of a part of its
+    # memory would keep the rest alive.
+    if is_view and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return False
+    return _reference_counts(tensor, is_view) == _sole_counts(is_view)
 
 
-def _covers(tensor: Tensor) -> bool:
-    """Whether the tensor is all of its memory: a part would keep the rest alive."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+def _reference_counts(tensor: Any, is_view: bool) -> list[int]:
+    """Count the references to the Python object, the tensor behind it, its memory; for a view those to its base too.
 
-
-def _counts(tensor: Any) -> tuple[int, int, int]:
-    """How many refer to the Python object, to the tensor behind it, to its memory; with those that ask."""
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(tensor), tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
-
-
-def _counts_of_view(tensor: Any) -> tuple[tuple[int, int, int], ...]:
-    """The same for a view, and for the tensor that it is a view of."""
-    base = tensor._base
-    return _counts(tensor), _counts(base)
+    The references of this call are included.
+    """
+    counts = []
+    for each in (tensor, tensor._base) if is_view else (tensor,):
+        storage = torch._C._storage_Use_Count(each.untyped_storage()._cdata)
+        counts += [sys.getrefcount(each), each._use_count(), storage]
+    return counts
 
 
 @cache
-def _sole_counts() -> tuple[int, int, int]:
-    """What is counted when nobody else refers to it; depends on the interpreter."""
-    seen = []
+def _sole_counts(is_view: bool) -> list[int]:
+    """Return the counts of a tensor that nothing else refers to. They depend on the interpreter."""
+    counts: list[int] = []
 
-    def ask(tensor: Tensor) -> None:
-        seen.append(_counts(tensor))
+    def count(tensor: Tensor) -> None:
+        counts.extend(_reference_counts(tensor, tensor._is_view()))
 
-    tensor = torch.empty(1, device="cpu")
-    ask(tensor)
-    return seen[0]
-
-
-@cache
-def _sole_counts_of_view() -> tuple[tuple[int, int, int], ...]:
-    """The same for a view that is all that refers to its base."""
-    seen = []
-
-    def ask(tensor: Tensor) -> None:
-        seen.append(_counts_of_view(tensor))
-
-    tensor = torch.empty(1, device="cpu").t()
-    ask(tensor)
-    return seen[0]
+    tensor = torch.empty(1, device="cpu").t() if is_view else torch.empty(1, device="cpu")
+    count(tensor)
+    return counts
 
 
-def _lies_like(gradient: Tensor, leaf: Tensor) -> bool:
+def _has_layout_of(gradient: Tensor, leaf: Tensor) -> bool:
     return gradient.stride() == leaf.stride() and gradient.dtype is leaf.dtype
 
 
@@ -107,16 +91,16 @@ def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
 
 _Hook = Callable[..., Any]
 Hooks = Mapping[int, _Hook]
-"""All Python hooks of a kind that a node has, now and later, in the order in which they were registered."""
+"""All Python hooks of a kind that a node has, now and later, in the order of their registration."""
 
 
-def deliver(
+def accumulate_with_hooks(
     gradients: dict[Tensor, Tensor], hooks: tuple[Hooks, Hooks], leaf: Tensor, gradient: Tensor, sole: bool
 ) -> None:
     """Add the complete gradient of one backward to the context's, and run the hooks of the leaf's node around it.
 
-    hooks: see `hooks_of`. sole: see `accumulate`.
-    Raises: what the hooks raise, RuntimeError for a prehook that does not return one gradient.
+    hooks: of `hooks_of`. sole: see `accumulate`.
+    Raises: what the hooks raise; RuntimeError for a prehook that does not return one gradient.
     """
     before, after = hooks
     if not before and not after:
@@ -126,7 +110,7 @@ def deliver(
     for hook in list(before.values()):
         changed = hook(incoming)
         if changed is not None:
-            incoming = _one(changed, hook)
+            incoming = _single(changed, hook)
     (changed,) = incoming
     if changed is None:
         return
@@ -136,23 +120,23 @@ def deliver(
 
 
 def hooks_of(node: Node) -> tuple[Hooks, Hooks]:
-    """The Python hooks that run before and after a node; what is registered later comes in."""
+    """Return the Python hooks that run before and after a node. What is registered later appears in them."""
     return _registered(node.register_prehook), _registered(node.register_hook)
 
 
 def _registered(register: Callable[[_Hook], Any]) -> Hooks:
-    """All Python hooks of a kind stand in one dict for ever, which is shown to whoever registers another one."""
-    handle = register(_nothing)
+    """Return the dict of all hooks of a kind, which torch keeps and gives to every handle."""
+    handle = register(_do_nothing)
     hooks: Hooks = handle.hooks_dict_ref()
     handle.remove()
     return hooks
 
 
-def _nothing(*_: Any) -> None:
-    """In another thread's backward it may be met while it stands in the dict."""
+def _do_nothing(*_: Any) -> None:
+    """A backward in another thread may call this while it is registered."""
 
 
-def _one(changed: Any, hook: _Hook) -> tuple[Tensor | None]:
+def _single(changed: Any, hook: _Hook) -> tuple[Tensor | None]:
     gradients = changed if isinstance(changed, tuple) else (changed,)
     if len(gradients) != 1 or not isinstance(gradients[0], Tensor | None):
         raise RpcError(f"prehook {hook!r} of a leaf's node must return one gradient or None, got {changed!r}")

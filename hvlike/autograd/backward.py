@@ -17,143 +17,151 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from hvlike.autograd.backward_pass import BackwardPass, Roots
-from hvlike.autograd.context import DistributedContext
-from hvlike.autograd.contexts import Contexts, IdGenerator, contexts, rank_of_id
+from hvlike.autograd.backward_pass import BackwardPass
+from hvlike.autograd.context import DistributedContext, IdGenerator, rank_of_id
+from hvlike.autograd.contexts import Contexts, contexts
+from hvlike.autograd.local_backward import Roots
 from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, encode, heading_of, opens
 from hvlike.autograd.protocol import BackwardMessage, Mode, Phase
 from hvlike.errors import RpcError, UsageError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.agent.profiling import TimelineRows
 from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
+
+_MODES = {mode.name.lower(): mode for mode in Mode}
 
 
 @dataclass
 class _OfContext:
     """The backwards of one context."""
 
-    runs: dict[int, BackwardPass] = field(default_factory=dict)
+    passes: dict[int, BackwardPass] = field(default_factory=dict)
     """By number."""
     oldest: dict[int, int] = field(default_factory=dict)
-    """By root: those of it with lower numbers are over."""
+    """By root: its backwards with lower numbers are over."""
 
 
-class ActivePasses:
-    """Those of one session."""
+class BackwardTable:
+    """The backwards of one session. Takes their messages."""
 
     def __init__(self, agent: Agent, contexts: Contexts) -> None:
-        """Take letters from now on."""
         self.agent = agent
+        self.timeline_rows = TimelineRows(agent.fabric.recorder, "autograd backwards")
         self._contexts = contexts
         self._numbers = IdGenerator(agent.rank)
         self._lock = threading.Lock()
-        self._known: dict[int, _OfContext] = {}
+        self._by_context: dict[int, _OfContext] = {}
         agent.take(BACKWARD_MESSAGE, self._take)
         agent.when_lost.append(self._lose)
 
     def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:
-        """A new one whose root is this worker."""
+        """Begin a backward whose root is this worker."""
         with self._lock:
             number = self._numbers.new()
-            runs = self._known.setdefault(context.id, _OfContext()).runs
-            oldest = min((each for each in runs if rank_of_id(each) == self.agent.rank), default=number)
+            passes = self._by_context.setdefault(context.id, _OfContext()).passes
+            oldest = min((each for each in passes if rank_of_id(each) == self.agent.rank), default=number)
             heading = Heading(context.id, number, oldest, mode, retain_graph)
-            run = runs[number] = BackwardPass(self, context, heading, roots)
-        return run
+            begun = passes[number] = BackwardPass(self, context, heading, roots)
+        return begun
 
-    def forget(self, run: BackwardPass) -> None:
-        """Nothing more comes of it. From any thread."""
-        heading = run.heading
-        run.context.disengage(heading.number)
+    def forget(self, ended: BackwardPass) -> None:
+        """Nothing more comes of a backward. From any thread."""
+        heading = ended.heading
+        ended.context.disengage(heading.number)
         with self._lock:
-            known = self._known.get(heading.context)
+            known = self._by_context.get(heading.context)
             if known is not None:
-                known.runs.pop(heading.number, None)
-                if not known.runs:
-                    del self._known[heading.context]
+                known.passes.pop(heading.number, None)
+                if not known.passes:
+                    del self._by_context[heading.context]
 
     def is_live(self, context: DistributedContext) -> bool:
         """Whether the context has not been released."""
-        return self._find(context.id) is context
+        return self._contexts.get(context.id) is context
 
     def end(self, error: str) -> None:
         """The session is over."""
-        for run in self._all():
-            run.fail(error)
-        self._known.clear()
+        for each in self._all():
+            each.fail(error)
+        self._by_context.clear()
 
     # -- in the loop --------------------------------------------------------------------------
 
     def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
         with self._lock:
-            known = self._known.get(wire[0])
-            run = known.runs.get(wire[1]) if known is not None else None
-        if run is None and opens(wire):
-            run = self._open(heading_of(wire), source)
-        if run is not None:
-            run.hear(source, wire, storages)
+            known = self._by_context.get(wire[0])
+            found = known.passes.get(wire[1]) if known is not None else None
+        if found is None and opens(wire):
+            found = self._open(heading_of(wire), source)
+        if found is not None:
+            found.receive(source, wire, storages)
 
     def _open(self, heading: Heading, source: int) -> BackwardPass | None:
-        """Remember a backward that this worker has not heard of; None where it is over."""
+        """Add a backward that is new to this worker. None where it is over."""
         root = rank_of_id(heading.number)
         if root == self.agent.rank:
             return None
         # The message that is to make the context known here may still wait for a thread.
         self._contexts.came((heading.context, NO_MESSAGE), source, ())
-        context = self._find(heading.context)
+        context = self._contexts.get(heading.context)
         if context is None:
             answer = BackwardMessage(error=f"Error on Node {self.agent.rank}: {unknown_context(heading.context)}")
             self.agent.post(source, BACKWARD_MESSAGE, *encode(heading, answer, source))
             return None
         with self._lock:
-            known = self._known.setdefault(heading.context, _OfContext())
+            known = self._by_context.setdefault(heading.context, _OfContext())
             if heading.number < known.oldest.get(root, 0):
                 return None
             known.oldest[root] = heading.oldest
-            over = [
-                each for number, each in known.runs.items() if rank_of_id(number) == root and number < heading.oldest
-            ]
-            run = known.runs[heading.number] = BackwardPass(self, context, heading, ())
+            over = [known.passes[each] for each in known.passes if rank_of_id(each) == root and each < heading.oldest]
+            opened = known.passes[heading.number] = BackwardPass(self, context, heading, ())
         for each in over:
             self.forget(each)
-        return run
-
-    def _find(self, context: int) -> DistributedContext | None:
-        try:
-            return self._contexts.find(context)
-        except RuntimeError:
-            return None
+        return opened
 
     def _lose(self, rank: int, error: Exception) -> None:
-        for run in self._all():
-            run.lost(rank, str(error))
+        for each in self._all():
+            each.lost(rank, str(error))
 
     def _all(self) -> list[BackwardPass]:
         with self._lock:
-            return [run for known in self._known.values() for run in known.runs.values()]
+            return [each for known in self._by_context.values() for each in known.passes.values()]
 
 
-_MODES = {mode.name.lower(): mode for mode in Mode}
-
-
-class _Process:
-    runs: ActivePasses | None = None
+class _Session:
+    table: BackwardTable | None = None
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "safe") -> None:
     """Compute the gradients of all leaves that the roots depend on, on all workers, into the context.
 
-    context_id: from `context`. roots: tensors of one element each that require grad and are no leaves; their gradients
-    are summed. retain_graph: as in torch; without it the graph is freed on all workers. mode: what of the messages of
-    this context takes part:
-        "safe"   all, and those that the roots do not depend on are told so: best where most results are used
-        "smart"  those that the roots depend on, which a first phase finds out: best where many results are unused
-        "fast"   as torch's: every message has to be used, else RuntimeError that names the call
-    Local: called on one worker, of any that the context has reached; blocks until the gradients are final on all.
-    get_gradients returns them; `.grad` is neither read nor written. Several may run at a time.
-    Raises: TypeError, UsageError or RuntimeError for wrong arguments; RuntimeError "Could not find autograd context
-        with id"; RuntimeError "Error on Node <rank>: ..." for what goes wrong in the graph, with one such prefix for
-        each worker on the way to here; after rpc_timeout seconds of RPC. The context can be used again.
-    Source: torch.distributed.autograd.backward; modes: "Distributed Autograd Design" in torch's notes.
+    `get_gradients` returns the gradients; `.grad` is neither read nor written. Called on one worker, of any that the
+    context has reached; several backwards may run at a time. Blocks until the gradients are final on all workers.
+
+    Args:
+        context_id: From `context`.
+        roots: Tensors of one element each that require grad and are no leaves. Their gradients are summed.
+        retain_graph: As in torch: without it the graph is freed, on all workers.
+        mode: Which messages of the context take part:
+
+            - "safe": All. Those that the roots do not depend on are told so. Best where most results are used.
+            - "smart": Those that the roots depend on, found in a first phase. Best where many results are unused.
+            - "fast": As torch's: every message has to be used, else a RuntimeError names the call.
+
+    Raises:
+        TypeError: For arguments of wrong types.
+        UsageError: For an unknown mode.
+        RuntimeError: For tensors that cannot be roots; "Could not find autograd context with id"; "Error on Node
+            <rank>: ..." for what fails in the graph, with one such prefix for each worker on the way to this one;
+            after rpc_timeout seconds of RPC. The context can be used again.
+
+    Example:
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, (weight, x)).sum()
+        ...     autograd.backward(context_id, [loss])
+        ...     gradient = autograd.get_gradients(context_id)[weight]
+
+    Source: torch.distributed.autograd.backward; the modes: "Distributed Autograd Design" in torch's notes.
     """
     number, tensors = _checked(context_id, roots, retain_graph)
     if mode not in _MODES:
@@ -161,32 +169,32 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     agent = current_agent()
     context = contexts.find(number)
     edges = _edges(tensors)
-    runs = _Process.runs
-    if runs is None:
+    table = _Session.table
+    if table is None:
         raise RpcError("RPC has been shut down.")
-    run = runs.begin(context, edges, _MODES[mode], bool(retain_graph))
-    run.complete(agent.timeout or None)
-    if run.part.state is Phase.FAILED:
-        cause, run.cause = run.cause, None
+    begun = table.begin(context, edges, _MODES[mode], bool(retain_graph))
+    begun.complete(agent.timeout or None)
+    if begun.state.phase is Phase.FAILED:
+        cause, begun.cause = begun.cause, None
         try:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause
-            raise RpcError(run.part.error) from cause
+            raise RpcError(begun.state.error) from cause
         finally:
-            # Its traceback leads here: a cycle would keep all tensors until the garbage collector comes.
+            # Its traceback leads here: a cycle would keep all tensors until the next garbage collection.
             del cause
 
 
 def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[Tensor]]:
-    """The arguments, if they are of the right types. Raises: TypeError."""
+    """Return the arguments, if they are of the right types. Raises: TypeError."""
     wrong = ""
     tensors: list[Any] = []
     if isinstance(roots, Tensor | str) or not isinstance(roots, Iterable):
         wrong = f"roots={type(roots).__name__}"
     else:
         tensors = list(roots)
-        strange = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
-        wrong = f"a {strange[0]} among the roots" if strange else ""
+        others = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
+        wrong = f"a {others[0]} among the roots" if others else ""
     if isinstance(context_id, bool | float) or not hasattr(context_id, "__index__"):
         wrong = f"context_id={context_id!r}"
     if not isinstance(retain_graph, bool | int):
@@ -200,36 +208,31 @@ def _checked(context_id: Any, roots: Any, retain_graph: Any) -> tuple[int, list[
 
 
 def _edges(tensors: list[Tensor]) -> Roots:
-    """Where backward begins, and with what. Raises: RuntimeError for tensors that cannot be roots."""
+    """Return where backward begins, and with what. Raises: RuntimeError for tensors that cannot be roots."""
     if not tensors:
         raise RpcError("No tensors provided for gradient computation.")
     edges = []
     for place, root in enumerate(tensors):
         node = root.grad_fn
-        if node is None or root.numel() != 1:
-            raise _no_root(place, root)
+        what = f"root {place} of backward (shape {list(root.shape)}, {root.dtype})"
+        if not root.requires_grad:
+            raise RpcError(f"requires_grad not set on {what}.")
+        if root.numel() != 1:
+            raise RpcError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
+        if node is None:
+            raise RpcError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
         edges.append((GradientEdge(node, root.output_nr), torch.ones_like(root)))
     return edges
 
 
-def _no_root(place: int, root: Tensor) -> RuntimeError:
-    """Why a tensor cannot be a root."""
-    what = f"root {place} of backward (shape {list(root.shape)}, {root.dtype})"
-    if not root.requires_grad:
-        return RpcError(f"requires_grad not set on {what}.")
-    if root.numel() != 1:
-        return RpcError(f"{what} is not a scalar, all roots need to be scalar: sum it, or take its mean.")
-    return RpcError(f"{what} does not have a valid gradient function: it is a leaf, nothing led to it.")
-
-
 def _begin_session(agent: Agent) -> None:
-    _Process.runs = ActivePasses(agent, contexts)
+    _Session.table = BackwardTable(agent, contexts)
 
 
 def _end_session() -> None:
-    runs, _Process.runs = _Process.runs, None
-    if runs is not None:
-        runs.end("RPC has been shut down while this was in flight.")
+    table, _Session.table = _Session.table, None
+    if table is not None:
+        table.end("RPC has been shut down while this was in flight.")
 
 
 contexts.when_session_begins.append(_begin_session)

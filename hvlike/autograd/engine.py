@@ -23,50 +23,57 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from hvlike.autograd.graph import Edges
 
+Catch = Callable[[Node, int, Tensor], None]
+_Gradients = tuple[Tensor | None, ...]
 
-class _Door(torch.autograd.Function):
-    """The private graph."""
+
+class _CallInBackward(torch.autograd.Function):
+    """Calls a function in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, inside: Callable[[], None]) -> Tensor:
-        ctx.inside = inside
+    def forward(ctx: Any, key: Tensor, called: Callable[[], None]) -> Tensor:
+        ctx.called = called
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.inside()
+        ctx.called()
         return None, None
 
 
-_enter: Callable[[Tensor, Callable[[], None]], Tensor] = _Door.apply
+_call_in_backward: Callable[[Tensor, Callable[[], None]], Tensor] = _CallInBackward.apply
 
 
 def evaluate(
     node: Any, edges: Edges[Node], places: Sequence[int], incoming: Sequence[Tensor | None]
 ) -> dict[int, Tensor | None]:
-    """Return the gradients for the children at these places among the node's (edges), by place; None: not defined.
+    """Return the gradients of a C++ node for the children at these places, by place; None: undefined.
 
-    node: of C++. incoming: the complete gradients of its outputs. Its saved tensors stay. Source: the engine's
-    exec_info, which `grad(inputs=...)` fills.
+    A node of C++ computes the gradients of those children only that the backward in progress needs. So this begins a
+    backward over a private graph of one function that calls the node, and asks for the wanted children. It never
+    reaches them, so nothing is delivered to them and none of their hooks runs, but they count as needed.
+
+    edges: the children of the node. incoming: the complete gradients of its outputs. Its saved tensors stay.
+    Source: the engine's exec_info, which `grad(inputs=...)` fills.
     """
     results: list[Any] = []
 
-    def inside() -> None:
+    def call_node() -> None:
         result = node(*incoming)
         results.extend(result if isinstance(result, tuple) else (result,))
 
     wanted = [GradientEdge(child, number) for child, number in (edges[place] for place in places) if child is not None]
     key = torch.empty(0, device="cpu", requires_grad=True)
     with torch.enable_grad():
-        door = _enter(key, inside)
+        start = _call_in_backward(key, call_node)
     inputs = [get_gradient_edge(key), *wanted]
     # The gradient of a scalar is left to torch: for a given one it would import a lot at its first use.
-    torch.autograd.grad([door], inputs, retain_graph=True, allow_unused=True)
+    torch.autograd.grad([start], inputs, retain_graph=True, allow_unused=True)
     return {place: _fit(results[place], *edge) for place, edge in zip(places, wanted, strict=True)}
 
 
 def _fit(gradient: Tensor | None, node: Node, number: int, *_: object) -> Tensor | None:
-    """Give a gradient the shape and dtype that input `number` of the node has, as the engine does before hooks."""
+    """Give a gradient the shape and dtype of input `number` of the node, as the engine does before hooks."""
     if gradient is None:
         return None
     expected: Any = node._input_metadata[number]
@@ -77,33 +84,29 @@ def _fit(gradient: Tensor | None, node: Node, number: int, *_: object) -> Tensor
     return gradient if gradient.dtype is expected.dtype else gradient.to(expected.dtype)
 
 
-Catch = Callable[[Node, int, Tensor], None]
-_Gradients = tuple[Tensor | None, ...]
-
-
-class Boundary:
-    """Watches one node during one run of the engine; a context manager."""
+class BoundaryNode:
+    """Hooks of a boundary node during one run of the engine; a context manager."""
 
     def __init__(self, node: Node, edges: Edges[Node], places: Sequence[int], catch: Catch) -> None:
-        """places: of the children that do not run, among all (edges). catch: called with child, input and gradient."""
+        """edges: its children. places: those that do not run. catch: takes child, number of the input and gradient."""
         self._node: Any = node
         self._edges = edges
         self._places = places
         self._catch = catch
         self._early: dict[int, Tensor | None] = {}
-        """What a node of C++ has computed for these children."""
-        self._theirs: dict[int, Callable[..., Any]] = {}
-        """Hooks of others, which this one calls in the meantime: they would not see what is computed early."""
+        """What a node of C++ has computed for these children before it runs."""
+        self._others: dict[int, Callable[..., Any]] = {}
+        """The node's other hooks, which `_after` calls: they would not see what is computed early."""
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Boundary:
+    def __enter__(self) -> BoundaryNode:
         after = self._node.register_hook(self._after)
         self._handles.append(after)
         if not isinstance(self._node, torch._C._FunctionBase):
             self._handles.append(self._node.register_prehook(self._before))
             hooks = after.hooks_dict_ref()
-            self._theirs = {key: hook for key, hook in hooks.items() if key != after.id}
-            for key in self._theirs:
+            self._others = {key: hook for key, hook in hooks.items() if key != after.id}
+            for key in self._others:
                 del hooks[key]
         return self
 
@@ -112,10 +115,10 @@ class Boundary:
         hooks = after.hooks_dict_ref()
         for handle in self._handles:
             handle.remove()
-        # One that was registered meanwhile comes after these.
+        # Hooks that were registered meanwhile come after these.
         since = dict(hooks)
         hooks.clear()
-        hooks.update(self._theirs)
+        hooks.update(self._others)
         hooks.update(since)
 
     def _before(self, incoming: _Gradients) -> None:
@@ -127,7 +130,7 @@ class Boundary:
         for place, gradient in self._early.items():
             gradients[place] = gradient
         complete = tuple(gradients)
-        for hook in self._theirs.values():
+        for hook in self._others.values():
             changed = hook(complete, incoming)
             if changed is not None:
                 complete = changed if isinstance(changed, tuple) else (changed,)
@@ -135,7 +138,7 @@ class Boundary:
             child, number = self._edges[place]
             if child is not None and (gradient := complete[place]) is not None:
                 self._catch(child, number, gradient)
-        if not self._theirs:
+        if not self._others:
             return None
         # The engine refuses a gradient where the node itself has computed none.
         return tuple(None if place in self._early else gradient for place, gradient in enumerate(complete))
@@ -143,26 +146,26 @@ class Boundary:
 
 _Run = Callable[..., tuple[Tensor | None, ...]]
 
-# torch.autograd.grad, without its own look at the arguments: that takes as long as a small graph.
+# torch.autograd.grad without its checks of the arguments, which take as long as a small graph.
 _run_with_devices: _Run = torch.autograd.graph._engine_run_backward
-# What that adds is for the threads that the engine has for GPUs, and for logs.
+# The engine itself. What the line above adds is for its threads for GPUs, and for logs.
 _run: _Run = torch.autograd.Variable._execution_engine.run_backward
 _uses_devices: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class SegmentRecord(NamedTuple):
-    """What has run, for those who look on."""
+    """A segment that has run, for the timeline and `draw`."""
 
     kind: str
-    """"plain", "selective" (it had boundaries) or "final"."""
+    """"plain", "selective" (it had boundary nodes) or "final"."""
     nodes: int
-    """How many nodes it had, those for leaves and recvs among them."""
+    """The number of its nodes, with those of leaves and recvs."""
     sends: tuple[int, ...]
-    """Numbers of the messages of this worker that were answered since the segment before."""
+    """The sends that were answered since the segment before."""
     recvs: tuple[int, ...]
-    """Numbers of the messages to this worker whose gradients it has led to."""
+    """The recvs whose gradients it has computed."""
     leaves: int
-    """Leaves whose gradient is complete."""
+    """The number of leaves whose gradients it has completed."""
     start: int
     """perf_counter_ns."""
     end: int
@@ -170,11 +173,11 @@ class SegmentRecord(NamedTuple):
 
 
 Values = dict[Node, dict[int, Tensor]]
-"""Gradients that have come to nodes that have not run, by the number of the node's input."""
+"""Gradients that have come to nodes that have not run, by node and number of the input."""
 
 
 def add_value(values: Values, node: Node, number: int, gradient: Tensor) -> None:
-    """Add to what has come to an input; never in place: others may hold what is there."""
+    """Add a gradient to what has come to an input. Not in place: the user may refer to what is there."""
     inputs = values.setdefault(node, {})
     before = inputs.get(number)
     if before is None:
@@ -186,7 +189,7 @@ def add_value(values: Values, node: Node, number: int, gradient: Tensor) -> None
 
 
 def take_values(values: Values, nodes: Sequence[Node]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Remove what has come to these nodes, as outputs and their gradients for the engine."""
+    """Remove and return what has come to these nodes, as outputs and their gradients for the engine."""
     edges: list[GradientEdge] = []
     gradients: list[Tensor] = []
     for node in [node for node in nodes if node in values]:
@@ -204,10 +207,11 @@ def run_engine(
     catch: Catch,
     retain_graph: bool,
 ) -> list[Tensor | None]:
-    """Run what leads from the outputs to the inputs; return the gradients of the inputs, None where none came.
+    """Run what leads from the outputs to the inputs. Returns the gradients of the inputs, None where none came.
 
-    boundaries: nodes with children that do not run, and their places; `catch` is told what goes there. The lists of
-    the outputs are emptied, so that their gradients are held by nobody else afterwards.
+    outputs: nodes and their gradients. Both lists are emptied, so that nothing here refers to the gradients afterwards.
+    boundaries: nodes with children that do not run, and the places of these; `catch` gets their gradients.
+    edges: the children of the nodes.
     """
     starts, gradients = outputs
     try:
@@ -219,7 +223,7 @@ def run_engine(
             return list(run(*arguments))
         with ExitStack() as watched:
             for node, places in boundaries.items():
-                watched.enter_context(Boundary(node, edges[node], places, catch))
+                watched.enter_context(BoundaryNode(node, edges[node], places, catch))
             return list(run(*arguments))
     finally:
         starts.clear()

@@ -23,18 +23,18 @@ Edges = Sequence[tuple[N | None, int]]
 
 
 class Scan(Generic[N]):
-    """The part of a graph that was reached so far."""
+    """The part of a graph that has been reached."""
 
     def __init__(self, edges_of: Callable[[N], Edges[N]]) -> None:
-        """edges_of: a node's children; asked once for each node."""
+        """edges_of: returns the children of a node; called once for each node."""
         self._edges_of = edges_of
         self.edges: dict[N, Edges[N]] = {}
         """The children of each node that was reached."""
         self.waits: dict[N, int] = {}
-        """For each node, how many edges lead to it from nodes that were reached."""
+        """For each node the number of edges that lead to it from nodes that were reached."""
 
     def reach(self, starts: Iterable[N]) -> list[N]:
-        """Go on from these nodes; return the nodes without children that were not reached before."""
+        """Go on from these nodes and return the nodes without children that were not reached before."""
         edges_of, edges, waits = self._edges_of, self.edges, self.waits
         stack = [node for node in dict.fromkeys(starts) if node not in waits]
         for node in stack:
@@ -57,12 +57,12 @@ class Scan(Generic[N]):
 
 
 def clear(edges: Mapping[N, Edges[N]], waits: dict[N, int], ready: Iterable[N]) -> list[N]:
-    """Return `ready` and all nodes that wait for nothing else, each after those it waited for; `waits` is counted down.
+    """Return `ready` and all nodes that wait for nothing else, each after those it waited for, and count `waits` down.
 
     ready: nodes that wait for nothing. Source: A. B. Kahn, Topological sorting of large networks, 1962.
     """
     order = list(ready)
-    # The list grows while it is walked through.
+    # The list grows during the loop.
     for node in order:
         for child, _ in edges[node]:
             if child is not None:
@@ -73,9 +73,9 @@ def clear(edges: Mapping[N, Edges[N]], waits: dict[N, int], ready: Iterable[N]) 
 
 
 def leading_to(edges: Mapping[N, Edges[N]], order: Sequence[N], targets: Iterable[N]) -> list[N]:
-    """Return the nodes of `order` from which a target is reached, and the targets in it; in the same order.
+    """Return the nodes of `order` from which a target is reached, and the targets, in the same order.
 
-    order: each node stands before its children. targets: some of it. Only ways inside of `order` count.
+    order: nodes, each before its children. targets: some of these. Only paths inside of `order` count.
     """
     leads = set(targets)
     for node in reversed(order):
@@ -92,7 +92,7 @@ def outside(edges: Mapping[N, Edges[N]], nodes: Iterable[N], inside: Collection[
 
 
 def crossing(edges: Mapping[N, Edges[N]], nodes: Iterable[N], inside: Collection[N]) -> dict[N, list[int]]:
-    """Return for each of the nodes that has children outside the places of these among its children."""
+    """Return, for each of the nodes that has children outside, their places among its children."""
     found = {}
     for node in nodes:
         places = [place for place, (child, _) in enumerate(edges[node]) if child is not None and child not in inside]
@@ -106,11 +106,11 @@ class Plan(Generic[N]):
     """One segment."""
 
     nodes: list[N]
-    """What runs, each node before its children."""
+    """The nodes that run, each before its children."""
     later: list[N]
-    """What could run and does not, in the same order."""
+    """The nodes that could run and do not, in the same order."""
     boundaries: dict[N, list[int]] = field(default_factory=dict)
-    """Of the nodes, those with children that do not run, and the places of these among their children."""
+    """The nodes with children that do not run, and the places of these among their children."""
     partial: list[N] = field(default_factory=list)
     """Children that do not run and may be captured all the same, with a part of their gradient."""
 
@@ -123,11 +123,13 @@ def plan(
     is_urgent: Callable[[N], bool],
     is_passive: Callable[[N], bool],
 ) -> Plan[N] | None:
-    """Return what of `order` to run now; None: nothing.
+    """Return the next segment, None if nothing should run now.
 
-    order: what can run and has not, each node before its children. cleared: these and all that has run. is_target: the
-    gradient is wanted. is_urgent: it is a target that somebody waits for. is_passive: capturing a part of the node's
-    gradient is seen by nobody.
+    order: the nodes that can run and have not, each before its children.
+    cleared: these nodes and all that have run.
+    is_target: whether the gradient of a node is wanted.
+    is_urgent: whether it is a target that another worker waits for.
+    is_passive: whether a part of the node's gradient may be captured because no hook sees it.
     """
     beyond = outside(edges, order, cleared)
     if all(is_passive(node) for node in beyond):
@@ -138,5 +140,5 @@ def plan(
     nodes = leading_to(edges, order, targets)
     running = set(nodes)
     later = [node for node in order if node not in running]
-    # Children that have run cannot be: they would have waited for this node.
+    # No child of these nodes has run: it would have waited for its parent.
     return Plan(nodes, later, boundaries=crossing(edges, nodes, running))

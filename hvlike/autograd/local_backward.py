@@ -9,159 +9,204 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from hvlike.autograd.accumulate_grad import deliver, is_sole
+from hvlike.autograd.accumulate_grad import accumulate_with_hooks, is_sole
+from hvlike.autograd.context import ContextListener, DistributedContext, Recv, Send
 from hvlike.autograd.engine import SegmentRecord, Values, add_value, run_engine, take_values
 from hvlike.autograd.graph import Plan, clear, plan
 from hvlike.autograd.local_graph import LocalGraph, captured_edges
+from hvlike.autograd.protocol import Gradients
 from hvlike.rpc.wire.devices import ReadyEvents, to_device, to_host
+from hvlike.training.ddp.end_of_backward import Collected, collecting
 
-if TYPE_CHECKING:
-    from hvlike.autograd.context import Recv, Send
+Roots = Sequence[tuple[GradientEdge, Tensor]]
+"""Where backward begins, and with which gradients."""
 
-
-Emit = Callable[["Recv", "list[Tensor | None] | None"], None]
+Emit = Callable[[int, int, "Gradients | None"], None]
+"""Takes a recv, its sender and the gradients of its tensors; see BackwardState.emit."""
 
 
 class LocalBackward:
-    """One backward pass on one worker. Not thread-safe: the caller holds the context's lock during every call.
+    """One backward on one worker, a protocol.Machine. Make every call with the context's lock held.
 
-    engage -> (resolve*, step)* until `finished`. After an exception the object is of no more use, and has let go of
-    everything it put anywhere.
+    reach* -> engage -> (resolve*, step)* until `finished`. After an exception the object is of no more use; it has
+    removed everything that it had put into the graph.
     """
 
     def __init__(
         self,
-        sends: Mapping[int, Send],
-        recvs: Mapping[int, Recv],
-        gradients: dict[Tensor, Tensor],
+        context: DistributedContext,
+        roots: Roots,
         emit: Emit,
         *,
+        key: object,
+        listener: ContextListener,
         retain_graph: bool = False,
-        waits_for: Collection[int] | None = None,
-        graph: LocalGraph | None = None,
     ) -> None:
-        """sends, recvs: those of the context, by message id; copied. gradients: the context's, by leaf; added to.
+        """roots: empty where the backward was begun on another worker. The caller keeps the graph below them alive.
 
-        emit: called exactly once for each of the recvs, in any thread and from inside of autograd's engine too, so it
-        may only put things into a queue. Its second argument is the gradients of the recv's tensors; None where the
-        recv is not reached by this backward; a list of nothing but None where it is reached and got nothing.
-        retain_graph: as for torch. waits_for: the sends that `resolve` will be called for; None means all.
-        graph: with the same recvs, where something has looked through it before.
+        emit: called exactly once for each recv, in any thread and from inside of autograd's engine, so it may only put
+        things into a queue. Gradients of None: this backward does not lead to the recv; a list of nothing but None: it
+        does, and no gradient came.
+        key, listener: what the context knows this backward by, and tells what happens.
         """
         self.segments: list[SegmentRecord] = []
         """What has run, in this order."""
-        self.finished = False
-        """Everything has run: each recv was emitted, each gradient of a leaf is in the context's map."""
-        self.marks: ReadyEvents | None = None
-        """Where in the streams of GPUs the gradients of leaves are there, if any are on one."""
-        self._gradients = gradients
+        self._context = context
+        self._roots = roots
         self._emit = emit
+        self._key = key
+        self._listener = listener
         self._retain_graph = retain_graph
-        self._pending = {
-            message: send.edges for message, send in sends.items() if waits_for is None or message in waits_for
-        }
-        self._devices = {message: sends[message].devices for message in self._pending if sends[message].devices}
-        self._silent = dict(recvs)
+        self._through_modules = Collected(context.gradients)
+        """The data-parallel modules that the backward has come through."""
+        self._has_run = False
+        self._sends: dict[int, Send] = {}
+        self._recvs: dict[int, Recv] = {}
+        self._graph: LocalGraph | None = None
+        self._pending: dict[int, Send] = {}
+        """The sends whose gradients are missing."""
+        self._silent: dict[int, Recv] = {}
         """The recvs that were not emitted."""
-        self._graph = LocalGraph(recvs) if graph is None else graph
         self._values: Values = {}
         self._answered: list[int] = []
-        """Messages that were resolved since the last segment."""
+        """The sends that were resolved since the last segment."""
         self._starts: list[Node] = []
         self._order: list[Node] | None = None
-        """What can run and has not, each node before its children; None while that was not of interest."""
+        """The nodes that can run and have not, each before its children. None before they are needed."""
         self._cleared: set[Node] = set()
-        """These, and what has run."""
+        """These nodes, and those that have run."""
 
-    def engage(self, roots: Sequence[tuple[GradientEdge, Tensor]]) -> None:
-        """Look through the graph below the roots and sends; once, before anything else. Runs nothing.
+    @property
+    def finished(self) -> bool:
+        """Whether everything has run and is reduced: each recv was emitted, the context has all gradients."""
+        return self._has_run and not self._through_modules
 
-        roots: edges and their gradients; empty where the backward was begun on another worker. The caller keeps the
-        graph below them alive until it is finished. Emits None for recvs that are not reached.
+    @property
+    def has_to_reduce(self) -> bool:
+        """Whether everything has run, and gradients are to be reduced over other ranks."""
+        return self._has_run and bool(self._through_modules)
+
+    def reduce(self) -> None:
+        """Reduce the gradients of data-parallel modules in the context. Blocks. Raises: what that raises."""
+        self._through_modules.reduce()
+
+    def reach(self, sends: Collection[int] | None) -> Mapping[int, int]:
+        """Go on from some sends, None: from the roots. Returns the recvs that are new, with their ranks."""
+        if self._graph is None:
+            # Not the graph that was scanned ahead: that one leads from all sends.
+            self._engage_in_context()
+            self._graph = LocalGraph(self._recvs)
+        if sends is None:
+            edges = [edge for edge, _ in self._roots]
+        else:
+            edges = [edge for send in sends if send in self._sends for edge in self._sends[send].edges]
+        return {recv.id: recv.rank for recv in self._graph.reach([edge.node for edge in edges])}
+
+    def engage(self, sends: Collection[int] | None) -> Mapping[int, int]:
+        """Begin the run, in which these sends count; once. Returns the sends that wait for gradients, with their ranks.
+
+        Runs nothing. Emits None for the recvs that are not reached; after `reach`, only recvs that were reached count.
         """
-        awaited = [edge.node for edges in self._pending.values() for edge in edges]
-        self._starts = [*(edge.node for edge, _ in roots), *awaited]
-        self._graph.reach(self._starts)
+        if self._graph is None:
+            ahead = self._engage_in_context()
+            self._graph = LocalGraph(self._recvs) if ahead is None else ahead
+            self._silent = dict(self._recvs)
+        else:
+            self._silent = {recv.id: recv for recv in self._graph.recvs.values()}
+        graph = self._graph
+        self._pending = {send.id: send for send in self._sends.values() if sends is None or send.id in sends}
+        self._context.segments = self.segments
+        awaited = [edge.node for send in self._pending.values() for edge in send.edges]
+        self._starts = [*(edge.node for edge, _ in self._roots), *awaited]
+        graph.reach(self._starts)
         for node in awaited:
-            self._graph.scan.waits[node] += 1
-        for edge, gradient in roots:
+            graph.scan.waits[node] += 1
+        for edge, gradient in self._roots:
             add_value(self._values, edge.node, edge.output_nr, gradient)
-        reached = {recv.message for recv in self._graph.recvs.values()}
-        for message in [message for message in self._silent if message not in reached]:
-            self._emit(self._silent.pop(message), None)
+        reached = {recv.id for recv in graph.recvs.values()}
+        for recv in [recv for recv in self._silent.values() if recv.id not in reached]:
+            del self._silent[recv.id]
+            self._emit(recv.id, recv.rank, None)
+        return {send.id: send.rank for send in self._pending.values()}
 
-    def resolve(self, message: int, gradients: Sequence[Tensor | None] | None) -> None:
-        """Take the gradients of what was sent in a message, in order of Send.edges; None: there are none, ever.
+    def resolve(self, send: int, gradients: Gradients | None) -> None:
+        """Take the gradients of a send, in order of its tensors; None: there will be none. Runs nothing.
 
-        Runs nothing. A message that is not waited for, or no more, is ignored.
+        A send that is not waited for is ignored.
         """
-        edges = self._pending.pop(message, None)
-        if edges is None:
+        answered = self._pending.pop(send, None)
+        if answered is None or self._graph is None:
             return
-        self._answered.append(message)
-        gradients = self._placed(message, gradients)
+        self._answered.append(send)
+        edges, devices = answered.edges, answered.devices
+        if gradients is None:
+            gradients = [None] * len(edges)
+        elif devices:
+            gradients = [
+                None if gradient is None else to_device(gradient, device)
+                for gradient, device in zip(gradients, devices, strict=True)
+            ]
         waits = self._graph.scan.waits
         ready = []
-        for edge, gradient in zip(edges, [None] * len(edges) if gradients is None else gradients, strict=True):
+        for edge, gradient in zip(edges, gradients, strict=True):
             if gradient is not None:
                 add_value(self._values, edge.node, edge.output_nr, gradient)
             waits[edge.node] -= 1
             if not waits[edge.node]:
                 ready.append(edge.node)
         if self._order is not None:
-            self._clear(ready)
+            self._clear(self._graph, ready)
 
     def step(self) -> None:
-        """Run what can run now; best after all messages that are there have been resolved: it makes fewer segments.
+        """Run what can run now. Call it after all sends that have answers were resolved: that makes fewer segments.
 
-        During the call `recv.run` of the recvs is this object, whose method `ran` the Receive function calls.
-        Raises: whatever the code of the user and of autograd raises.
+        During the call the Receive functions of recvs with hooks deliver their gradients here.
+        Raises: what the code of the user and of autograd raises.
         """
-        if self.finished:
+        graph = self._graph
+        if self._has_run or graph is None:
             return
         try:
-            if self._pending:
-                self._advance()
-            else:
-                self._finish()
+            with collecting(self._through_modules):
+                if self._pending:
+                    self._run_segment(graph)
+                else:
+                    self._run_rest(graph)
         except BaseException:
-            self._let_go()
+            self._forget(graph)
             raise
 
-    def ran(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
-        """The gradients of a recv's tensors are there. In the engine's thread where its function has them."""
-        if self._silent.pop(recv.message, None) is not None:
-            # Those of a GPU travel as copies in host memory.
-            self._emit(recv, [each if each is None or each.is_cpu else to_host(each) for each in gradients])
+    def describe_unused(self, send: int, rank: int) -> str:
+        """The error of FAST on this rank for a send that the backward does not lead to."""
+        unused = self._sends[send]
+        what = unused.about or "an RRef's value"
+        return (
+            f'mode="fast" needs every tensor that was sent in this context: of the call {what}, what rank {rank} has '
+            f"sent to rank {unused.rank} is not used by the roots of this backward. Use the result, leave the call out "
+            'of the context, or pass mode="safe" or mode="smart".'
+        )
 
-    def _placed(self, message: int, gradients: Sequence[Tensor | None] | None) -> Sequence[Tensor | None] | None:
-        """What has come for a message, where its tensors are."""
-        devices = self._devices.get(message)
-        if devices is None or gradients is None:
-            return gradients
-        return [
-            None if gradient is None else to_device(gradient, device)
-            for gradient, device in zip(gradients, devices, strict=True)
-        ]
+    # -- within ---------------------------------------------------------------------------------
 
-    def _clear(self, ready: Sequence[Node]) -> None:
+    def _engage_in_context(self) -> LocalGraph | None:
+        self._sends, self._recvs, ahead = self._context.engage(self._key, self._listener)
+        return ahead
+
+    def _clear(self, graph: LocalGraph, ready: Sequence[Node]) -> None:
         """These nodes wait for nothing any more."""
-        scan = self._graph.scan
-        order = clear(scan.edges, scan.waits, ready)
+        order = clear(graph.scan.edges, graph.scan.waits, ready)
         self._cleared.update(order)
         self._order = order if self._order is None else self._order + order
 
-    def _advance(self) -> None:
-        """Run what is worth to run while gradients of sends are missing."""
-        graph = self._graph
+    def _run_segment(self, graph: LocalGraph) -> None:
+        """Run the next segment, if any is worth it, while gradients of sends are missing."""
         if self._order is None:
-            self._clear([node for node in dict.fromkeys(self._starts) if not graph.scan.waits[node]])
+            self._clear(graph, [node for node in dict.fromkeys(self._starts) if not graph.scan.waits[node]])
         leaves, recvs = graph.leaves, graph.recvs
         chosen = plan(
             graph.scan.edges,
@@ -175,78 +220,79 @@ class LocalBackward:
         if chosen is not None:
             self._order = chosen.later
             ends = [node for node in chosen.nodes if node in leaves or node in recvs]
-            self._run(chosen, ends, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
+            self._run(graph, chosen, ends, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
 
-    def _finish(self) -> None:
-        """Run the rest: no gradient is missing."""
-        graph = self._graph
+    def _run_rest(self, graph: LocalGraph) -> None:
+        """Run everything that is left: no gradient is missing."""
         count = len(graph.scan.edges) - len(self._cleared) + len(self._order or [])
-        self._run(Plan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
-        self.finished = True
-        self._let_go()
+        self._run(graph, Plan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
+        self._has_run = True
+        self._forget(graph)
 
-    def _run(self, chosen: Plan[Node], ends: Sequence[Node], kind: str, count: int) -> None:
-        """Run one segment. ends: the leaves and recvs in it. count: its nodes, for those who look on."""
+    def _run(self, graph: LocalGraph, chosen: Plan[Node], ends: Sequence[Node], kind: str, count: int) -> None:
+        """Run one segment. ends: the leaves and recvs in it. count: the number of its nodes, for reports."""
         start = time.perf_counter_ns()
-        graph = self._graph
         leaves = [node for node in ends if node in graph.leaves]
-        doors = [node for node in ends if node in graph.recvs]
-        recvs = [graph.recvs.pop(node) for node in doors]
-        inputs = [edge for node, recv in zip(doors, recvs, strict=True) for edge in captured_edges(node, recv)]
-        skip = len(inputs)
+        receives = [node for node in ends if node in graph.recvs]
+        recvs = [graph.recvs.pop(node) for node in receives]
+        inputs = [edge for node, recv in zip(receives, recvs, strict=True) for edge in captured_edges(node, recv)]
         inputs += [GradientEdge(node, 0) for node in (*chosen.partial, *leaves)]
         for recv in recvs:
-            recv.run = self
+            recv.deliver = self._deliver
         try:
             outputs = take_values(self._values, chosen.nodes)
             captured = run_engine(outputs, inputs, chosen.boundaries, graph.scan.edges, self._catch, self._retain_graph)
         finally:
             for recv in recvs:
-                recv.run = None
-        self._hand_over(captured[:skip], recvs)
-        del captured[:skip]
-        self._keep(captured, chosen.partial, leaves)
-        numbers = tuple(recv.message for recv in recvs)
-        end = time.perf_counter_ns()
-        self.segments.append(SegmentRecord(kind, count, tuple(self._answered), numbers, len(leaves), start, end))
-        self._answered.clear()
-
-    def _hand_over(self, captured: list[Tensor | None], recvs: Sequence[Recv]) -> None:
-        """Emit what has come to the recvs, unless their functions have."""
-        place = 0
+                recv.deliver = None
+        # What is captured is taken from the end of the list, so that each gradient has as few references as possible.
+        captured.reverse()
         for recv in recvs:
             if recv.has_hooks:
-                # The engine leaves out what gets nothing but undefined gradients.
-                self.ran(recv, [None] * recv.count)
-                place += 1
+                # Its function has delivered, unless all gradients are undefined: the engine leaves it out then.
+                captured.pop()
+                self._deliver(recv, [None] * recv.count)
             else:
-                self.ran(recv, captured[place : place + recv.count])
-                place += recv.count
+                self._deliver(recv, [captured.pop() for _ in range(recv.count)])
+        self._keep(graph, captured, chosen.partial, leaves)
+        ids = tuple(recv.id for recv in recvs)
+        end = time.perf_counter_ns()
+        self.segments.append(SegmentRecord(kind, count, tuple(self._answered), ids, len(leaves), start, end))
+        self._answered.clear()
+
+    def _deliver(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
+        """Emit the gradients of a recv's tensors, once. In the engine's thread where its function has them."""
+        if self._silent.pop(recv.id, None) is not None:
+            # Gradients on a GPU travel as copies in host memory.
+            travelling = [each if each is None or each.is_cpu else to_host(each) for each in gradients]
+            self._emit(recv.id, recv.rank, travelling)
 
     def _catch(self, node: Node, number: int, gradient: Tensor) -> None:
-        """Called for gradients that go to nodes which do not run yet."""
+        """Keep a gradient of a node that does not run yet."""
         add_value(self._values, node, number, gradient)
 
-    def _keep(self, captured: list[Tensor | None], partial: Sequence[Node], leaves: Sequence[Node]) -> None:
-        """Put away what was captured; the list is emptied, so that each gradient is held by as few as possible."""
+    def _keep(
+        self, graph: LocalGraph, captured: list[Tensor | None], partial: Sequence[Node], leaves: Sequence[Node]
+    ) -> None:
+        """Keep the captured gradients of nodes that run later, and add those of leaves to the context's."""
         devices: dict[torch.device, None] = {}
-        captured.reverse()
         for node in partial:
             if (gradient := captured.pop()) is not None:
                 add_value(self._values, node, 0, gradient)
         for node in leaves:
-            leaf, gradient = self._graph.leaves.pop(node), captured.pop()
+            leaf, gradient = graph.leaves.pop(node), captured.pop()
             if gradient is not None:
-                # Asked while nothing but this variable holds it.
+                # Asked while only this variable refers to it.
                 sole = is_sole(gradient)
                 if not gradient.is_cpu:
                     devices[gradient.device] = None
-                deliver(self._gradients, self._graph.hooks(node), leaf, gradient, sole)
+                accumulate_with_hooks(self._context.gradients, graph.hooks(node), leaf, gradient, sole)
         if devices:
-            self.marks = ReadyEvents(devices)
+            self._context.gradients_ready = ReadyEvents(devices)
 
-    def _let_go(self) -> None:
-        """Keep nothing of the graph."""
+    def _forget(self, graph: LocalGraph) -> None:
+        """Drop all references to the graph."""
         self._pending, self._silent, self._values = {}, {}, {}
+        self._roots = ()
         self._starts, self._order, self._cleared = [], None, set()
-        self._graph.forget()
+        graph.forget()

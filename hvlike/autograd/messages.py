@@ -23,20 +23,20 @@ _MODE_SHIFT = 4
 _NONE = -1
 
 _Simple = tuple[Any, int, bool]
-"""Elements where they are few and single.record_of; where the record begins; whether the memory goes by itself."""
+"""A tensor by single_tensor.pack_tensor: the buffer, where the record begins in it, whether its memory is apart."""
 
 Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | Body
-"""Simple ones; rows of dense ones and their short pieces of memory; where others are among them, a pickler.pack."""
+"""Simple ones; or rows of dense ones and their short pieces of memory; or, for all others, a pickler.pack."""
 
 
 class Heading(NamedTuple):
-    """What all letters of one backward say."""
+    """What all messages of one backward say."""
 
     context: int
     number: int
-    """Of the backward; begins with the rank of its root."""
+    """The id of the backward, made by its root."""
     oldest: int
-    """The number of the root's oldest backward in this context that goes on."""
+    """The number of the root's oldest backward in this context that runs."""
     mode: Mode
     retain_graph: bool
 
@@ -44,50 +44,50 @@ class Heading(NamedTuple):
 Wire = tuple[Any, ...]
 """Context, number, oldest, flags, answers, tensors, marks, acknowledged, error.
 
-Answers: message, number of tensors, which of them are there (a bit each); (message, -1, 0) where there are none.
+Answers: send, number of tensors, a bit for each gradient that is there; (send, -1, 0) where there are none.
 """
 
 
-def encode(heading: Heading, letter: BackwardMessage, rank: int) -> tuple[Wire, list[Tensor]]:
-    """The letter to a worker as it travels, and the memory that goes with it."""
+def encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire, list[Tensor]]:
+    """Return the message to a worker as it travels, and the memory that travels with it."""
     context, number, oldest, mode, retain_graph = heading
-    flags = _ASKS * letter.asks | _DONE * letter.done | _ABORT * letter.abort | _RETAIN * retain_graph
+    flags = _ASKS * message.asks | _DONE * message.done | _ABORT * message.abort | _RETAIN * retain_graph
     flags |= mode << _MODE_SHIFT
     answers = []
     there: list[Tensor] = []
-    for message, gradients in letter.gradients.items():
+    for send, gradients in message.gradients.items():
         if gradients is None:
-            answers.append((message, _NONE, 0))
+            answers.append((send, _NONE, 0))
             continue
         bits = 0
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 bits |= 1 << place
                 there.append(gradient)
-        answers.append((message, len(gradients), bits))
+        answers.append((send, len(gradients), bits))
     tensors, storages = _pack(there, rank) if there else (b"", [])
-    rest = letter.marks, letter.acknowledged, letter.error
+    rest = message.marks, message.acknowledged, message.error
     return (context, number, oldest, flags, answers, tensors, *rest), storages
 
 
 def heading_of(wire: Wire) -> Heading:
-    """What a letter says of its backward."""
+    """Return what a message says of its backward."""
     context, number, oldest, flags, *_ = wire
     return Heading(context, number, oldest, Mode(flags >> _MODE_SHIFT), bool(flags & _RETAIN))
 
 
 def opens(wire: Wire) -> bool:
-    """Whether it means something to a worker that has not heard of its backward."""
+    """Whether the message concerns a worker that does not know its backward."""
     return bool(wire[3] & _ASKS or wire[6])
 
 
 def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
-    """The letter of a worker."""
+    """Return the message of a worker."""
     _, _, _, flags, answers, tensors, marks, acknowledged, error = wire
     there = iter(_unpack(tensors, storages, source) if tensors else ())
     gradients: dict[int, Gradients | None] = {
-        message: None if count == _NONE else [next(there) if bits >> place & 1 else None for place in range(count)]
-        for message, count, bits in answers
+        send: None if count == _NONE else [next(there) if bits >> place & 1 else None for place in range(count)]
+        for send, count, bits in answers
     }
     return BackwardMessage(
         gradients,

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 
 class Termination:
-    """One worker's place in the tree. Letters of one worker to another arrive in order."""
+    """The place of one worker in the tree. Messages between two workers arrive in order."""
 
     def __init__(self) -> None:
         self.takes_part = False
         self.parent: int | None = None
-        """Who has asked first; None at the root."""
+        """The worker that has asked first; None at the root."""
         self.asked: set[int] = set()
-        """Those who were asked by this worker and have not said that they are done."""
+        """The workers that this one has asked and that have not reported."""
         self._known: set[int] = set()
 
     def join(self, parent: int | None) -> None:
@@ -28,56 +28,61 @@ class Termination:
         self.takes_part = True
         self.parent = parent
 
-    def hear(self, rank: int, *, done: bool) -> None:
-        """Something of the run has come from a worker, which so is in the tree."""
+    def receive(self, rank: int, *, done: bool) -> None:
+        """A message of the run has come from a worker, so that worker is in the tree."""
         self._known.add(rank)
         if done:
             self.asked.discard(rank)
 
-    def tell(self, rank: int) -> bool:
-        """A worker is being told something of the run; return whether it has to be asked with that."""
-        new = rank not in self._known
-        if new:
+    def send(self, rank: int) -> bool:
+        """A message of the run goes to a worker. Returns whether it has to ask that worker to take part."""
+        is_new = rank not in self._known
+        if is_new:
             self._known.add(rank)
             self.asked.add(rank)
-        return new
+        return is_new
 
     def knows(self, rank: int) -> bool:
-        """Whether a worker takes part, or has been asked to."""
+        """Whether a worker takes part or has been asked to."""
         return rank in self._known
 
 
 class Marking:
-    """One worker's place in it."""
+    """The place of one worker in the mark phase of SMART: which sends does a backward lead to?
+
+    Marks spread from the root along the messages. Each message with marks is acknowledged once all messages that it has
+    caused have been. A worker with unacknowledged messages acknowledges further ones at once, and the first one at the
+    end; after that it may be reached again. When the root has all acknowledgements, everything is marked.
+    """
 
     def __init__(self) -> None:
         self.goes_on = False
         self.parent: int | None = None
-        """Whose letter is acknowledged at the end; None at the root."""
+        """The worker whose message is acknowledged at the end; None at the root."""
         self.unacknowledged: dict[int, int] = {}
-        """How many letters of this worker's own, by receiver."""
+        """The number of this worker's own messages by receiver."""
 
     def begin(self, parent: int | None) -> bool:
-        """A letter with marks has come, or at the root the backward begins; False: acknowledge it now."""
+        """Marks have come, or the backward begins at the root. False: acknowledge them now."""
         if self.goes_on:
             return False
         self.goes_on = True
         self.parent = parent
         return True
 
-    def sent(self, rank: int) -> None:
-        """A letter with marks leaves for a worker."""
+    def send(self, rank: int) -> None:
+        """Marks go to a worker."""
         self.unacknowledged[rank] = self.unacknowledged.get(rank, 0) + 1
 
-    def acknowledged(self, rank: int, letters: int) -> None:
-        """A worker has followed some of them to their ends."""
-        if letters:
-            left = self.unacknowledged.pop(rank) - letters
+    def acknowledge(self, rank: int, messages: int) -> None:
+        """A worker has acknowledged some messages."""
+        if messages:
+            left = self.unacknowledged.pop(rank) - messages
             if left:
                 self.unacknowledged[rank] = left
 
     def ends(self) -> bool:
-        """Whether it has just ended here, for now."""
+        """Whether marking has just ended on this worker, for now."""
         if not self.goes_on or self.unacknowledged:
             return False
         self.goes_on = False

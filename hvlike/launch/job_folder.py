@@ -1,8 +1,8 @@
 """What a job of hvd.run is given and what it leaves, as files in one folder that all its ranks see.
 
-    call        the function, its arguments, and the search path of modules
-    result.N    what rank N has returned
-    failure.N   the exception with which rank N has ended
+call        the function, its arguments, and the search path of modules
+result.N    what rank N has returned
+failure.N   the exception with which rank N has ended
 """
 
 from __future__ import annotations

@@ -173,11 +173,11 @@ def wait_for_runs(context: int) -> None:
     """Return when a backward of the context runs on this worker."""
     from hvlike.autograd.contexts import contexts
 
-    while not contexts.find(context).runs:
+    while not contexts.find(context).backwards:
         threading.Event().wait(1e-3)
 
 
-def ignore_letters() -> None:
+def ignore_backwards() -> None:
     """This worker takes no part in backwards until the end of the session, and nobody knows."""
     current_agent().take(BACKWARD_MESSAGE, lambda source, wire, storages: None)
 
@@ -190,7 +190,7 @@ def test_a_worker_that_does_not_answer_is_named_in_time(
     with autograd.context() as context:
         root = rpc.rpc_sync(peer, square, (leaf,)).sum()
         if hvd.rank() == 0:
-            rpc.rpc_sync(peer, ignore_letters)
+            rpc.rpc_sync(peer, ignore_backwards)
             rpc._set_rpc_timeout(0.2)
             with pytest.raises(RuntimeError, match=rf"RPC ran for more than .*200 ms.*worker{peer} \(rank {peer}\)"):
                 autograd.backward(context, [root])
@@ -216,7 +216,7 @@ def test_a_backward_that_hangs_in_a_thread_does_not_keep_the_session_from_its_en
 
     if hvd.rank() == 0:
         rpc._set_rpc_timeout(0)
-        rpc.rpc_sync(peer, ignore_letters)
+        rpc.rpc_sync(peer, ignore_backwards)
         ready = threading.Event()
         thread = threading.Thread(target=hang, daemon=True)
         thread.start()

@@ -19,12 +19,12 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def courier(rpc: ModuleType, autograd: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Courier]:
-    """A session in which letters between workers are held back for moments."""
+    """A session in which messages between workers are held back for moments."""
     Modules.rpc, Modules.autograd = rpc, autograd
     carrying = Courier(seed=rpc.get_worker_info().id, part=0.3, seconds=1e-3)
     with carrying.instead_of_the_agent(monkeypatch) as ready:
         yield ready
-        # Until the last worker is through, letters of its programs come and go.
+        # Until the last worker is through, messages of its programs come and go.
         rpc.api._all_gather(None)
     forget_leaves()
 

@@ -272,11 +272,11 @@ def test_of_released_contexts_only_those_are_remembered_that_are_younger_than_a_
     agent.hearers[RELEASE](2, (base, base + 1))
     for number in range(2, 1000):
         agent.hearers[RELEASE](2, (base + number, base + 1))
-    assert len(contexts._creators[2].released) == 998
+    assert contexts.remembered_releases == 998
     contexts.came((base + 500, 0), 2, ())
     assert contexts.live() == []
     agent.hearers[RELEASE](2, (base + 1, base + 1000))
-    assert not contexts._creators[2].released
+    assert not contexts.remembered_releases
     for number in (0, 1, 500, 999):
         contexts.came((base + number, 0), 2, ())
     assert contexts.live() == []
@@ -323,8 +323,7 @@ def test_ten_thousand_contexts_leave_nothing() -> None:
         agent.notices.clear()
     for contexts in (creator, other):
         assert not contexts.live()
-        assert not contexts._own
-        assert sum(len(known.released) for known in contexts._creators.values()) <= 1
+        assert contexts.remembered_releases <= 1
     assert not its_agent.notices
 
 

@@ -1,4 +1,4 @@
-"""A few simulated workers with the protocol of a backward: letters are delivered when a test says so.
+"""A few simulated workers with the protocol of a backward: messages are delivered when a test says so.
 
 A program is a list of messages, each made after some that came to its sender. The gradient of a message is the number
 of ways from the roots to it, so that a lost or doubled one shows.
@@ -130,8 +130,8 @@ class SimulatedMachine:
                 values += [1] if number in self._roots else []
                 self.part.emit(number, message.source, [sum(values) if values else None])
 
-    def unused(self, message: int) -> str:
-        return f"message {message} is not used"
+    def describe_unused(self, send: int, rank: int) -> str:
+        return f"message {send} is not used"
 
 
 class World:
@@ -167,15 +167,15 @@ class World:
     def run_out(self) -> None:
         """Let everything happen, in random order."""
         for _ in range(100_000):
-            steps = [("letter", pair) for pair, queue in self.flying.items() if queue]
+            steps = [("message", pair) for pair, queue in self.flying.items() if queue]
             steps += [("open", None)] * bool(self.to_open) + [("lose", None)] * bool(self.to_lose)
             steps += [("release", None)] * bool(self.to_release) + [("news", None)] * bool(self.news)
             if not steps:
                 return
             what, pair = self.rng.choice(steps)
-            if what == "letter" and pair is not None:
-                key, letter = self.flying[pair].popleft()
-                self._deliver(*pair, key, letter)
+            if what == "message" and pair is not None:
+                key, message = self.flying[pair].popleft()
+                self._deliver(*pair, key, message)
             else:
                 {"open": self._open, "lose": self._lose, "release": self._release, "news": self._tell}[what]()
         raise AssertionError("it never ends")
@@ -190,15 +190,15 @@ class World:
             part = self.parts[rank, key] = machine.part = BackwardState(rank, self.mode, machine)
         return part
 
-    def _deliver(self, source: int, to: int, key: Key, letter: BackwardMessage) -> None:
+    def _deliver(self, source: int, to: int, key: Key, message: BackwardMessage) -> None:
         if to in self.lost:
             return
         if to in self.released:
-            if letter.asks or letter.marks:
+            if message.asks or message.marks:
                 self._post(to, source, key, BackwardMessage(error="no such context"))
             return
-        if (to, key) in self.parts or letter.opens:
-            self._turn(to, key, lambda: self._part(to, key).hear(source, letter))
+        if (to, key) in self.parts or message.opens:
+            self._turn(to, key, lambda: self._part(to, key).receive(source, message))
 
     def _turn(self, rank: int, key: Key, event: Callable[[], object]) -> None:
         part = self._part(rank, key)
@@ -207,25 +207,25 @@ class World:
             part.advance()
         except ValueError as error:
             part.fail(str(error))
-        letters = part.take_letters()
-        for to, letter in letters.items():
-            self._post(rank, to, key, letter)
-        for to in set(letters) & self.lost:
+        messages = part.take_messages()
+        for to, message in messages.items():
+            self._post(rank, to, key, message)
+        for to in set(messages) & self.lost:
             self._turn(rank, key, partial(part.lost, to, "it is gone"))
-        if rank == key[0] and part.state is Phase.FINISHED:
+        if rank == key[0] and part.phase is Phase.FINISHED:
             self._check_over(key)
 
-    def _post(self, source: int, to: int, key: Key, letter: BackwardMessage) -> None:
-        self.sent.append(letter)
-        self.flying.setdefault((source, to), deque()).append((key, letter))
+    def _post(self, source: int, to: int, key: Key, message: BackwardMessage) -> None:
+        self.sent.append(message)
+        self.flying.setdefault((source, to), deque()).append((key, message))
 
     def _check_over(self, key: Key) -> None:
         """The root returns: nobody works on it any more, and nothing is on its way that could begin anything."""
         for (rank, each), part in self.parts.items():
             if each == key and rank not in self.lost | self.released:
-                assert part.state is Phase.FINISHED, f"worker {rank} is {part.state}"
+                assert part.phase is Phase.FINISHED, f"worker {rank} is {part.phase}"
         for queue in self.flying.values():
-            assert not any(each == key and letter.opens for each, letter in queue)
+            assert not any(each == key and message.opens for each, message in queue)
 
     # -- what may happen at any time --------------------------------------------------------------
 

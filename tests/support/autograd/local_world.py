@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from hvlike.autograd.context import Recv, Send, attach, new_recv, new_send
-from hvlike.autograd.local_backward import LocalBackward
+from hvlike.autograd.context import DistributedContext, Recv, new_send
+from hvlike.autograd.local_backward import Emit, LocalBackward
+from hvlike.autograd.protocol import Gradients
 
 
-class LocalWorker:
-    """One worker's part of a context."""
+class Listener:
+    """Stands for a backward that its context tells of events."""
 
-    def __init__(self) -> None:
-        self.sends: dict[int, Send] = {}
-        self.recvs: dict[int, Recv] = {}
-        self.gradients: dict[Tensor, Tensor] = {}
+    def recorded(self, recv: Recv) -> None: ...
+
+    def withdrawn(self, send: int) -> None: ...
+
+    def released(self) -> None: ...
 
 
 class LocalWorld:
@@ -27,7 +29,8 @@ class LocalWorld:
 
     def __init__(self, size: int = 2, seed: int = 0) -> None:
         self.random = random.Random(seed)
-        self.workers = [LocalWorker() for _ in range(size)]
+        self.workers = [DistributedContext(1) for _ in range(size)]
+        """The context on each worker."""
         self.passes: list[LocalBackward] = []
         self.messages = 0
 
@@ -38,9 +41,8 @@ class LocalWorld:
         if graded:
             self.messages += 1
             number = self.messages
-            self.workers[source].sends[number] = new_send(number, to, "carry", [tensors[place] for place in graded])
-            recv = self.workers[to].recvs[number] = new_recv(number, source, len(graded))
-            outputs = attach(recv, [copies[place].requires_grad_() for place in graded])
+            self.workers[source].record_send(new_send(number, to, "carry", [tensors[place] for place in graded]))
+            outputs = self.workers[to].record_recv(number, source, [copies[place].requires_grad_() for place in graded])
             for place, output in zip(graded, outputs, strict=True):
                 copies[place] = output
         return copies
@@ -52,17 +54,14 @@ class LocalWorld:
         """Backward from roots on one worker, until all are finished; every recv answers exactly once."""
         flying: list[Callable[[], None]] = []
         self.passes = []
-
-        for worker in self.workers:
+        for rank, context in enumerate(self.workers):
+            edges = [(get_gradient_edge(root), torch.ones_like(root)) for root in roots] if rank == at else []
+            emit = self._emitter(flying, context)
             self.passes.append(
-                LocalBackward(
-                    worker.sends, worker.recvs, worker.gradients, self._emitter(flying), retain_graph=retain_graph
-                )
+                LocalBackward(context, edges, emit, key=self, listener=Listener(), retain_graph=retain_graph)
             )
         for rank in self.random.sample(range(len(self.workers)), len(self.workers)):
-            self.passes[rank].engage(
-                [(get_gradient_edge(root), torch.ones_like(root)) for root in roots] if rank == at else []
-            )
+            self.passes[rank].engage(None)
         steps = [local.step for local in self.passes]
         while flying or steps:
             # Some messages are resolved before the next step is made, as when several have arrived meanwhile.
@@ -72,16 +71,18 @@ class LocalWorld:
                 step()
             steps = []
         assert all(local.finished for local in self.passes)
+        for context in self.workers:
+            context.disengage(self)
 
-    def _emitter(self, flying: list[Callable[[], None]]) -> Callable[[Recv, list[Tensor | None] | None], None]:
+    def _emitter(self, flying: list[Callable[[], None]], context: DistributedContext) -> Emit:
         answered: set[int] = set()
 
-        def emit(recv: Recv, gradients: list[Tensor | None] | None) -> None:
-            assert recv.message not in answered
-            assert gradients is None or len(gradients) == recv.count
-            answered.add(recv.message)
+        def emit(recv: int, rank: int, gradients: Gradients | None) -> None:
+            assert recv not in answered
+            assert gradients is None or len(gradients) == context.recvs[recv].count
+            answered.add(recv)
             copies = gradients and [None if gradient is None else gradient.detach().clone() for gradient in gradients]
-            flying.append(lambda: self.passes[recv.rank].resolve(recv.message, copies))
+            flying.append(lambda: self.passes[rank].resolve(recv, copies))
 
         return emit
 

@@ -52,7 +52,7 @@ def is_answered(door: str, source: int) -> bool:
 def answers(context: int, request: int) -> list[int]:
     """The messages of a context by which this worker has answered calls of `pass_door`, the request's own left out."""
     found = contexts.find(context).sends.values()
-    return [send.message for send in found if send.about == pass_door.__qualname__ and send.message != request]
+    return [send.id for send in found if send.about == pass_door.__qualname__ and send.id != request]
 
 
 @async_execution

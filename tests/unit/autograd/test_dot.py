@@ -4,30 +4,24 @@ import re
 
 import pytest
 
-from hvlike.autograd.graphviz import DotNode, WorkerGraph, quote, write_dot
+from hvlike.autograd.graphviz import Cluster, quote, write_dot
 
-# worker0: root -> recv 5, a leaf          worker1: send 5 -> node -> leaf
-PARTS = [
-    WorkerGraph(
-        1,
-        "trainer",
-        (DotNode(0, "send", "to master", (1,)), DotNode(1, "node", "AddBackward0"), DotNode(2, "leaf", "leaf\n[2]")),
-        ((0, 1), (1, 2)),
-        sends={5: 0, 6: 0},
-        segments=("final, nodes: 3",),
-    ),
-    WorkerGraph(
-        0,
-        "master",
-        (
-            DotNode(0, "root", 'a "root"'),
-            DotNode(1, "recv", "from trainer", (1, 2)),
-            DotNode(2, "recv", "from elsewhere"),
-        ),
-        ((0, 1),),
-        recvs={5: 1, 7: 2},
-    ),
-]
+
+def clusters() -> list[Cluster]:
+    """worker 0: root -> recv 5, a leaf; worker 1: send 5 -> node -> leaf."""
+    trainer, master = Cluster(1, "trainer (rank 1)\nsegment 1: final, nodes: 3"), Cluster(0, "master (rank 0)")
+    trainer.sends[5] = trainer.sends[6] = trainer.add_node("send", "to master", [1])
+    trainer.add_node("node", "AddBackward0")
+    trainer.add_node("leaf", "leaf\n[2]")
+    trainer.statements += ["w1n0 -> w1n1;", "w1n1 -> w1n2;"]
+    master.add_node("root", 'a "root"')
+    master.recvs = {
+        5: master.add_node("recv", "from trainer", [1, 2]),
+        7: master.add_node("recv", "from elsewhere"),
+    }
+    master.statements.append("w0n0 -> w0n1;")
+    return [trainer, master]
+
 
 PICTURE = r"""digraph autograd {
   label="two workers"; labelloc=t; rankdir=LR;
@@ -54,11 +48,8 @@ PICTURE = r"""digraph autograd {
 
 def test_two_workers() -> None:
     """Messages of which one end is unknown lead nowhere."""
-    assert write_dot("two workers", PARTS) == PICTURE
-
-
-def test_the_order_of_the_parts_does_not_matter() -> None:
-    assert write_dot("two workers", reversed(PARTS)) == PICTURE
+    assert write_dot("two workers", clusters()) == PICTURE
+    assert write_dot("two workers", reversed(clusters())) == PICTURE
 
 
 def test_nothing() -> None:

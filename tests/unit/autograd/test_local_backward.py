@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.autograd.local_functions import refuse
-from support.autograd.local_world import LocalWorld, OneProcess
+from support.autograd.local_world import Listener, LocalWorld, OneProcess
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from hvlike.autograd.context import Recv
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward
-from hvlike.autograd.local_graph import LocalGraph
 
 F64 = torch.float64
 
@@ -36,20 +34,25 @@ def edge_and_one(root: Tensor) -> Any:
 class Alone:
     """One worker's backward, with what it has emitted."""
 
-    def __init__(self, world: LocalWorld, roots: Sequence[Tensor], rank: int = 0, **options: Any) -> None:
+    def __init__(
+        self, world: LocalWorld, roots: Sequence[Tensor], rank: int = 0, *, sends: Sequence[int] | None = None
+    ) -> None:
         self.emitted: list[tuple[int, list[Any] | None]] = []
-        worker = world.workers[rank]
-        self.local = LocalBackward(worker.sends, worker.recvs, worker.gradients, self._emit, **options)
-        self.local.engage([edge_and_one(root) for root in roots])
+        edges = [edge_and_one(root) for root in roots]
+        self.local = LocalBackward(world.workers[rank], edges, self._emit, key=self, listener=Listener())
+        if sends is not None:
+            self.reached = list(self.local.reach(None))
+            self.reached += self.local.reach(sends)
+        self.local.engage(sends)
 
     def is_done(self) -> bool:
         return self.local.finished
 
-    def _emit(self, recv: Recv, gradients: list[Tensor | None] | None) -> None:
+    def _emit(self, recv: int, rank: int, gradients: Any) -> None:
         plain: list[Any] | None = gradients and [
             None if gradient is None else gradient.tolist() for gradient in gradients
         ]
-        self.emitted.append((recv.message, plain))
+        self.emitted.append((recv, plain))
 
 
 def test_where_nothing_was_sent_all_runs_in_one_segment() -> None:
@@ -124,7 +127,7 @@ def test_it_waits_only_for_the_sends_it_was_told_of() -> None:
     world, leaf = LocalWorld(), leaf_of(2.0)
     world.carry_one(leaf * 2, 0, 1)
     world.carry_one(leaf * 3, 0, 1)
-    here = Alone(world, [leaf.sum()], waits_for=[2])
+    here = Alone(world, [leaf.sum()], sends=[2])
     here.local.resolve(1, [torch.ones(2, dtype=F64)])
     here.local.step()
     assert not here.is_done()
@@ -134,21 +137,18 @@ def test_it_waits_only_for_the_sends_it_was_told_of() -> None:
     assert world.workers[0].gradients[leaf].tolist() == [4.0, 4.0]
 
 
-def test_a_graph_that_was_looked_through_before_serves() -> None:
+def test_marked_sends_and_the_roots_lead_to_recvs() -> None:
     world, leaf = LocalWorld(), leaf_of(2.0)
     first, second = world.carry_one(leaf_of(1.0), 1, 0), world.carry_one(leaf_of(1.0), 1, 0)
     world.carry_one(first * leaf, 0, 1)
     root = second.sum()
-    worker = world.workers[0]
-    graph = LocalGraph(worker.recvs)
-    assert [recv.message for recv in graph.reach([edge_and_one(root)[0].node])] == [2]
-    assert [recv.message for recv in graph.reach([edge.node for edge in worker.sends[3].edges])] == [1]
-    here = Alone(world, [root], graph=graph)
+    here = Alone(world, [root], sends=[3])
+    assert here.reached == [2, 1]
     here.local.step()
     here.local.resolve(3, [torch.ones(2, dtype=F64)])
     here.local.step()
     assert here.emitted == [(2, [[1.0, 1.0]]), (1, [[2.0, 2.0]])]
-    assert worker.gradients[leaf].tolist() == [1.0, 1.0]
+    assert world.workers[0].gradients[leaf].tolist() == [1.0, 1.0]
 
 
 def test_several_roots_some_of_them_below_others() -> None:
@@ -251,7 +251,7 @@ def test_an_error_of_user_code_leaves_nothing_behind() -> None:
         with pytest.raises(ArithmeticError, match="not now"):
             world.backward([root], retain_graph=True)
         assert not any(local.finished for local in world.passes[:1])
-        assert all(recv.run is None for each in world.workers for recv in each.recvs.values())
+        assert all(recv.deliver is None for each in world.workers for recv in each.recvs.values())
         node: Any = product.grad_fn
         probe = node.register_hook(lambda *_: None)
         assert len(probe.hooks_dict_ref()) == 1

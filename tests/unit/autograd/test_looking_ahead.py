@@ -7,22 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.autograd.local_world import Listener
 from torch import Tensor
 
-from hvlike.autograd.context import DistributedContext, attach, new_recv, new_send
+from hvlike.autograd.context import DistributedContext, new_send
 from hvlike.autograd.local_backward import LocalBackward
 
 Emitted = dict[int, "list[list[float] | None] | None"]
-
-
-class Watched:
-    """A backward that is told of what happens meanwhile."""
-
-    def recorded(self, recv: Any) -> None: ...
-
-    def withdrawn(self, message: int) -> None: ...
-
-    def released(self) -> None: ...
 
 
 def leaf_of(value: float) -> Tensor:
@@ -30,9 +21,7 @@ def leaf_of(value: float) -> Tensor:
 
 
 def received(context: DistributedContext, message: int) -> Tensor:
-    recv = new_recv(message, 1, 1)
-    context.record_recv(recv)
-    return attach(recv, [leaf_of(1.0)])[0]
+    return context.record_recv(message, 1, [leaf_of(1.0)])[0]
 
 
 def send(context: DistributedContext, message: int, tensor: Tensor) -> None:
@@ -43,14 +32,12 @@ def backward(context: DistributedContext, answers: dict[int, float]) -> Emitted:
     """One that was begun elsewhere: all sends are answered, those that are not here are not waited for."""
     emitted: Emitted = {}
 
-    def emit(recv: Any, gradients: Any) -> None:
-        emitted[recv.message] = gradients and [each if each is None else each.tolist() for each in gradients]
+    def emit(recv: int, rank: int, gradients: Any) -> None:
+        emitted[recv] = gradients and [each if each is None else each.tolist() for each in gradients]
 
     with context.lock:
-        sends, recvs, ahead = context.engage(object(), Watched())
-        local = LocalBackward(sends, recvs, context.gradients, emit, graph=ahead)
-        local.engage([])
-        for message in sends:
+        local = LocalBackward(context, [], emit, key=object(), listener=Listener())
+        for message in local.engage(None):
             local.resolve(message, [torch.full((2,), answers[message])])
             local.step()
     assert local.finished
@@ -59,7 +46,7 @@ def backward(context: DistributedContext, answers: dict[int, float]) -> Emitted:
 
 def looked_after(each: int, context: DistributedContext) -> None:
     if each:
-        context.look_ahead()
+        context.scan_ahead()
 
 
 @pytest.mark.parametrize("look", [0, 1])
@@ -80,10 +67,10 @@ def test_the_next_backward_of_the_context_has_all_sends() -> None:
     # Additions keep nothing that the first backward would free.
     shared = leaf + 1
     send(context, 1, shared + 0)
-    context.look_ahead()
+    context.scan_ahead()
     backward(context, {1: 1.0})
     send(context, 2, shared + 1)
-    context.look_ahead()
+    context.scan_ahead()
     backward(context, {1: 10.0, 2: 100.0})
     assert context.gradients[leaf].tolist() == [111.0, 111.0]
 
@@ -94,17 +81,16 @@ def test_what_was_withdrawn_is_not_waited_for() -> None:
     below = came * leaf
     send(context, 2, below * 1)
     send(context, 3, below * 5)
-    context.look_ahead()
+    context.scan_ahead()
     context.withdraw(3)
     send(context, 4, leaf * 7)
-    context.look_ahead()
+    context.scan_ahead()
     emitted: list[int] = []
     with context.lock:
-        sends, recvs, ahead = context.engage(object(), Watched())
         local = LocalBackward(
-            sends, recvs, context.gradients, lambda recv, gradients: emitted.append(recv.message), graph=ahead
+            context, [], lambda recv, rank, gradients: emitted.append(recv), key=object(), listener=Listener()
         )
-        local.engage([])
+        local.engage(None)
         local.resolve(2, [torch.ones(2)])
         local.step()
     # While the gradient of the other send is missing: nothing of what was withdrawn is in the way.
@@ -115,7 +101,7 @@ def test_a_hook_that_is_registered_afterwards_runs() -> None:
     context, leaf = DistributedContext(1), leaf_of(2.0)
     product: Any = leaf * 3
     send(context, 1, product)
-    context.look_ahead()
+    context.scan_ahead()
     node = product.grad_fn.next_functions[0][0]
     seen: list[list[float]] = []
     node.register_hook(lambda inner, outer: seen.append(outer[0].tolist()))
@@ -127,9 +113,9 @@ def test_nobody_is_waited_for() -> None:
     context = DistributedContext(1)
     send(context, 1, leaf_of(2.0) * 3)
     with context.lock:
-        other = threading.Thread(target=context.look_ahead)
+        other = threading.Thread(target=context.scan_ahead)
         other.start()
         other.join()
         assert context.ahead is None
-    context.look_ahead()
+    context.scan_ahead()
     assert context.ahead is not None

@@ -1,4 +1,4 @@
-"""The protocol of a backward, simulated: random programs, letters in random order, and whatever may go wrong.
+"""The protocol of a backward, simulated: random programs, messages in random order, and whatever may go wrong.
 
 Every gradient arrives once and is right; when the root is done so are all; after an error nothing is left anywhere.
 """
@@ -28,7 +28,7 @@ def check_gradients(world: World, key: Key) -> None:
 def check_nothing_runs(world: World) -> None:
     for (rank, _), part in world.parts.items():
         if rank not in world.lost | world.released:
-            assert part.state in (Phase.FINISHED, Phase.FAILED)
+            assert part.phase in (Phase.FINISHED, Phase.FAILED)
 
 
 @pytest.mark.parametrize("mode", COMPLETE)
@@ -40,7 +40,7 @@ def test_every_gradient_arrives(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         for key in world.program.roots:
-            assert world.root_of(key).state is Phase.FINISHED
+            assert world.root_of(key).phase is Phase.FINISHED
             check_gradients(world, key)
         check_nothing_runs(world)
 
@@ -66,7 +66,7 @@ def test_messages_that_are_opened_late_or_never(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         for key in world.program.roots:
-            assert world.root_of(key).state is Phase.FINISHED
+            assert world.root_of(key).phase is Phase.FINISHED
             check_gradients(world, key)
 
 
@@ -85,9 +85,9 @@ def test_fast_ends_well_exactly_when_every_result_is_used(size: int) -> None:
             used = program.gradients(key)
             # Whom the root has nothing to do with is never asked.
             complete = all(message.number in used for message in program.messages if message.source in engaged)
-            assert root.state is (Phase.FINISHED if complete else Phase.FAILED)
+            assert root.phase is (Phase.FINISHED if complete else Phase.FAILED)
             assert complete or (root.error is not None and "is not used" in root.error)
-            ends.add(root.state)
+            ends.add(root.phase)
         check_nothing_runs(world)
     assert len(ends) == 2
 
@@ -103,12 +103,12 @@ def test_an_error_reaches_the_root_and_ends_everything(mode: Mode, size: int) ->
         world.failing[bad, rank] = rng.randrange(3)
         world.begin()
         world.run_out()
-        has_failed = (bad, rank) not in world.failing and world.parts[rank, bad].state is Phase.FAILED
+        has_failed = (bad, rank) not in world.failing and world.parts[rank, bad].phase is Phase.FAILED
         failed += has_failed
         for key in world.program.roots:
             root = world.root_of(key)
-            assert root.state is (Phase.FAILED if key == bad and has_failed else Phase.FINISHED)
-            if root.state is Phase.FAILED:
+            assert root.phase is (Phase.FAILED if key == bad and has_failed else Phase.FINISHED)
+            if root.phase is Phase.FAILED:
                 assert root.error is not None
                 hops = root.error.split("Error on Node ")[1:]
                 assert (hops[0], hops[-1]) == (root_prefix(hops, bad[0]), f"{rank}: it fails here")
@@ -132,7 +132,7 @@ def test_a_worker_is_lost(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         check_nothing_runs(world)
-        ends |= {world.root_of(key).state for key in world.program.roots if key[0] not in world.lost}
+        ends |= {world.root_of(key).phase for key in world.program.roots if key[0] not in world.lost}
     assert ends == {Phase.FINISHED, Phase.FAILED}
 
 
@@ -147,7 +147,7 @@ def test_the_context_is_released_on_a_worker(mode: Mode, size: int) -> None:
         world.begin()
         world.run_out()
         check_nothing_runs(world)
-        ends |= {world.root_of(key).state for key in world.program.roots}
+        ends |= {world.root_of(key).phase for key in world.program.roots}
     assert Phase.FINISHED in ends
     assert size == 1 or Phase.FAILED in ends
 
@@ -174,7 +174,7 @@ def calls(used: int, unused: int = 0, *, chain: bool = False, unused_chain: bool
 @pytest.mark.parametrize(
     ("program", "mode", "expected"),
     [
-        # gradients, nones, marks, acknowledgements, done, letters in all
+        # gradients, nones, marks, acknowledgements, done, messages in all
         (calls(1), Mode.FAST, (2, 0, 0, 0, 1, 2)),
         (calls(1), Mode.SAFE, (2, 0, 0, 0, 1, 2)),
         (calls(1), Mode.SMART, (2, 0, 2, 2, 1, 6)),
@@ -197,14 +197,14 @@ def test_nothing_is_said_that_need_not_be(
     world.begin()
     world.run_out()
     check_gradients(world, (0, 0))
-    answers = [each for letter in world.sent for each in letter.gradients.values()]
+    answers = [each for message in world.sent for each in message.gradients.values()]
     nones = sum(answer in (None, [None]) for answer in answers)
     counts = (
         len(answers) - nones,
         nones,
-        sum(bool(letter.marks) for letter in world.sent),
-        sum(letter.acknowledged for letter in world.sent),
-        sum(letter.done for letter in world.sent),
+        sum(bool(message.marks) for message in world.sent),
+        sum(message.acknowledged for message in world.sent),
+        sum(message.done for message in world.sent),
         len(world.sent),
     )
     assert counts == expected
