@@ -8,29 +8,18 @@ from typing import Protocol
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.views import Bundle
 from hvlike.transport.loop.coroutine import Coroutine
 
 
-class Bundling(Protocol):
-    """A plane that reduces bundles of small tensors without a buffer for all of them."""
+class Prepared(Protocol):
+    """A reduction of tensors of given lengths, ready to run over and over."""
 
-    def bundle_elements(self, total: int, itemsize: int) -> int:
-        """How many elements a bundle may hold, where all bundles of a reduction hold `total`."""
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
 
-    def allreduce_bundles(
-        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
-        """Reduce in place what the bundles hold, and flat tensors beside them; on every rank the same, bitwise."""
-
-
-class Repeating(Protocol):
-    """A reduction of tensors of the same lengths, over and over."""
-
-    def allreduce(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Coroutine[None]:
-        """Reduce in place, whatever the shapes, none empty; each of the dtype and dense, its elements in one order.
-
-        addresses: where the tensors begin in host memory.
+        The tensors are dense and of the dtype of the reduction; the caller holds them. All ranks run the same, in the
+        same order. active: whether this rank counts. tensors: kept for ever if a rank gives up while a peer may write
+        to them.
         """
 
 
@@ -40,14 +29,10 @@ class Backend(Protocol):
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
 
-    @property
-    def bundling(self) -> Bundling | None:
-        """What reduces bundles; None where a buffer for all small tensors serves better."""
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
+        """What reduces tensors of these lengths where they are, short ones too; none of them is empty.
 
-    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
-        """What reduces tensors of these lengths where they are, short ones too; None where that is not the way.
-
-        The same on every rank.
+        The same on every rank. None where the backend has no such way.
         """
 
     def reduce_scatter(
@@ -77,10 +62,9 @@ class Backend(Protocol):
 class SoloBackend:
     """A group of one rank: only the factors are left to apply."""
 
-    bundling: Bundling | None = None
     _active = False
 
-    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """See Backend: there is nothing to prepare."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:

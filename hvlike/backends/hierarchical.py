@@ -26,7 +26,6 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Bundling
 from hvlike.backends.network.network import Network
 from hvlike.backends.network.partition import Run, messages
 from hvlike.backends.shared_memory.schedule import Chunk
@@ -75,8 +74,6 @@ class Wave:
 class HierarchicalBackend:
     """A group on several nodes."""
 
-    bundling: Bundling | None = None
-
     def __init__(self, group: Group, shared: SharedBackend | None, cross: Network | None, whole: Network) -> None:
         """shared: None on a node with one member; cross: None where another rank crosses for this one."""
         self._group = group
@@ -85,7 +82,7 @@ class HierarchicalBackend:
         self._whole = whole
         self._active = False
 
-    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """See Backend: not the way of this one."""
 
     def begin_count(self, *, active: bool) -> None:
@@ -106,12 +103,11 @@ class HierarchicalBackend:
         waves = self._waves(tensors, arithmetic)
         reduced: deque[Wave] = deque()
         crossed: deque[Wave] = deque()
-        handed: deque[Wave] = deque()
         yield from side_by_side(
             [
-                self._reduce_inside(waves, reduced, handed, arithmetic),
+                self._reduce_inside(waves, reduced, arithmetic),
                 self._take_across(len(waves), reduced, crossed, arithmetic),
-                self._hand_over(len(waves), crossed, handed, arithmetic),
+                self._hand_over(len(waves), crossed),
             ]
         )
 
@@ -123,14 +119,9 @@ class HierarchicalBackend:
         cuts = messages(runs, wave_bytes // arithmetic.itemsize)
         return [Wave([tensors[piece][start:stop] for piece, start, stop in each]) for each in cuts]
 
-    def _reduce_inside(
-        self, waves: Sequence[Wave], reduced: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
+    def _reduce_inside(self, waves: Sequence[Wave], reduced: deque[Wave], arithmetic: Arithmetic) -> Coroutine[None]:
         owner = None if self._group.homogeneous else 0
-        for index, wave in enumerate(waves):
-            # The stamps by which the ranks of a node see that they reduce the same are two deep.
-            while index - len(handed) >= 2:
-                yield Wait.NOTIFY
+        for wave in waves:
             if self._shared is not None:
                 wave.chunks = yield from self._shared.reduce_partially(wave.tensors, arithmetic, owner)
             else:
@@ -155,21 +146,19 @@ class HierarchicalBackend:
         if self._shared is None:
             return wave.tensors
         return [
-            wave.tensors[chunk.piece][chunk.start : chunk.stop]
+            wave.tensors[tensor][start:stop]
             for chunk in wave.chunks
             if chunk.owner == self._group.local_rank
+            for tensor, start, stop in chunk.runs
         ]
 
-    def _hand_over(
-        self, count: int, crossed: deque[Wave], handed: deque[Wave], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
+    def _hand_over(self, count: int, crossed: deque[Wave]) -> Coroutine[None]:
         for _ in range(count):
             while not crossed:
                 yield Wait.NOTIFY
             wave = crossed.popleft()
             if self._shared is not None:
-                yield from self._shared.gather_runs(wave.tensors, [chunk[:4] for chunk in wave.chunks], arithmetic)
-            handed.append(wave)
+                yield from self._shared.gather_chunks(wave.tensors, wave.chunks)
             # The first of the three may go on now, and has had its turn.
             yield Wait.AGAIN
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import time
 
-import torch
-
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.board import RING, WORDS, Board
@@ -108,21 +106,14 @@ class InlineEngine:
         return answer
 
     def at_once(self, arithmetic: Arithmetic, elements: int, number: int) -> InlineReduction | None:
-        """What reduces a large tensor, and one of middling size in shared memory; None where only the plane does.
+        """What reduces a large tensor, and one of middling size in shared memory; None for others.
 
-        number: the same on all ranks for the like.
+        number: the same on all ranks for the same kind of call.
         """
-        plane = self.lane.plane
-        if not isinstance(plane, SharedBackend) or elements * arithmetic.itemsize <= _LEAST_IN_PLACE:
+        plane, nbytes = self.lane.plane, elements * arithmetic.itemsize
+        if not isinstance(plane, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
             return None
-        return plane.at_once(arithmetic, elements, number)
-
-    def reduction(self, own: Piece, tensor: torch.Tensor, arithmetic: Arithmetic, number: int) -> Coroutine[None]:
-        """The chunked reduction of a tensor, whose elements `own` is; number: the same on all ranks for the like."""
-        plane = self.lane.plane
-        if isinstance(plane, SharedBackend):
-            return plane.allreduce_pieces([tensor], [own], arithmetic, number)
-        return plane.allreduce([tensor.view(-1)], arithmetic)
+        return plane.inline(arithmetic, elements, number)
 
     def _wait(self, index: int) -> bool | None:
         """The answer, None when patience has run out."""

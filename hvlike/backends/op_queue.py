@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from hvlike.backends.base import Backend, SoloBackend
-from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.network.network import Network
 from hvlike.backends.shared_memory.cma import CmaMemory
@@ -24,6 +24,9 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.host.topology import is_crowded
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.world import Group
+
+if TYPE_CHECKING:
+    from hvlike.backends.cuda.device_backend import DeviceBackend
 
 # A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
 _BUDGETS = (2 << 20, 512 << 10, 64 << 10)

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.views import Bundle
-from hvlike.backends.base import Backend, Repeating
+from hvlike.backends.base import Backend, Prepared
 from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -23,7 +22,6 @@ class TracedBackend:
         self.plane = plane
         self._recorder = recorder
         self._row = row
-        self._bundling = plane.bundling
         self._kind = type(plane).__name__.removesuffix("Backend").upper()
 
     def over(self, plane: Backend) -> TracedBackend:
@@ -44,27 +42,9 @@ class TracedBackend:
         with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
             yield from self.plane.allreduce(tensors, arithmetic)
 
-    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
-        """See Backend; who has it shows by itself when it is used."""
-        return self.plane.repeated(lengths, arithmetic)
-
-    @property
-    def bundling(self) -> TracedBackend | None:
-        """See Backend."""
-        return self if self._bundling is not None else None
-
-    def bundle_elements(self, total: int, itemsize: int) -> int:
-        """See Bundling."""
-        return self._bundling.bundle_elements(total, itemsize) if self._bundling is not None else 0
-
-    def allreduce_bundles(
-        self, bundles: Sequence[Bundle], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
-        """See Bundling."""
-        if self._bundling is not None:
-            size = total_bytes(tensors) + sum(total_bytes(each.tensors) for each in bundles)
-            with self.phase(f"{self._kind}_ALLREDUCE_BUNDLES", size):
-                yield from self._bundling.allreduce_bundles(bundles, tensors, arithmetic)
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
+        """See Backend; whoever runs it records that."""
+        return self.plane.prepare(lengths, arithmetic)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import hvlike
-from hvlike.backends.shared_memory.inline_reduction import MOST_STAGED
 from hvlike.bench import reducers
 from hvlike.bench.harness.benchmark import (
     Benchmark,
@@ -148,8 +147,8 @@ DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
 _WARM_UPS = 3
-# Turns that do not count. Of large tensors hvlike tries two ways at first.
-_FIRST_TURNS, _SETTLING = 2, 10
+_FIRST_TURNS = 2
+"""Turns that do not count."""
 
 
 def dtypes(text: str) -> list[torch.dtype]:
@@ -232,8 +231,7 @@ def measure(
         peers.horovod.ask({"work": "allreduce", "cold": not options.warm, **what})
         entered.append(HorovodEntrant(peers.horovod))
     count = options.repetitions or default_repetitions(case.size)
-    warmups = _SETTLING if case.size > MOST_STAGED else _FIRST_TURNS
-    found = compare(peers.raw, entered, count, warmups=warmups, seed=options.seed, cold=not options.warm)
+    found = compare(peers.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed, cold=not options.warm)
     return Result(case.dtype_name, case.size, found)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,21 @@ _KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
     Kind.FLOAT: FloatKernel,
     Kind.COMPLEX: FloatKernel,
 }
+
+
+class Steps(NamedTuple):
+    """What a reduction of chunks is made of. Its caller silences numpy."""
+
+    gather: Callable[..., Any]
+    """(pieces, out=piece): copy pieces one after the other; returns `out`."""
+    join: Callable[[int, Any, Sequence[Any]], None]
+    """(rank, own, copies): reduce the own piece and the copies of the peers of this rank, in the order of the ranks.
+
+    The result is in `own`, and in the first copy for the peers to take.
+    """
+    deliver: Callable[[Any, Any], None] | None
+    """(target, source): how a peer takes the result. None: it multiplies with `factor`, or copies."""
+    factor: Any
 
 
 class Arithmetic:
@@ -117,6 +132,12 @@ class Arithmetic:
                 return array
         return self.over(storage_view(tensor))
 
+    def address(self, tensor: torch.Tensor) -> int:
+        """Where a contiguous CPU tensor of this dtype begins. Raises: UsageError as `view` does."""
+        if tensor.dtype is not self.dtype or tensor.is_neg() or tensor.is_conj():
+            self.view(tensor)
+        return tensor.data_ptr()
+
     def over(self, buffer: Array) -> Piece:
         """View raw memory (1-D, aligned to the element, a whole number of them) as a piece, without a copy."""
         piece: Piece = self._kernel.over(buffer)
@@ -126,8 +147,26 @@ class Arithmetic:
         """Copy `source` to `target`, of equal length."""
         self._kernel.copy(target, source)
 
-    deliver = copy
-    """What brings a finished reduction to where it is taken, where no kernel is `joining`."""
+    def steps(self, *, partial: bool = False) -> Steps:
+        """What a reduction of chunks is made of; partial: `continuation` or `finish` goes on with its results."""
+        gather = np.concatenate if self._is_array else torch.cat
+        kernel = self.joining
+        if partial:
+            return Steps(gather, self._join_partially, self.copy, None)
+        if kernel is None:
+            return Steps(gather, self._join, None, None)
+        plain = kernel.copies or kernel.factor is not None
+        return Steps(gather, kernel.join, None if plain else kernel.deliver, kernel.factor)
+
+    def _join(self, rank: int, own: Piece, copies: Sequence[Piece]) -> None:
+        first, others = in_order(rank, own, copies)
+        self.combine(first, others, [copies[0] if first is own else own])
+
+    def _join_partially(self, rank: int, own: Piece, copies: Sequence[Piece]) -> None:
+        first, others = in_order(rank, own, copies)
+        self.accumulate(first, others)
+        if first is not own:
+            self.copy(own, first)
 
     def combine(self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = ()) -> None:
         """Reduce `own` and `others`, apply all factors, leave the result in `own` and copy it to `outputs`.
@@ -172,13 +211,8 @@ class Arithmetic:
 
         The caller silences numpy's warnings.
         """
-        kernel = self.joining
-        if kernel is None:
-            self.copy(own, copies[0])
-            self.combine(own, copies[1:])
-            return
-        kernel.join(copies[0], copies[1:], own)
-        kernel.deliver(own, own)
+        self.copy(own, copies[0])
+        self.combine(own, copies[1:])
 
     def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
         """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
@@ -238,6 +272,17 @@ class Arithmetic:
             return
         for start in range(0, length, self._block):
             yield slice(start, min(start + self._block, length))
+
+
+def in_order(rank: int, own: Piece, copies: Sequence[Piece]) -> tuple[Piece, Sequence[Piece]]:
+    """The first piece and the others, in the order of the ranks whoever adds; the first two may be swapped.
+
+    Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise gives
+    the same bits.
+    """
+    if rank > 1:
+        return copies[0], [*copies[1:rank], own, *copies[rank:]]
+    return own, copies
 
 
 def early_factor(op: ReduceOp, post: float) -> float:

@@ -93,6 +93,11 @@ class ArrayKernel(Kernel[Array]):
         super().__init__(element, op, factors)
         self._reduce = self.reductions[op]
         self._finishes = factors.postscale != 1 or factors.divisor != 1
+        self._finishes_joined = self._finishes
+        self.factor: Any = None
+        """What `deliver` multiplies with on the way, where that is all it does."""
+        self.copies = True
+        """Whether `deliver` only copies, where there is no such factor."""
 
     def over(self, buffer: Array) -> Array:
         view: Array = buffer.view(self.element.storage)
@@ -119,17 +124,29 @@ class ArrayKernel(Kernel[Array]):
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
 
-    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
-        """Write the reduction of all pieces to `result`, none of the third and later; finished but for `deliver`."""
-        self._reduce(first, others[0], out=result)
-        for other in others[1:]:
-            self._reduce(result, other, out=result)
-        self.finish(result)
+    # All in one frame: a call between chunks, which empty the caches, costs more than a statement.
+    def join(self, rank: int, own: Array, copies: Sequence[Array]) -> None:
+        """Reduce the own piece and the peers' copies in the order of the ranks; the result is for `deliver`.
+
+        The first copy holds the result, the own piece what `deliver` would write.
+        """
+        reduce, result = self._reduce, copies[0]
+        first, second, *others = [own, *copies] if rank < 2 else [*copies[:rank], own, *copies[rank:]]
+        reduce(first, second, result)
+        for other in others:
+            reduce(result, other, result)
+        if self._finishes_joined:
+            self.finish(result)
+        if self.factor is not None:
+            np.multiply(result, self.factor, own)
+        elif self.copies:
+            own[...] = result
+        else:
+            self.deliver(own, result)
 
     def deliver(self, target: Array, source: Array) -> None:
-        """Write the finished result to `target`, which may be `source`."""
-        if target is not source:
-            np.copyto(target, source)
+        """Write the result of `join` to `target`, finished."""
+        np.copyto(target, source)
 
     def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall] | None:
         """The calls that make `join` and `deliver` of these to `own`; None where they are not known beforehand."""
@@ -211,25 +228,20 @@ class FloatKernel(ArrayKernel):
         with np.errstate(over="ignore"):
             self._pre = self._real.type(factors.prescale)
             self._post = self._real.type(factors.post)
+        self._finishes_joined = False
         self._factor = None if factors.post == 1 else self._post
-        self._is_complex = element.storage.kind == "c"
+        is_complex = element.storage.kind == "c"
+        self.factor = None if is_complex else self._factor
+        self.copies = self._factor is None
 
     def scale(self, source: Array, out: Array) -> None:
         np.multiply(source.view(self._real), self._pre, out=out.view(self._real))
 
-    def join(self, first: Array, others: Sequence[Array], result: Array) -> None:
-        self._reduce(first, others[0], out=result)
-        for other in others[1:]:
-            self._reduce(result, other, out=result)
-
     def deliver(self, target: Array, source: Array) -> None:
         if self._factor is None:
-            if target is not source:
-                np.copyto(target, source)
-        elif self._is_complex:
-            np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
+            np.copyto(target, source)
         else:
-            np.multiply(source, self._factor, out=target)
+            np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
 
     def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall]:
         calls = self._joining_calls(copies, own)

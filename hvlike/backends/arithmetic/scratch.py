@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Array
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 18
 """A piece is worked on in blocks of this size, so that its scratch stays in the second-level cache."""
@@ -68,3 +71,15 @@ class SilentErrstate:
         context.run(np.seterr, all="ignore")
         self.run = context.run
         """Calls a function; what it sets in context variables is seen by later calls here, and by nobody else."""
+
+    def drive(self, coroutine: Coroutine[T]) -> Coroutine[T]:
+        """The same coroutine, each of whose steps runs so."""
+        step = self.run
+        try:
+            while True:
+                yield step(next, coroutine)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            coroutine.close()

@@ -7,6 +7,7 @@ elements are still in the caches; a buffer of all small tensors would go through
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -33,27 +34,40 @@ class AddressView:
             return self._arithmetic.over(bytes_at(address, count * self._itemsize))
         return self._everything[first : first + count]
 
-    def runs(self, addresses: Sequence[int], runs: Sequence[tuple[int, int, int]]) -> list[Piece]:
-        """The elements of runs (piece, start, stop) of pieces that begin at these addresses."""
+    def chunks(self, addresses: Sequence[int], chunks: Sequence[Sequence[tuple[int, int, int]]]) -> list[Any]:
+        """The elements of chunks of runs (tensor, start, stop) of tensors that begin at these addresses.
+
+        A list of pieces for a chunk of several runs.
+        """
         itemsize = self._itemsize
         if any((address - _FIRST_ADDRESS) % itemsize for address in addresses):
-            return [self.elements(addresses[piece] + start * itemsize, stop - start) for piece, start, stop in runs]
+            pieces = [
+                [self.elements(addresses[tensor] + start * itemsize, stop - start) for tensor, start, stop in runs]
+                for runs in chunks
+            ]
+            return [each if len(each) > 1 else each[0] for each in pieces]
         everything = self._everything
+        found: list[Any] = []
         firsts = [(address - _FIRST_ADDRESS) // itemsize for address in addresses]
-        return [everything[firsts[piece] + start : firsts[piece] + stop] for piece, start, stop in runs]
+        for runs in chunks:
+            if len(runs) == 1:
+                ((tensor, start, stop),) = runs
+                found.append(everything[firsts[tensor] + start : firsts[tensor] + stop])
+            else:
+                found.append([everything[firsts[tensor] + a : firsts[tensor] + b] for tensor, a, b in runs])
+        return found
 
 
 class Bundle:
     """Reduces other tensors of the same shapes each time: those that `tensors` was last set to."""
 
-    __slots__ = ("_views", "piece", "tensors")
+    __slots__ = ("_views", "tensors")
 
     def __init__(
         self,
         scratch: torch.Tensor,
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]],
-        arithmetic: Arithmetic,
     ) -> None:
         """scratch: flat, of the dtype to reduce in; strides: the order of the elements in it, dense, by tensor."""
         self.tensors: list[torch.Tensor] = []
@@ -63,9 +77,6 @@ class Bundle:
             view = scratch.as_strided(shape, stride, start)
             self._views.append(view)
             start += view.numel()
-        if scratch.is_cpu:
-            self.piece: Piece = arithmetic.view(scratch[:start])
-            """The scratch memory that holds the bundle between `gather` and `scatter`, where the host reduces it."""
 
     def gather(self) -> None:
         """Copy the tensors into scratch, cast to its dtype."""
@@ -84,18 +95,3 @@ def write(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # It does not write lazy conjugates and negatives; to look for them costs more than they are worth.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-
-
-def fill(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Cut a list of tensors of these lengths into bundles (first, past the last) of at most `most` elements.
-
-    No tensor is longer: [3, 4, 2, 1] in bundles of 5 -> [(0, 1), (1, 2), (2, 4)].
-    """
-    bundles = []
-    first, filled = 0, 0
-    for index, length in enumerate(lengths):
-        if filled + length > most:
-            bundles.append((first, index))
-            first, filled = index, 0
-        filled += length
-    return [*bundles, (first, len(lengths))] if lengths else []

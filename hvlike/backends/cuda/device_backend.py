@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, Bundling, Repeating
+from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event, Stream
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -31,7 +31,6 @@ T = TypeVar("T")
 class DeviceBackend(ABC):
     """What the planes of a device have in common. Tensors in host memory (flags, counts) go the host's way."""
 
-    bundling: Bundling | None = None
     launches = False
     """A job is begun as a whole by whoever takes its first step: nothing is left for the loop to do."""
 
@@ -46,7 +45,7 @@ class DeviceBackend(ABC):
         self.stream: Stream = runtime.new_stream(device) if stream is None else stream
         self.broken: BaseException | None = None
 
-    def repeated(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Repeating | None:
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
         """See Backend: not the way of this one."""
         return None
 

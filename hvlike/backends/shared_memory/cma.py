@@ -24,13 +24,15 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.views import AddressView
 from hvlike.backends.shared_memory.region import ADDRESSES, Region
 from hvlike.backends.shared_memory.schedule import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
-from hvlike.backends.shared_memory.staging import in_order
 from hvlike.backends.shared_memory.work_stealing import WorkStealing
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 
 SHORT_BYTES = 64 << 10
 """Of a tensor: shorter ones make chunks together."""
+
+SHORT_MEAN = 32 << 10
+"""Bytes of a tensor, on average: longer ones are staged faster."""
 
 LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
 """Bytes of all tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
@@ -47,23 +49,15 @@ class CmaMemory:
 
         crowded: ranks share cores; the same on all of them.
         """
-        self._least = CROWDED_LEAST_WORK if crowded else LEAST_WORK
+        self.least_bytes = CROWDED_LEAST_WORK if crowded else LEAST_WORK
+        """Of all tensors of a work together; less is staged."""
         self.ranks = [ProcessMemory(process) for process in processes]
         self._scratch: list[tuple[Any, int]] = []
 
-    def within_reach(self, sizes: Sequence[int]) -> list[int]:
-        """Which tensors of so many bytes are reduced here: the same on every rank."""
-        if not self.reaches(sum(sizes)):
-            return []
-        return [index for index, nbytes in enumerate(sizes) if nbytes][:ADDRESSES]
-
-    def reaches(self, nbytes: int) -> bool:
-        """Whether any is, of tensors that have so many bytes together."""
-        return bool(self.ranks) and self.is_much(nbytes)
-
-    def is_much(self, nbytes: int) -> bool:
-        """Whether it would be, if the ranks reached each other."""
-        return nbytes >= self._least
+    def suits(self, sizes: Sequence[int]) -> bool:
+        """Whether tensors of so many bytes are best reduced in the peers' memory: the same on every rank."""
+        total = sum(sizes)
+        return bool(self.ranks) and self.least_bytes <= total < SHORT_MEAN * len(sizes) and len(sizes) <= ADDRESSES
 
     def scratch(self) -> list[tuple[Any, int]]:
         """Memory for one chunk of each rank, as bytes, and its address."""
@@ -109,18 +103,23 @@ class CmaReduction:
         itemsize, count = arithmetic.itemsize, len(lengths)
         chunks, index, starts, sizes = _layout(tuple(lengths), itemsize, region.ranks)
         self._own = AddressView(arithmetic)
-        self._arithmetic = arithmetic
         self._claims = WorkStealing(region, chunks, 0)
         self._rank = region.rank
+        self._join = arithmetic.steps().join
         self._index, self._starts = index, starts
         members = [
             _Member(reached, counters.addresses[:count], Ranges(sizes), address, arithmetic.over(room))
             for reached, counters, (room, address) in zip(memory.ranks, region.counters, memory.scratch(), strict=True)
         ]
         self._all = members
+        self._posted = np.asarray(region.mine.addresses)[:count]
         self._said = [b""] * len(members)
         self._mine = members[region.rank]
         self._peers = [members[peer] for peer in region.peers]
+
+    def post(self, addresses: Sequence[int]) -> None:
+        """Say where this rank's tensors lie, before it posts the work."""
+        self._posted[:] = addresses
 
     def begin(self, number: int) -> None:
         """Begin the work of this number; all ranks have arrived, and said where their tensors lie."""
@@ -154,22 +153,12 @@ class CmaReduction:
             else:
                 source, own = mine.scratch, mine.copy[:elements]
                 mine.memory.gather(mine.ranges.start + place, count, source, nbytes)
-            self._reduce(own, [member.copy[:elements] for member in peers])
+            self._join(self._rank, own, [member.copy[:elements] for member in peers])
             for memory, _, ranges, _, _ in peers:
                 memory.scatter(ranges.start + place, count, source, nbytes)
             if count > 1:
                 mine.memory.scatter(mine.ranges.start + place, count, source, nbytes)
         return bool(chunks)
-
-    def _reduce(self, own: Piece, copies: list[Piece]) -> None:
-        """Reduce the own piece with the peers' copies, in the order of the ranks, as where copies are staged."""
-        first, others = in_order(self._rank, own, copies)
-        kernel = self._arithmetic.joining
-        if kernel is None:
-            self._arithmetic.combine(first, others, [] if first is own else [own])
-        else:
-            kernel.join(first, others, first)
-            kernel.deliver(own, first)
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.shared_memory.region import Region
 from hvlike.backends.shared_memory.schedule import cut
@@ -39,14 +37,19 @@ class SharedAllocations:
         self.allocations = allocations
         self._ranks = tuple(ranks)
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> dict[int, AllocationPlace]:
-        """Which of these flat tensors lie in an allocation of which every rank of the plane has a copy, and where."""
-        if not self.allocations:
-            return {}
+    def __bool__(self) -> bool:
+        """Whether this process has any."""
+        return bool(self.allocations)
+
+    def places(self, addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, AllocationPlace]:
+        """Which tensors lie in an allocation of which every rank of the backend has a copy, and where.
+
+        addresses, sizes: of contiguous tensors, sizes in bytes.
+        """
         found = {}
-        for index, tensor in enumerate(tensors):
-            place = self.allocations.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-            if place is not None and tensor.numel() and self.has(place[0]):
+        for index, (address, nbytes) in enumerate(zip(addresses, sizes, strict=True)):
+            place = self.allocations.find(address, nbytes)
+            if place is not None and nbytes and self.has(place[0]):
                 found[index] = AllocationPlace(*place)
         return found
 
@@ -81,6 +84,11 @@ class InPlaceReduction:
         self._arithmetic = arithmetic
         # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
         self._tensors = [[each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else each for each in tensors]
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it reduces."""
+        return len(self._tensors)
 
     def begin(self, number: int) -> None:
         """Begin the work of this number, on the same tensors each time; all ranks have arrived."""

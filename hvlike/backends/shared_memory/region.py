@@ -21,7 +21,7 @@ Every counter has one writer and only grows:
     front         chunks of its own this rank claims, from the front (work_stealing.py)
     back          chunks of the next rank this rank claims, from the back
     settled       chunks of the next rank this rank has claimed for certain
-    spent         nanoseconds of the newest work that was timed (algorithm_choice.py)
+    active[2]     whether this rank is active in the work, by parity of the work's number
     addresses     where the tensors of the newest work lie in this rank's own memory
 """
 
@@ -30,16 +30,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.scratch import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
+from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.segment import Segment, words
 
-REDUCED, DEPARTED, PLACES, FRONT, BACK, SETTLED, SPENT = 0, 6, 7, 10, 11, 12, 13
-"""Which of a rank's words hold these, for those who look often: see Counters."""
+REDUCED, PUBLISHED, DEPARTED, PLACES, FRONT, BACK, SETTLED, ACTIVE = 0, 1, 6, 7, 10, 11, 12, 13
+"""Which of a rank's words hold these, for those who look often: see RankCounters."""
 
 APART, LEFT = 1, 2
 """The ranks are at different work; a rank has left one in the middle."""
@@ -47,7 +49,7 @@ APART, LEFT = 1, 2
 ADDRESSES = 2048
 """How many tensors of one piece of work can be reached in a rank's own memory."""
 
-_WORDS = 14
+_WORDS = 15
 _LINE = 128
 
 
@@ -77,24 +79,6 @@ class RankCounters:
         self.addresses = words(segment, first + 40 * ranks + 16 + 8 * _WORDS, ADDRESSES)
 
     @property
-    def reduced(self) -> int:
-        """Chunks reduced by this rank."""
-        return self.words[REDUCED]
-
-    @reduced.setter
-    def reduced(self, value: int) -> None:
-        self.words[REDUCED] = value
-
-    @property
-    def published(self) -> int:
-        """Chunks published by this rank."""
-        return self.words[1]
-
-    @published.setter
-    def published(self, value: int) -> None:
-        self.words[1] = value
-
-    @property
     def failed(self) -> int:
         """Why this rank has given the region up; 0: it has not."""
         return self.words[2]
@@ -121,11 +105,13 @@ class RankCounters:
     def abandoned(self, value: int) -> None:
         self.words[9] = value
 
-    def arrive(self, number: int, stamp: int, place: int) -> None:
-        """Say what the piece of work `number` is on this rank; whoever sees that it has arrived sees the rest."""
-        self.words[3 + number % 2] = stamp
-        self.words[PLACES + number % 2] = place
-        self.words[5] = number
+    def post(self, number: int, stamp: int, place: int, active: bool) -> None:
+        """Say what the piece of work `number` is on this rank. A peer that sees the number sees the rest."""
+        words, parity = self.words, number % 2
+        words[3 + parity] = stamp
+        words[PLACES + parity] = place
+        words[ACTIVE + parity] = active
+        words[5] = number
 
 
 class Slots(NamedTuple):
@@ -168,21 +154,17 @@ class Region:
         self._slots_start = ranks * _counter_bytes(ranks)
         self._bells = bells
         self.fence = fence
-        self._typed: dict[tuple[torch.dtype, int, int, int], Piece] = {}
         self._tables: dict[torch.dtype, Slots] = {}
+        self._scratch = np.empty(chunk, np.uint8)
+        self._typed_scratch: dict[torch.dtype, Piece] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
         """The bells of the peers."""
         self.order = order_by(fence)
 
-    def slot(self, arithmetic: Arithmetic, stager: int, owner: int, turn: int) -> Piece:
-        """The slot in which `stager` stages the `turn`-th chunk of `owner`; stager == owner: where owner publishes."""
-        key = (arithmetic.dtype, stager, owner, turn % SLOTS)
-        piece = self._typed.get(key)
-        if piece is None:
-            number = (stager * self.ranks + owner) * SLOTS + turn % SLOTS
-            start = self._slots_start + number * self.chunk
-            piece = self._typed[key] = arithmetic.over(self._segment.array[start : start + self.chunk])
-        return piece
+    def byte_slots(self, stager: int, owner: int) -> list[Array]:
+        """The slots in which `stager` stages for `owner`, by turn modulo SLOTS; owner == stager: for everybody."""
+        first = self._slots_start + (stager * self.ranks + owner) * SLOTS * self.chunk
+        return [self._segment.array[first + turn * self.chunk :][: self.chunk] for turn in range(SLOTS)]
 
     def slots(self, arithmetic: Arithmetic) -> Slots:
         """The slots of reductions of this dtype."""
@@ -191,16 +173,22 @@ class Region:
             rank, everybody = self.rank, range(self.ranks)
 
             def both(stager: int, owner: int) -> list[Piece]:
-                return [self.slot(arithmetic, stager, owner, turn) for turn in range(SLOTS)]
+                return [arithmetic.over(slot) for slot in self.byte_slots(stager, owner)]
 
-            copies = [[self.slot(arithmetic, peer, rank, turn) for peer in self.peers] for turn in range(SLOTS)]
             table = Slots(
                 [both(rank, owner) for owner in everybody],
-                copies,
+                [list(copies) for copies in zip(*(both(peer, rank) for peer in self.peers), strict=True)],
                 [both(first_peer(owner), owner) for owner in everybody],
             )
             self._tables[arithmetic.dtype] = table
         return table
+
+    def scratch(self, arithmetic: Arithmetic) -> Piece:
+        """Private memory for one chunk, valid until somebody else uses it."""
+        piece = self._typed_scratch.get(arithmetic.dtype)
+        if piece is None:
+            piece = self._typed_scratch[arithmetic.dtype] = arithmetic.over(self._scratch)
+        return piece
 
     def is_same_place(self, number: int) -> bool:
         """Whether all ranks, which have met, have said the same place for the piece of work `number`."""
@@ -221,13 +209,9 @@ def first_peer(owner: int) -> int:
     return 0 if owner else 1
 
 
-def order_by(fence: Fence) -> Callable[[], None]:
-    """What keeps stores, and loads, in their order on this machine."""
-    return _nothing if X86 else fence
-
-
-def _nothing() -> None:
-    pass
+def order_by(fence: Fence) -> Callable[[], object]:
+    """What keeps stores, and loads, in their order on this machine: nothing on x86, at the cost of a C call."""
+    return ().__len__ if X86 else fence
 
 
 class ActiveRankCount:

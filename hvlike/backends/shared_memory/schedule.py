@@ -1,9 +1,14 @@
-"""Cutting a list of flat pieces into chunks and giving every chunk an owner. Pure functions over integers."""
+"""Which chunks a reduction is cut into and which rank owns each. Pure functions over integers.
+
+lengths 1, 10, 2    two ranks, chunks of up to 4 elements, tensors of fewer than 3 are short
+
+owner 0    (0, 0, 1) (2, 0, 2)     (1, 4, 8)          a run is (tensor, start, stop)
+owner 1    (1, 0, 4)               (1, 8, 10)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CHUNK_BYTES = 256 * 1024
@@ -11,23 +16,29 @@ CHUNK_BYTES = 256 * 1024
 
 SMALLEST_CHUNK_BYTES = 32 * 1024
 SMALLEST_SHARE = 16 * 1024
-"""Less is not worth being shared among the ranks."""
+"""Less is not worth sharing among the ranks."""
 
 SLOTS = 2
 """How many chunks a rank may have staged for one owner; a third gained nothing."""
 
+Run = tuple[int, int, int]
+"""(tensor, start, stop): elements of one tensor."""
+
+
+MOST_TOGETHER = 1024
+"""Tensors of one chunk: as many as the system takes in one call (transport/memory/process_memory.py)."""
+
 
 class Chunk(NamedTuple):
-    """Elements `start` to `stop` of piece number `piece`, reduced by the rank `owner` of the node.
+    """Elements that the rank `owner` of the node reduces: a part of one tensor, or several short tensors."""
 
-    `turn` counts the chunks of that owner over the life of the region, so it also says which slot is used.
-    """
-
-    piece: int
-    start: int
-    stop: int
+    runs: tuple[Run, ...]
     owner: int
-    turn: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of all its runs."""
+        return sum(stop - start for _, start, stop in self.runs)
 
 
 def chunk_bytes(ranks: int, budget: int) -> int:
@@ -46,92 +57,71 @@ def fitting(total: int, largest: int, smallest: int, ranks: int) -> int:
     return min(largest, max(smallest, -(-total // ranks)))
 
 
-def cut(lengths: Sequence[int], elements: int) -> list[tuple[int, int, int]]:
-    """Cut pieces of `lengths` elements into runs of at most `elements`: (piece, start, stop), in order."""
+def cut(lengths: Sequence[int], elements: int) -> list[Run]:
+    """Cut tensors of `lengths` elements into runs of at most `elements`, in order."""
     return [
-        (piece, start, min(start + elements, length))
-        for piece, length in enumerate(lengths)
+        (tensor, start, min(start + elements, length))
+        for tensor, length in enumerate(lengths)
         for start in range(0, length, elements)
     ]
 
 
-def cut_together(
-    lengths: Sequence[int], elements: int, short: int, together: int, most: int
-) -> list[list[tuple[int, int, int]]]:
-    """Cut pieces into chunks of runs (piece, start, stop): long ones as `cut` does, short ones whole and together.
+def cut_together(lengths: Sequence[int], elements: int, short: int, together: int, most: int) -> list[list[Run]]:
+    """Cut tensors into chunks of several runs: long ones as `cut` does, short ones whole and together.
 
-    short: pieces of fewer elements share chunks of up to `together` elements and `most` pieces; they come first, for
-    the last chunks of a work are those that a rank takes from another one. Empty pieces are left out.
+    short: tensors of fewer elements share chunks of up to `together` elements and `most` tensors; a tensor that is
+    longer than `together` has a chunk of its own. These chunks come first: the last ones are those that one rank takes
+    from another (work_stealing.py). Empty tensors are left out.
     """
-    chunks: list[list[tuple[int, int, int]]] = []
+    chunks: list[list[Run]] = []
     filled = together
-    for piece, length in enumerate(lengths):
+    for tensor, length in enumerate(lengths):
         if 0 < length < short:
             if filled + length > together or len(chunks[-1]) == most:
                 chunks.append([])
                 filled = 0
-            chunks[-1].append((piece, 0, length))
+            chunks[-1].append((tensor, 0, length))
             filled += length
     return chunks + [[run] for run in cut(lengths, elements) if lengths[run[0]] >= short]
 
 
-def in_rounds(runs: Iterable[tuple[int, int, int]], owners: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Order runs (piece, start, stop) such that the owners of the pieces are busy all at once.
+def deal(lengths: Sequence[int], ranks: int, largest: int, smallest: int, short: int) -> list[Chunk]:
+    """Cut tensors into chunks and deal them to the ranks in turn.
 
-    The first run of each owner, then the second of each, ...; returns (piece, start, stop, owner).
+    largest, smallest: elements of a chunk. short: tensors of fewer elements share chunks, which come first.
+    """
+    elements = fitting(sum(length for length in lengths if length >= short), largest, smallest, ranks)
+    together = fitting(sum(length for length in lengths if length < short), largest, smallest, ranks)
+    groups = cut_together(lengths, elements, short, together, MOST_TOGETHER)
+    return [Chunk(tuple(runs), number % ranks) for number, runs in enumerate(groups)]
+
+
+def assign(lengths: Sequence[int], owners: Sequence[int], elements: int) -> list[Chunk]:
+    """Cut tensors into chunks of at most `elements`; `owners[i]` reduces tensor i.
+
+    The first chunk of each owner comes first, then the second of each, and so on: all owners are busy at once.
     """
     counts: dict[int, int] = {}
     ordered = []
-    for piece, start, stop in runs:
-        owner = owners[piece]
-        ordered.append((counts.setdefault(owner, 0), owner, piece, start, stop))
+    for tensor, start, stop in cut(lengths, elements):
+        owner = owners[tensor]
+        ordered.append((counts.setdefault(owner, 0), owner, tensor, start, stop))
         counts[owner] += 1
-    return [(piece, start, stop, owner) for _, owner, piece, start, stop in sorted(ordered)]
+    return [Chunk(((tensor, start, stop),), owner) for _, owner, tensor, start, stop in sorted(ordered)]
 
 
-@dataclass
 class Turns:
-    """How many chunks each rank of the node has owned so far; the same on every rank at the same point."""
+    """How many chunks each rank of the node has owned so far; the same on every rank at the same point.
 
-    counts: list[int]
-    next_owner: int = 0
+    The turn of a chunk, modulo SLOTS, says which slot it goes through.
+    """
 
-    @classmethod
-    def start(cls, ranks: int) -> Turns:
-        """Nobody has owned anything."""
-        return cls([0] * ranks)
-
-    def deal(self, runs: Iterable[tuple[int, int, int]]) -> list[Chunk]:
-        """Give the runs to the ranks in turn, going on where the last call stopped.
-
-        Three ranks, five runs, first call: owners 0 1 2 0 1; second call begins with owner 2.
-        """
-        chunks = []
-        for piece, start, stop in runs:
-            chunks.append(self._own(piece, start, stop, self.next_owner))
-            self.next_owner = (self.next_owner + 1) % len(self.counts)
-        return chunks
-
-    def give(self, runs: Iterable[tuple[int, int, int]], owner: int) -> list[Chunk]:
-        """Give all runs to one rank."""
-        return [self._own(piece, start, stop, owner) for piece, start, stop in runs]
-
-    def split(self, runs: Iterable[tuple[int, int, int, int]], elements: int) -> list[Chunk]:
-        """Cut runs (piece, start, stop, owner) into chunks of at most `elements`, owners kept."""
-        return [
-            self._own(piece, first, min(first + elements, stop), owner)
-            for piece, start, stop, owner in runs
-            for first in range(start, stop, elements)
-        ]
+    def __init__(self, ranks: int) -> None:
+        self.counts = [0] * ranks
 
     def advance(self, counts: Sequence[int]) -> list[int]:
-        """Give so many chunks to each rank, whichever they are; returns the turns of the first ones."""
+        """Count this many chunks of each rank; returns the turns of their first ones."""
         first = self.counts[:]
         for owner, count in enumerate(counts):
             self.counts[owner] += count
         return first
-
-    def _own(self, piece: int, start: int, stop: int, owner: int) -> Chunk:
-        turn = self.counts[owner]
-        self.counts[owner] += 1
-        return Chunk(piece, start, stop, owner, turn)

@@ -1,58 +1,74 @@
 """How the ranks of a node synchronise on a piece of work: post what comes, arrive, depart.
 
-Staged work needs no more than a comparison of stamps. Where ranks reach into each other's tensors, all must have
-arrived before one begins, and none may leave before all have departed.
+    post      write down what this rank does next
+    arrive    wait until all ranks are at the same work
+    depart    wait until all ranks have done their part of it
+
+Staged work only compares what was posted. Where ranks reach into each other's tensors, all must have arrived before
+one begins, and none may leave before all have departed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-from hvlike.backends.shared_memory.cma import CmaReduction
-from hvlike.backends.shared_memory.in_place_shm import InPlaceReduction
-from hvlike.backends.shared_memory.region import APART, DEPARTED, LEFT, Region
-from hvlike.backends.shared_memory.staging import LOOKS
+from hvlike.backends.shared_memory.region import ACTIVE, APART, DEPARTED, LEFT, Region
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
+LOOKS = 30
+"""How often a rank looks for what a peer is about to finish before it lets the loop wait: some 10 us."""
+
 kept: list[Sequence[torch.Tensor]] = []
-"""Tensors of reductions that were given up."""
+"""Tensors of reductions that were given up. A peer may still write there, so they are never freed."""
+
+
+class Unstaged(Protocol):
+    """Reduces chunks in the memory of all ranks."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks may be left for this rank."""
+
+    def advance(self) -> bool:
+        """Reduce the next few chunks if any can be taken now; says whether it has. Raises: OSError."""
 
 
 class WorkSync:
     """The pieces of work of one region, in their order, as this rank sees them."""
 
     def __init__(self, region: Region) -> None:
-        self._region = region
+        self.region = region
         self._looks = 1 if region.crowded else LOOKS
         self.number = 0
         """Of the newest work that has begun."""
         self._stamp = 0
 
-    def announce(self, stamp: int, place: int) -> int:
-        """Say which work this is and what of it lies in shared allocations; returns its number.
+    def post(self, stamp: int, place: int, *, active: bool = True) -> None:
+        """Say what the next work is, before it is certain that it comes; the newest post counts.
 
-        The owners compare before they add anything.
+        stamp: the same on all ranks for the same work. place: which of its tensors lie where in shared allocations.
         """
-        self.foretell(stamp, place)
-        return self.enter()
-
-    def foretell(self, stamp: int, place: int) -> None:
-        """Say so of the next work before it is certain that it comes; what is said last counts."""
         self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
-        self._region.mine.arrive(self.number + 1, self._stamp, place)
+        self.region.mine.post(self.number + 1, self._stamp, place, active)
 
-    def enter(self) -> int:
-        """The next work begins; returns its number."""
+    def begin(self) -> int:
+        """The work that was posted begins; returns its number."""
         self.number += 1
         return self.number
 
-    def meet(self, number: int) -> Coroutine[None]:
-        """Wait until all are at the work of this number, which is the same for all."""
-        region = self._region
+    def active(self, number: int) -> int:
+        """How many ranks are active in the work of this number, which is done."""
+        word = ACTIVE + number % 2
+        return sum([counters.words[word] for counters in self.region.counters])
+
+    def arrive(self, number: int) -> Coroutine[None]:
+        """Wait until all ranks are at the work of this number. Raises: MismatchError where a peer is at other work."""
+        region = self.region
         counters, peers = region.counters, region.peers
         region.notify_if_sleeping(peers)
         while not any(all(counters[peer].arrived >= number for peer in peers) for _ in range(self._looks)):
@@ -62,9 +78,9 @@ class WorkSync:
         self.compare()
 
     # As the steps of a reduction, what follows is run between chunks that have emptied the caches.
-    def part(self, number: int) -> Coroutine[None]:
+    def depart(self, number: int) -> Coroutine[None]:
         """Wait until all have done their part of the work of this number."""
-        region = self._region
+        region = self.region
         region.order()
         region.mine.words[DEPARTED] = number
         region.notify_if_sleeping(region.peers)
@@ -79,22 +95,15 @@ class WorkSync:
                     yield Wait.NOTIFY
         region.order()
 
-    def in_place(self, reduction: InPlaceReduction, number: int) -> Coroutine[None]:
-        """Do this rank's chunks of tensors in shared allocations, and part; all have met."""
-        while reduction.unfinished:
-            # Where nothing is to be taken, a peer is between two statements.
-            yield Wait.AGAIN if self._region.quiet.run(reduction.advance) else Wait.NOTIFY
-        yield from self.part(number)
-
-    def reach(self, reduction: CmaReduction, number: int) -> Coroutine[None]:
-        """Do this rank's chunks of tensors in the ranks' own memory; all have met, and must part before they leave."""
-        region = self._region
+    def reduce_unstaged(self, reduction: Unstaged, number: int) -> Coroutine[None]:
+        """Do this rank's chunks of a work at which all have arrived, and depart. The caller silences numpy."""
+        region = self.region
         while reduction.unfinished:
             while any(each.abandoned >= number for each in region.others):
-                # Who has given it up tells why in other ways.
+                # The rank that has given the work up tells why in other ways.
                 yield Wait.NOTIFY
             try:
-                moved = region.quiet.run(reduction.advance)
+                moved = reduction.advance()
             except ProcessLookupError as error:
                 raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
             except OSError as error:
@@ -102,11 +111,13 @@ class WorkSync:
                     f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
                     f"{error}. HVLIKE_PEER_MEMORY=0 does without."
                 ) from None
+            # Where nothing can be taken, a peer is between two statements.
             yield Wait.AGAIN if moved else Wait.NOTIFY
+        yield from self.depart(number)
 
     @contextlib.contextmanager
     def exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:
-        """Peers may read and write these tensors; if this rank gives the work up, the memory must stay."""
+        """Peers may read and write these tensors meanwhile; if this rank gives the work up, the memory must stay."""
         try:
             yield
         except BaseException:
@@ -114,14 +125,16 @@ class WorkSync:
             raise
 
     def abandon(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        """Give the work of this number up, into whose tensors peers may reach for ever."""
+        """Give the work of this number up; peers may reach into its tensors at any time from now on."""
         if tensors:
-            self._region.mine.abandoned = number
+            self.region.mine.abandoned = number
             kept.append(tensors)
 
     def compare(self) -> None:
-        """Give the region up if a peer has entered other work: its chunks would be foreign memory."""
-        region = self._region
+        """Raises: MismatchError, and gives the region up, if a peer has begun other work: its chunks would be foreign
+        memory.
+        """
+        region = self.region
         others = [peer for peer in region.peers if region.counters[peer].stamp(self.number) != self._stamp]
         if others:
             region.mine.failed = APART
@@ -135,9 +148,9 @@ class WorkSync:
     def check_peers(self) -> None:
         """Give the region up if a peer has.
 
-        Raises: MismatchError when ranks are at different work, HorovodInternalError when one has left it.
+        Raises: MismatchError where ranks are at different work, HorovodInternalError where one has left it.
         """
-        region = self._region
+        region = self.region
         for peer in region.peers:
             why = region.counters[peer].failed
             if not why:

@@ -22,7 +22,6 @@ from hvlike.backends.arithmetic.scratch import SilentErrstate
 from hvlike.backends.inline_allreduce import InlineEngine
 from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.inline_reduction import AS_SHARED, InlineReduction
-from hvlike.backends.shared_memory.staging import StagedReduction
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.tensor_queue import automatic_name
 from hvlike.collectives.health.wait_for_graph import STEP
@@ -94,8 +93,6 @@ class _Piece:
     """Where this rank copies it to, for each place on the board, if it is small."""
     calls: tuple[list[KernelCall], ...]
     """What reduces the ranks' copies to it."""
-    staged: StagedReduction | None
-    """What reduces one of middling size."""
 
 
 class _Name(NamedTuple):
@@ -163,10 +160,11 @@ class InlineAllreduce:
             piece = self._piece(tensor, address, op, prescale, postscale)
         if piece is None or (piece.is_complex and tensor.is_conj()):
             return None
-        at_once, number, slots, staged = piece.at_once, piece.plan.number, piece.slots, piece.staged
-        if at_once is not None and (slots or staged) and at_once.is_shared(address):
-            # Faster where it is. Ranks that differ in this hear a no, as the kinds of their calls do.
-            number, slots, staged = number ^ AS_SHARED, (), None
+        at_once, number, slots = piece.at_once, piece.plan.number, piece.slots
+        shared = at_once is not None and at_once.is_shared(address)
+        if shared:
+            # Faster where it is. Ranks that differ in this do not agree, as where the kinds of their calls differ.
+            number, slots = number ^ AS_SHARED, ()
         tensor_queue, board = self._ledger, self._board
         begun = offered = False
         try:
@@ -182,8 +180,8 @@ class InlineAllreduce:
                 key, code, place = self._names.get(name) or self._call(name)
                 if slots:
                     slots[index % RING][:] = piece.memory
-                elif staged is None and at_once is not None:
-                    number = at_once.foretell(address, number)
+                elif shared and at_once is not None:
+                    at_once.post(address)
                 tensor_queue.entered = index + 1
                 offered = True
                 agreed = board.offer(index, number, code)
@@ -200,12 +198,7 @@ class InlineAllreduce:
                 for function, arguments, keywords in piece.calls[index % RING]:
                     run(function, *arguments, **keywords)
             else:
-                self._reduce(piece, staged, tensor, key[1])
-        except BaseException:
-            if offered and at_once is not None and not slots and staged is None:
-                # The others may go on with it, in the memory of this rank.
-                at_once.keep(tensor)
-            raise
+                self._reduce(piece, address, shared, key[1])
         finally:
             if offered:
                 board.mine[FINISHED] = index + 1
@@ -254,12 +247,9 @@ class InlineAllreduce:
         elements = plan.arithmetic.over(raw)
         slots: tuple[memoryview, ...] = ()
         calls: tuple[list[KernelCall], ...] = ()
-        staged = None
         if plan.copies is not None:
             slots = self._express.slots(nbytes)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
-        elif plan.at_once is not None:
-            staged = plan.at_once.staged
         piece = _Piece(
             shape,
             dtype,
@@ -274,7 +264,6 @@ class InlineAllreduce:
             raw.data,
             slots,
             calls,
-            staged,
         )
         self._pieces[address] = piece
         return piece
@@ -299,17 +288,13 @@ class InlineAllreduce:
             at_once.forget()
         return False
 
-    def _reduce(self, piece: _Piece, staged: StagedReduction | None, tensor: torch.Tensor, name: str) -> None:
+    def _reduce(self, piece: _Piece, address: int, shared: bool, name: str) -> None:
         """A tensor that is not small, on the plane; where a peer is slow, wait with reports of who is missing."""
-        controller, express, plan = self._negotiator, self._express, piece.plan
+        controller, express = self._negotiator, self._express
         self._large += 1
         controller.steps[_STEPS] = self._large
-        if staged is not None:
-            routine = staged.run([tensor.data_ptr()])
-        elif piece.at_once is not None:
-            routine = piece.at_once.begin(tensor)
-        else:
-            routine = express.reduction(piece.elements, tensor, plan.arithmetic, plan.number)
+        assert piece.at_once is not None
+        routine = piece.at_once.begin(address, shared=shared)
         ended: list[Task[None]] = []
         if express.lane.drive(routine, ended.append):
             return

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.views import Bundle, fill
-from hvlike.backends.base import Backend, Repeating
+from hvlike.backends.arithmetic.views import Bundle
+from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.device_jobs import home_of
 from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, small_ones
 from hvlike.backends.tracing import phase
@@ -51,7 +51,7 @@ class BucketPacker:
         self._agreed = list(strides)
         self._arithmetic = arithmetic
         self._casts = casts
-        self._repeating: Repeating | None = None
+        self._repeating: Prepared | None = None
         self._pick_rows = self._pick_ordered = pick([])
         self._orders: list[Strides] = []
         self._sizes: list[int] = []
@@ -69,7 +69,6 @@ class BucketPacker:
             yield from self._in_memory(plane, self._repeating, filled)
             return
         shapes = list(map(_shape, tensors))
-        bundling = plane.bundling
         home = home_of(plane)
         if shapes != self._shapes:
             self._lay_out(shapes, plane, home)
@@ -84,10 +83,7 @@ class BucketPacker:
             small = self._pick_small(tensors)
             for bundle, part in self._bundles:
                 bundle.tensors = list(small[part])
-            if bundling is None:
-                yield from self._through_buffer(plane, flats)
-            else:
-                yield from bundling.allreduce_bundles([each for each, _ in self._bundles], flats, self._arithmetic)
+            yield from self._through_buffer(plane, flats)
             for bundle, _ in self._bundles:
                 bundle.tensors = []
         for operand in operands:
@@ -106,9 +102,9 @@ class BucketPacker:
             and not (arithmetic.dtype.is_complex and any(map(_is_conjugate, tensors)))
         )
 
-    def _in_memory(self, plane: Backend, repeating: Repeating, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
+    def _in_memory(self, plane: Backend, repeating: Prepared, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
         with phase(plane, "IN_MEMORY_ALLREDUCE", tensors):
-            yield from repeating.allreduce(tensors, list(map(_address, tensors)))
+            yield from repeating.run(list(map(_address, tensors)), True, tensors)
 
     def _through_buffer(self, plane: Backend, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
         ((bundle, _),) = self._bundles
@@ -121,7 +117,6 @@ class BucketPacker:
 
     def _lay_out(self, shapes: list[torch.Size], plane: Backend, home: torch.device | None) -> None:
         self._shapes = shapes
-        bundling = plane.bundling
         self._strides = [
             strides if strides is not None and _fits(shape, strides) else None
             for shape, strides in zip(shapes, self._agreed, strict=True)
@@ -133,19 +128,15 @@ class BucketPacker:
         lengths = [shape.numel() for shape in shapes]
         self._sizes = [length * self._arithmetic.itemsize for length in lengths]
         filled = [length for length in lengths if length]
-        self._repeating = None if self._casts or not filled else plane.repeated(filled, self._arithmetic)
+        self._repeating = None if self._casts or not filled else plane.prepare(filled, self._arithmetic)
         itemsize = self._arithmetic.itemsize
-        most = sum(lengths)
         small = small_ones(lengths, itemsize, SMALL_BYTES if home is None else SMALL_ON_DEVICE)
         if self._repeating is not None:
             small = []
-        elif bundling is not None:
-            most = bundling.bundle_elements(sum(lengths[index] for index in small), itemsize)
-            small = [index for index in small if lengths[index] <= most]
         packed = set(small)
         self._large = [index for index, length in enumerate(lengths) if length and index not in packed]
         self._pick_small = pick(small)
-        parts = fill([lengths[index] for index in small], most)
+        parts = [(0, len(small))] if small else []
         # Kept for steps in other threads, which may not be in the inference mode of this one.
         with torch.inference_mode(False):
             self._whole = torch.empty(
@@ -157,7 +148,7 @@ class BucketPacker:
 
     def _bundle(self, members: Sequence[int], shapes: Sequence[torch.Size]) -> Bundle:
         strides = [self._strides[index] or row_by_row(shapes[index]) for index in members]
-        return Bundle(self._whole, [shapes[index] for index in members], strides, self._arithmetic)
+        return Bundle(self._whole, [shapes[index] for index in members], strides)
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int]) -> bool:

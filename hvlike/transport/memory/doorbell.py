@@ -136,6 +136,8 @@ class Doorbell:
         self._driver = Semaphore(address_of(segment, start))
         self._idle = Semaphore(address_of(segment, start + SEMAPHORE_BYTES))
         self._words = words(segment, start + 2 * SEMAPHORE_BYTES, 4)
+        self.asleep = self._words[_ASLEEP : _ASLEEP + 1]
+        """One word, for callers that look often: other than 0 while the rank's driver sleeps. Read only."""
         self._fence = fence
 
     # -- for everybody ------------------------------------------------------------------------

@@ -30,9 +30,9 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
 def reaching(hvd: ModuleType) -> Iterator[bool]:
     """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
     plane = current().set_state(None, "test").lanes.first.plane
-    if not isinstance(plane, SharedBackend) or not plane._fastest.memory.ranks:
+    if not isinstance(plane, SharedBackend) or not plane.memory.ranks:
         yield False
         return
-    before, plane._fastest.memory._least = plane._fastest.memory._least, 1
+    before, plane.memory.least_bytes = plane.memory.least_bytes, 1
     yield True
-    plane._fastest.memory._least = before
+    plane.memory.least_bytes = before

@@ -8,7 +8,6 @@ from support.backends.jobs import run
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.views import fill
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import open_queue
 from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
@@ -19,20 +18,6 @@ from hvlike.transport.loop.coroutine import Coroutine, Task
 
 SHAPES = [(7,), (3, 5), (), (100, 150), (0, 2), (16_000,), (60_000,), *[(2_000 + 17 * index,) for index in range(60)]]
 """More than a chunk of small ones, one large one, an empty one and a scalar."""
-
-
-@pytest.mark.parametrize(
-    ("lengths", "most", "expected"),
-    [
-        ([], 5, []),
-        ([3, 4, 2, 1], 5, [(0, 1), (1, 2), (2, 4)]),
-        ([5, 5], 5, [(0, 1), (1, 2)]),
-        ([1, 1, 1], 5, [(0, 3)]),
-        ([2, 2, 2], 4, [(0, 2), (2, 3)]),
-    ],
-)
-def test_bundles_are_filled_in_order(lengths: list[int], most: int, expected: list[tuple[int, int]]) -> None:
-    assert fill(lengths, most) == expected
 
 
 def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

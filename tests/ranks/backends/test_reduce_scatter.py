@@ -10,7 +10,6 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.network import network
-from hvlike.backends.shared_memory.schedule import in_rounds
 from hvlike.transport.loop.coroutine import Coroutine
 
 
@@ -18,12 +17,6 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     """Small whole numbers: their sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * rank + length)
     return torch.randint(0, 4, (length,), generator=generator).to(dtype)
-
-
-def test_the_owners_of_chunks_take_turns() -> None:
-    runs = [(0, 0, 5), (0, 5, 8), (1, 0, 5), (2, 0, 5), (2, 5, 6)]
-    assert in_rounds(runs, [1, 0, 1]) == [(1, 0, 5, 0), (0, 0, 5, 1), (0, 5, 8, 1), (2, 0, 5, 1), (2, 5, 6, 1)]
-    assert in_rounds([], []) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

@@ -13,9 +13,7 @@ from torch import Tensor
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.shared_memory.in_place_shm import InPlaceReduction
 from hvlike.backends.shared_memory.work_stealing import LEAST_SHARED
-from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
-from hvlike.transport.loop.coroutine import Coroutine
 
 LONG = 3 * 65536 + 17
 CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
@@ -25,13 +23,13 @@ CASES = [(op, dtype) for op in OPS for dtype in DTYPES if defined(op, dtype)]
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each reduction without staging has had, one entry for each."""
     counts: list[int] = []
-    in_place = WorkSync.in_place
+    begin = InPlaceReduction.begin
 
-    def counted(meeting: WorkSync, reduction: InPlaceReduction, number: int) -> Coroutine[None]:
-        counts.append(len(reduction._tensors))
-        return in_place(meeting, reduction, number)
+    def counted(reduction: InPlaceReduction, number: int) -> None:
+        counts.append(reduction.tensors)
+        begin(reduction, number)
 
-    monkeypatch.setattr(WorkSync, "in_place", counted)
+    monkeypatch.setattr(InPlaceReduction, "begin", counted)
     return counts
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
 
-from hvlike.backends.shared_memory.algorithm_choice import ROUNDS
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.errors import MismatchError
 
@@ -65,42 +64,6 @@ def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, 
     ordinary = hvd.synchronize(hvd.allreduce_async(original, name="bits"))
     for _ in range(3):
         assert torch.equal(hvd.allreduce_(original.clone(), name="bits"), ordinary)
-
-
-def test_both_ways_to_reduce_a_large_tensor_are_tried_and_give_the_same_bits(hvd, express):
-    torch.manual_seed(hvd.rank())
-    original = torch.randn(1_100_007)
-    ordinary = hvd.synchronize(hvd.allreduce_async(original, name="large bits"))
-    before = express.served
-    for _ in range(MOST_CALLS):
-        assert torch.equal(hvd.allreduce_(original.clone(), name="large bits"), ordinary)
-        if express.served > before + 2 * ROUNDS:
-            break
-    plane = express._express.lane.plane
-    assert (
-        not plane._fastest.memory.reaches(original.nbytes)
-        or list(plane._fastest.trials._known.values())[-1].next[1] is False
-    )
-
-
-def test_ranks_that_would_reduce_in_different_ways_take_the_ordinary_one(hvd, express):
-    tensor = torch.ones(1_100_008)
-    if not express._express.lane.plane._fastest.memory.reaches(tensor.nbytes):
-        pytest.skip("there is one way")
-    before = express.served
-    for _ in range(MOST_CALLS):
-        hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways")
-        if express.served >= before + 2:
-            break
-    trials = express._express.lane.plane._fastest.trials
-    if hvd.rank() == 0:
-        # As if this rank had counted one use more.
-        list(trials._known.values())[-1].record(1)
-    before = express.served
-    for _ in range(3):
-        assert bool((hvd.allreduce_(tensor.fill_(1.0), op=hvd.Sum, name="ways") == hvd.size()).all())
-    assert express.served == before
-    trials._known.clear()
 
 
 def test_unnamed_calls_take_it_too_and_keep_their_numbers(hvd, express):

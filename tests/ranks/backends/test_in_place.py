@@ -60,15 +60,20 @@ def allocated(table: Allocations, number: int, ranks: tuple[int, ...]) -> tuple[
     return made, torch.from_numpy(table.add(made, np.dtype(np.float32)))
 
 
+def places(table: Allocations, ranks: list[int], tensors: list[torch.Tensor]) -> dict[int, AllocationPlace]:
+    return SharedAllocations(table, ranks).places(
+        [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
+    )
+
+
 def test_tensors_are_known_by_where_they_lie() -> None:
     table = Allocations()
     first, tensor = allocated(table, 1, (0, 1, 2))
     others, of_others = allocated(table, 2, (0, 2))
-    plane = SharedAllocations(table, [0, 1])
-    found = plane.places([torch.ones(5), tensor[10:20], of_others, tensor[:0], tensor])
+    found = places(table, [0, 1], [torch.ones(5), tensor[10:20], of_others, tensor[:0], tensor])
     assert found == {1: AllocationPlace(first, 40), 4: AllocationPlace(first, 0)}
-    assert SharedAllocations(table, [0, 2]).places([of_others]) == {0: AllocationPlace(others, 0)}
-    assert SharedAllocations(Allocations(), [0, 1]).places([tensor]) == {}
+    assert places(table, [0, 2], [of_others]) == {0: AllocationPlace(others, 0)}
+    assert places(Allocations(), [0, 1], [tensor]) == {}
 
 
 def test_copies_are_the_same_place_on_each_rank() -> None:

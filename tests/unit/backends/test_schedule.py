@@ -7,9 +7,11 @@ from hvlike.backends.shared_memory.schedule import (
     SMALLEST_CHUNK_BYTES,
     Chunk,
     Turns,
+    assign,
     chunk_bytes,
     cut,
     cut_together,
+    deal,
 )
 
 
@@ -46,24 +48,44 @@ def test_short_pieces_make_chunks_together(
     assert cut_together(lengths, 6, 5, together, most) == chunks
 
 
-def test_chunks_are_dealt_in_turn_and_dealing_goes_on_where_it_stopped() -> None:
-    turns = Turns.start(3)
-    first = turns.deal(cut([5], 1))
-    assert [(chunk.owner, chunk.turn) for chunk in first] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
-    second = turns.deal(cut([2], 1))
-    assert [(chunk.owner, chunk.turn) for chunk in second] == [(2, 1), (0, 2)]
+def test_short_tensors_share_chunks_and_all_chunks_are_dealt_in_turn() -> None:
+    assert deal([1, 10, 2], 2, largest=4, smallest=1, short=3) == [
+        Chunk(((0, 0, 1),), 0),
+        Chunk(((2, 0, 2),), 1),
+        Chunk(((1, 0, 4),), 0),
+        Chunk(((1, 4, 8),), 1),
+        Chunk(((1, 8, 10),), 0),
+    ]
+    assert deal([1, 2, 1], 2, largest=4, smallest=4, short=3) == [Chunk(((0, 0, 1), (1, 0, 2), (2, 0, 1)), 0)]
+    assert deal([0, 0], 2, largest=4, smallest=1, short=3) == []
 
 
-def test_one_owner_can_be_given_everything() -> None:
-    turns = Turns.start(2)
-    assert turns.give(cut([3], 2), 1) == [Chunk(0, 0, 2, 1, 0), Chunk(0, 2, 3, 1, 1)]
-    assert turns.deal(cut([1], 1)) == [Chunk(0, 0, 1, 0, 0)]
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [[1], [100], [7, 0, 3, 250, 4], [5] * 200, [99] * 3])
+def test_every_element_is_in_one_chunk_that_fits_a_slot(ranks: int, lengths: list[int]) -> None:
+    chunks = deal(lengths, ranks, largest=16, smallest=4, short=16)
+    found = sorted((tensor, each) for chunk in chunks for tensor, a, b in chunk.runs for each in range(a, b))
+    assert found == [(tensor, each) for tensor, length in enumerate(lengths) for each in range(length)]
+    assert all(chunk.elements <= 16 for chunk in chunks)
+    assert [chunk.owner for chunk in chunks] == [number % ranks for number in range(len(chunks))]
 
 
-def test_runs_keep_their_owners_when_they_are_split() -> None:
-    turns = Turns.start(2)
-    chunks = turns.split([(0, 0, 5, 1), (0, 5, 6, 0)], 3)
-    assert chunks == [Chunk(0, 0, 3, 1, 0), Chunk(0, 3, 5, 1, 1), Chunk(0, 5, 6, 0, 0)]
+def test_owners_that_are_given_are_busy_at_once() -> None:
+    assert assign([8, 5, 6], [1, 0, 1], 5) == [
+        Chunk(((1, 0, 5),), 0),
+        Chunk(((0, 0, 5),), 1),
+        Chunk(((0, 5, 8),), 1),
+        Chunk(((2, 0, 5),), 1),
+        Chunk(((2, 5, 6),), 1),
+    ]
+    assert assign([], [], 5) == []
+
+
+def test_turns_go_on_from_work_to_work() -> None:
+    turns = Turns(3)
+    assert turns.advance([2, 0, 1]) == [0, 0, 0]
+    assert turns.advance([1, 1, 1]) == [2, 0, 1]
+    assert turns.counts == [3, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Tensors of a bucket are reduced where they lie, short ones too; a rank that cannot leave them there does the same."""
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -14,8 +12,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import OpQueue, open_queue
 from hvlike.backends.shared_memory import work_sync
-from hvlike.backends.shared_memory.algorithm_choice import LEAST_MEAN, ROUNDS, AlgorithmChoice
-from hvlike.backends.shared_memory.cma import CmaMemory, CmaReduction
+from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.region import ADDRESSES
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.fusion.bucket_packer import BucketPacker
@@ -28,8 +25,7 @@ SHAPES = [(7,), (3, 5), (), (0, 2), (100, 150), (300, 400), *[(3 + 17 * index,) 
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-STEPS = 2 * ROUNDS + 1
-"""Both ways to reduce are tried in turn, and one is chosen."""
+STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +38,10 @@ def _where_ranks_reach_each_other(reaching: bool) -> None:
 def _lane_without_reach(hvd: ModuleType) -> Iterator[None]:
     """Planned work of this test goes where no rank reaches another one's memory."""
     plane = shared_plane()
-    memory = plane._fastest.memory
-    plane._fastest.memory = CmaMemory([])
+    memory = plane.memory
+    plane.memory = CmaMemory([])
     yield
-    plane._fastest.memory = memory
+    plane.memory = memory
 
 
 def contributions(rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> list[torch.Tensor]:
@@ -76,10 +72,6 @@ def shared_plane() -> SharedBackend:
     return plane
 
 
-def memory_of() -> CmaMemory:
-    return shared_plane()._fastest.memory
-
-
 def new_lane(number: int) -> OpQueue:
     """A lane that may be lost."""
     fabric, group = current().fabric, current().set_state(None, "test").group
@@ -98,84 +90,46 @@ def test_every_tensor_is_reduced_step_after_step(hvd: ModuleType, dtype: torch.d
         reduce(packer, tensors)
         assert equal(tensors, expected(hvd.size(), dtype, step))
         assert [tensor.data_ptr() for tensor in tensors] == addresses
-        assert not packer._bundles
-
-
-@pytest.mark.parametrize("chosen", [False, True], ids=["in the peers' memory", "staged"])
-def test_all_ranks_take_the_way_that_was_faster_on_the_slowest(
-    hvd: ModuleType, monkeypatch: pytest.MonkeyPatch, chosen: bool
-) -> None:
-    lane = new_lane(77_000 + chosen)
-    assert isinstance(lane.plane, SharedBackend)
-    lane.plane._fastest.memory._least = 1
-    uses: list[bool] = []
-    last = hvd.rank() == hvd.size() - 1
-
-    def stage(self: AlgorithmChoice, addresses: list[int]) -> Coroutine[None]:
-        uses.append(True)
-        time.sleep(0.01 if last and not chosen else 0)
-        return original(self, addresses)
-
-    def reach(self: AlgorithmChoice, make: Callable[[], CmaReduction], number: int) -> Coroutine[None]:
-        uses.append(False)
-        time.sleep(0.01 if last and chosen else 0)
-        return other(self, make, number)
-
-    original, other = AlgorithmChoice._stage, AlgorithmChoice._reach
-    monkeypatch.setattr(AlgorithmChoice, "_stage", stage)
-    monkeypatch.setattr(AlgorithmChoice, "_reach", reach)
-    packer = BucketPacker([None], Arithmetic(torch.float32, ReduceOp.SUM))
-    for step in range(STEPS + 2):
-        tensor = torch.full((300_000,), float(hvd.rank() + step))
-        ended: list[Task[None]] = []
-        lane.submit(lambda plane, tensor=tensor: packer.allreduce(plane, [tensor]), ended.append, wake=False)
-        assert current().fabric.loop.wait(lambda ended=ended: bool(ended), 30.0)
-        assert ended[0].error is None
-        assert bool((tensor == sum(range(hvd.size())) + step * hvd.size()).all())
-    assert uses == [False, True] * ROUNDS + [chosen] * 3
 
 
 @pytest.mark.usefixtures("_lane_without_reach")
 def test_where_ranks_do_not_reach_each_other_long_tensors_are_staged_as_they_are(hvd: ModuleType) -> None:
     shapes = [(300, 400), (7,), (200, 250)]
-    assert sum(map(math.prod, shapes)) * 4 >= LEAST_MEAN * len(shapes)
     packer = BucketPacker([None] * 3, Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
     for step in range(3):
         tensors = [torch.full(shape, float(hvd.rank() + step)) for shape in shapes]
         reduce(packer, tensors)
         mean = step + (hvd.size() - 1) / 2
         assert all(bool((tensor == mean).all()) for tensor in tensors)
-        assert packer._repeating is not None
-    short = BucketPacker([None] * 400, Arithmetic(torch.float32, ReduceOp.SUM))
-    reduce(short, [torch.ones(400) for _ in range(400)])
-    assert short._repeating is None
 
 
-@pytest.mark.parametrize("reach", [True, False])
-def test_a_long_tensor_beside_a_short_one_goes_the_same_way_where_it_is_announced(
-    hvd: ModuleType, request: pytest.FixtureRequest, reach: bool
-) -> None:
-    if not reach:
-        request.getfixturevalue("_lane_without_reach")
-    plane, total = shared_plane(), float(sum(range(hvd.size())))
-    plane._fastest._known.clear()
-    for _ in range(STEPS):
-        tensors = [torch.full((n,), float(hvd.rank())) for n in (9, 300_001)]
+@pytest.mark.parametrize("active", [0, 1])
+def test_a_run_says_how_many_ranks_are_active(hvd: ModuleType, active: int) -> None:
+    for lengths in ([5], [300_000, 7], [3] * 400):
+        prepared = shared_plane().prepare(lengths, Arithmetic(torch.float32, ReduceOp.SUM))
+        for step in range(4):
+            tensors = [torch.full((length,), 1.0) for length in lengths]
+            counts: list[int] = []
 
-        def announced(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
-            yield from plane.allreduce(tensors, Arithmetic(torch.float32, ReduceOp.SUM))
+            mine = hvd.rank() % 2 == (active + step) % 2
+            coroutine = prepared.run([tensor.data_ptr() for tensor in tensors], mine, tensors)
 
-        run(announced)
-        assert all(bool((each == total).all()) for each in tensors)
-    assert len(plane._fastest._known) == 1
+            def job(
+                plane: Backend, coroutine: Coroutine[int] = coroutine, counts: list[int] = counts
+            ) -> Coroutine[None]:
+                counts.append((yield from coroutine))
+
+            run(job)
+            assert counts == [sum(rank % 2 == (active + step) % 2 for rank in range(hvd.size()))]
+            assert all(bool((tensor == hvd.size()).all()) for tensor in tensors)
 
 
-def test_the_bits_are_those_of_bundles(hvd: ModuleType) -> None:
+def test_the_bits_are_the_same_staged_and_in_the_peers_memory(hvd: ModuleType) -> None:
     generator = torch.Generator().manual_seed(hvd.rank())
     inputs = [100 * torch.rand(shape, generator=generator) for shape in SHAPES]
     results = []
     for least in (1, 1 << 60):
-        memory_of()._least = least
+        shared_plane().memory.least_bytes = least
         packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
         for _ in range(2):
             tensors = [each.clone() for each in inputs]
@@ -245,7 +199,6 @@ def test_tensors_of_other_dtypes_are_cast_in_bundles(hvd: ModuleType) -> None:
         tensors = contributions(hvd.rank(), shift=step)
         reduce(packer, tensors)
         assert equal(tensors, expected(hvd.size(), shift=step))
-        assert packer._bundles
 
 
 def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
@@ -260,11 +213,10 @@ def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
 def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType) -> None:
     plane = new_lane(79_000).plane
     assert isinstance(plane, SharedBackend)
-    plane._fastest.memory._least = 1
-    repeated = plane.repeated([5], Arithmetic(torch.float32, ReduceOp.SUM))
-    assert repeated is not None
+    plane.memory.least_bytes = 1
+    prepared = plane.prepare([5], Arithmetic(torch.float32, ReduceOp.SUM))
     tensor, kept = torch.ones(5), len(work_sync.kept)
-    routine = repeated.allreduce([tensor], [tensor.data_ptr()])
+    routine = prepared.run([tensor.data_ptr()], True, [tensor])
     next(routine)
     routine.close()
     assert len(work_sync.kept) == kept + 1
@@ -272,16 +224,17 @@ def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType)
     assert work_sync.kept[-1][0] is tensor
 
 
-def test_more_tensors_than_can_be_said_are_not_taken(hvd: ModuleType) -> None:
-    add = Arithmetic(torch.float32, ReduceOp.SUM)
-    assert shared_plane().repeated([1] * ADDRESSES, add) is not None
-    assert shared_plane().repeated([1] * (ADDRESSES + 1), add) is None
+def test_more_tensors_than_a_rank_can_post_are_staged(hvd: ModuleType) -> None:
+    packer = BucketPacker([None] * (ADDRESSES + 1), Arithmetic(torch.float32, ReduceOp.SUM))
+    tensors = [torch.ones(1) for _ in range(ADDRESSES + 1)]
+    reduce(packer, tensors)
+    assert all(tensor.item() == hvd.size() for tensor in tensors)
 
 
 def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
     fabric, lane = current().fabric, new_lane(78_000)
     assert isinstance(lane.plane, SharedBackend)
-    lane.plane._fastest.memory._least = 1
+    lane.plane.memory.least_bytes = 1
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]
     ended: list[Task[None]] = []
