@@ -123,20 +123,38 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """Reduce over ranks into a new tensor.
+    """Reduce a tensor over ranks into a new tensor.
 
-    tensor: any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
-    op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while reducing, integers truncate toward
-        zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once what the
-        ranks' tensors have in common. average: deprecated, True for Average and False for Sum.
-    compression: applied before and after, e.g. Compression.fp16.
-    Returns a tensor like `tensor`. Collective: every rank of the set calls it, in any order, under the same name.
-    Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone; MismatchError, PeerLeftError, ShutdownError (all
-        HorovodInternalError) on every rank.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: Any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        compression: Applied before and after, e.g. Compression.fp16. Default: none.
+        op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while it reduces; integers truncate
+            toward zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once
+            what the ranks' tensors have in common.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A new tensor like `tensor`, equal on every rank.
+
+    Raises:
+        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
+        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
+            called shutdown(). These are HorovodInternalErrors.
+
+    Example:
+        >>> loss = hvd.allreduce(loss, name="loss")
+
     Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: to the
-        elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
-        UsageError.
+    elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
+    UsageError.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)
@@ -158,7 +176,27 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """Reduce over ranks in place: `allreduce` without compression and gradient; returns `tensor`."""
+    """Reduce over ranks in place: `allreduce` without compression and gradient.
+
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: As in `allreduce`; it is overwritten with the result.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `allreduce`.
+    """
     way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     outcome = None
     if way is not None and average is None:
@@ -182,7 +220,26 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `allreduce` into a new tensor, which `synchronize(handle)` returns. No gradient. Does not block."""
+    """Start `allreduce` into a new tensor. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `allreduce`. It is copied before this returns.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+    """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(call, [_copy(tensor)], lambda outputs: outputs[0])
 
@@ -196,7 +253,26 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `allreduce` in place; leave `tensor` alone until `synchronize(handle)` has returned it."""
+    """Start `allreduce` in place. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `allreduce`. Leave it alone until `synchronize(handle)` has returned it.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns `tensor`.
+
+    Raises:
+        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+    """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(call, [tensor], lambda outputs: outputs[0])
 
@@ -211,10 +287,31 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors at once, never partially; dtypes may be mixed. Returns a list of new tensors.
+    """Reduce several tensors at once into new ones, all or none of them.
 
-    Raises: UsageError for an empty list; else as `allreduce`.
-    Gradient: as `allreduce`, grouped.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        compression: Applied to what travels: Compression.none (default), .fp16, .bf16 or an object with `compress` and
+            `decompress`.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list of new tensors, in the order of `tensors`.
+
+    Raises:
+        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `allreduce`.
+
+    Gradient: As `allreduce`, grouped.
+    Source: horovod.torch.grouped_allreduce.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
@@ -232,7 +329,28 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place, without compression and gradient; returns the tensors."""
+    """`grouped_allreduce` in place, without compression and gradient.
+
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. They are overwritten with the
+            results.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list of the same tensors.
+
+    Raises:
+        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `allreduce`.
+    """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     handle = _start(call, _listed(tensors), list, wake=False)
     result: list[torch.Tensor] = synchronize(handle)
@@ -248,7 +366,26 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `grouped_allreduce` into new tensors, which `synchronize(handle)` returns. No gradient."""
+    """Start `grouped_allreduce` into new tensors. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+    """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [_copy(tensor) for tensor in _listed(tensors)]
     return _start(call, copies, list)
@@ -263,7 +400,27 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `grouped_allreduce` in place; leave the tensors alone until `synchronize(handle)` has returned them."""
+    """Start `grouped_allreduce` in place. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. Leave them alone until
+            `synchronize(handle)` returns.
+        average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the list of tensors.
+
+    Raises:
+        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+    """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(call, _listed(tensors), list)
 

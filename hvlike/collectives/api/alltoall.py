@@ -26,17 +26,34 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send rows of `tensor` to every rank and return those that came, in the order of the ranks.
+    """Send rows of `tensor` to every rank and return the rows that came, in rank order.
 
-    tensor: (N, ...), any strides, any dtype of the table; N may differ between ranks and be 0, the other dimensions
-        and the dtype may not.
-    splits: how many rows go to each rank of the set, in order: a list, or a 1-d int32 or int64 tensor. Rows beyond
-        their sum are not sent. Without splits every rank gets as many, and N must be divisible by the size of the set.
-    Returns the rows that came; with `splits` the pair (rows that came, how many from each rank: int32 or the dtype of
-    splits). Collective: every rank of the set calls it, in any order, under the same name; some may give splits and
-    others not. Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone; ShapeMismatchError, MismatchError, PeerLeftError,
-        ShutdownError (all HorovodInternalError) on every rank.
+    Collective: every rank of the set calls it, in any order, under the same name. Some ranks may pass
+    splits and others not. Blocks until done.
+
+    Args:
+        tensor: Shape (N, ...), any strides and dtype. N may differ between ranks and be 0; the other dimensions and the
+            dtype may not differ.
+        splits: How many rows go to each rank of the set, in rank order: a list, or a 1-d int32 or int64 tensor. Rows
+            beyond their sum are not sent. Default: as many rows to every rank; then N must be divisible by the size of
+            the set.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A tensor with the rows that came. With `splits` a pair: that tensor, and how many rows came from each rank (1-d;
+        int32, or the dtype of a tensor of splits).
+
+    Raises:
+        UsageError: On this rank alone, for splits that do not fit (a ValueError).
+        ShapeMismatchError: On every rank, if the dimensions after the first differ; the job can go on.
+        MismatchError: On every rank, if dtypes differ.
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
+
+    Example:
+        >>> rows, counts = hvd.alltoall(tensor, splits=[2, 3])  # 2 ranks
+
     Gradient: alltoall of the incoming gradient with the received splits; zero for rows that were not sent.
     Source: MPI 4.1 section 6.8; horovod.torch.alltoall.
     """
@@ -54,9 +71,22 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `alltoall`; `synchronize(handle)` always returns the pair. No gradient. Does not block.
+    """Start `alltoall`. No gradient. Does not block.
 
-    Leave `tensor` alone until then.
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `alltoall`. Leave it alone until `synchronize` returns.
+        splits: As in `alltoall`.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` always returns the pair of rows and counts.
+
+    Raises:
+        UsageError: As `alltoall`. All other errors of `alltoall` are raised by `synchronize`.
     """
     return _start(_begin(tensor, splits, name, process_set), tensor)
 

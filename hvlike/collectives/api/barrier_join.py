@@ -26,7 +26,14 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     """Wait until every rank of the set has called this.
 
     Collective: every rank of the set. Blocks. Operations of other names may be in flight meanwhile.
-    Raises: PeerLeftError, ShutdownError, DeadlockError (all HorovodInternalError).
+
+    Args:
+        process_set: The ranks to run among. Default: all ranks.
+
+    Raises:
+        HorovodInternalError: PeerLeftError or ShutdownError, if a rank of the set has left; DeadlockError, if no rank
+            can go on.
+
     Source: MPI 4.1 section 6.3; horovod.torch.barrier.
     """
     set_state, name = begin("barrier", None, process_set)
@@ -91,14 +98,26 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
 def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks say so.
 
-    Meanwhile this rank is neutral in what the others do: it contributes the identity of the op to allreduce and
-    grouped allreduce (zeros to the gradients of optimizers; Average still divides by all ranks) and counts as arrived
-    in barriers. Other collectives raise HorovodInternalError on the active ranks; the job goes on.
-    device: accepted for Horovod's sake; nothing depends on it.
-    Returns the rank that joined last, the same on all ranks. Collective: every rank of the job calls it. Blocks.
-    The numbers of unnamed operations, which differ by then, are aligned when it ends.
-    Raises: UsageError between backward and step, and inside a Join context; PeerLeftError, ShutdownError
-        (HorovodInternalErrors).
+    Collective: every rank of the job calls it. Blocks. Meanwhile this rank is neutral in what the others do: it
+    contributes the identity of the op to allreduce and grouped allreduce (zeros to the gradients of optimizers; Average
+    still divides by all ranks) and counts as arrived in barriers. Other collectives raise HorovodInternalError on the
+    active ranks; the job goes on. When it ends, the numbers of unnamed operations are aligned between ranks.
+
+    Args:
+        device: Accepted for Horovod's sake; nothing depends on it.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        UsageError: Between backward and step, and inside a Join context.
+        HorovodInternalError: PeerLeftError or ShutdownError, if a rank has left.
+
+    Example:
+        >>> for batch in batches:  # some ranks have fewer
+        ...     train(batch)
+        >>> hvd.join()
+
     Source: horovod.torch.join.
     """
     context = current()

@@ -21,13 +21,25 @@ def broadcast(
 ) -> torch.Tensor:
     """Copy the tensor of `root_rank` into a new tensor on every rank.
 
-    tensor: any shape and strides, any dtype of the table; the same shape and dtype on every rank.
-    root_rank: rank in the job, also when a process set is given.
-    Returns a tensor like `tensor`. Collective: every rank of the set calls it, in any order, under the same name.
-    Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone; MismatchError, PeerLeftError, ShutdownError (all
-        HorovodInternalError) on every rank.
-    Gradient: the sum of all ranks' gradients on the root, zero elsewhere.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: Any shape, strides and dtype; the same shape and dtype on every rank. Only the root's values matter.
+        root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A new tensor like `tensor`, with the root's values.
+
+    Raises:
+        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
+        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
+            called shutdown(). These are HorovodInternalErrors.
+
+    Gradient: The sum of all ranks' gradients on the root, zero elsewhere.
     Source: MPI 4.1 section 6.4; horovod.torch.broadcast.
     """
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -39,7 +51,24 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
-    """`broadcast` into `tensor` itself, without a gradient; returns it."""
+    """Copy the tensor of `root_rank` into `tensor` on every rank. No gradient.
+
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: As in `broadcast`; it is overwritten on all ranks but the root.
+        root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        HorovodInternalError: As `broadcast`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `broadcast`.
+    """
     result: torch.Tensor = synchronize(_start(tensor, root_rank, name, process_set, wake=False))
     return result
 
@@ -47,14 +76,46 @@ def broadcast_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `broadcast` into a new tensor, which `synchronize(handle)` returns. No gradient. Does not block."""
+    """Start `broadcast` into a new tensor. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `broadcast`. It is copied before this returns.
+        root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: As `broadcast`. All other errors of `broadcast` are raised by `synchronize`.
+    """
     return _start(_copy(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `broadcast` in place; leave `tensor` alone until `synchronize(handle)` has returned it."""
+    """Start `broadcast_`. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `broadcast_`. Leave it alone until `synchronize(handle)` has returned it.
+        root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns `tensor`.
+
+    Raises:
+        UsageError: As `broadcast`. All other errors of `broadcast` are raised by `synchronize`.
+    """
     return _start(tensor, root_rank, name, process_set)
 
 

@@ -208,22 +208,49 @@ _reduce: Callable[..., tuple[torch.Tensor, ...]] = _Reduce.apply
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
     """Concatenate the tensors of all ranks along dimension 0.
 
-    tensor: (N, ...), any strides, any dtype of the table; N may differ between ranks and be 0, the other dimensions
-        and the dtype may not. A 0-dim tensor counts as one row.
-    Returns (sum of N, ...), in rank order. Collective: every rank of the set calls it, in any order, under the same
-    name. Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone; ShapeMismatchError, MismatchError, PeerLeftError,
-        ShutdownError (all HorovodInternalError) on every rank.
-    Gradient: the sum over all ranks of the gradients of this rank's rows.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: Shape (N, ...), any strides and dtype. N may differ between ranks and be 0; the other dimensions and the
+            dtype may not differ. A 0-dim tensor counts as one row.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A new tensor of shape (sum of N, ...): the rows of all ranks, in rank order.
+
+    Raises:
+        ShapeMismatchError: On every rank, if the dimensions after the first differ; the job can go on.
+        MismatchError: On every rank, if dtypes differ.
+        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
+
+    Example:
+        >>> everybody = hvd.allgather(torch.tensor([hvd.rank()]))
+
+    Gradient: The sum over all ranks of the gradients of this rank's rows.
     Source: MPI 4.1 section 6.7; horovod.torch.allgather.
     """
     return gather_rows(RowsCall.begin("allgather", name, process_set), [tensor])[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
-    """Start `allgather`; `synchronize(handle)` returns the result. No gradient. Does not block.
+    """Start `allgather`. No gradient. Does not block.
 
-    Leave `tensor` alone until then.
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `allgather`. Leave it alone until `synchronize` returns.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
     """
     return start_gather(RowsCall.begin("allgather", name, process_set), [tensor], lambda outputs: outputs[0])
 
@@ -231,10 +258,25 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors at once, never partially; dtypes and shapes may be mixed. Returns a list.
+    """`allgather` of several tensors at once, all or none of them.
 
-    Raises: UsageError for an empty list; else as `allgather`.
-    Gradient: as `allgather`, grouped.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list of new tensors, in the order of `tensors`.
+
+    Raises:
+        HorovodInternalError: As `allgather`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `allgather`.
+
+    Gradient: As `allgather`, grouped.
+    Source: horovod.torch.grouped_allgather.
     """
     return gather_rows(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors))
 
@@ -242,9 +284,22 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `grouped_allgather`; `synchronize(handle)` returns the list. No gradient. Does not block.
+    """Start `grouped_allgather`. No gradient. Does not block.
 
-    Leave the tensors alone until then.
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed. Leave them
+            alone until `synchronize` returns.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
     """
     return start_gather(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors), list)
 
@@ -267,14 +322,30 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce over ranks and keep this rank's rows.
 
-    tensor: (N, ...), any strides, any dtype on which the op is defined; the same shape and dtype on every rank.
-    op: Average (default), Sum, Min, Max or Product, with the rules of `allreduce`.
-    compression: applied before and after, e.g. Compression.fp16.
-    Returns (N // size, ...), with one row more on the first N % size ranks. Collective: every rank of the set calls
-    it, in any order, under the same name. Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone, also for a 0-dim tensor; MismatchError, PeerLeftError,
-        ShutdownError (all HorovodInternalError) on every rank.
-    Gradient: Sum and Average: allgather of the gradients, scaled like the forward. The other ops have none.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensor: Shape (N, ...) with at least one dimension; the same shape and dtype on every rank.
+        op: Average (default), Sum, Min, Max or Product.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        compression: Applied before and after, e.g. Compression.fp16. Default: none.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A new tensor of shape (N / size, ...): this rank's rows of the result. The first N % size ranks get one row
+        more.
+
+    Raises:
+        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
+        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
+            called shutdown(). These are HorovodInternalErrors.
+
+    Gradient: Sum and Average: allgather of the incoming gradients, with the factors of the forward call. Other ops:
+    none, backward raises UsageError.
     Source: MPI 4.1 section 6.10; horovod.torch.reducescatter.
     """
     call = RowsCall.begin("reducescatter", name, process_set)
@@ -292,9 +363,24 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start `reducescatter`; `synchronize(handle)` returns the result. No gradient. Does not block.
+    """Start `reducescatter`. No gradient. Does not block.
 
-    Leave `tensor` alone until then.
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `reducescatter`. Leave it alone until `synchronize` returns.
+        op: Average (default), Sum, Min, Max or Product.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
     """
     call = RowsCall.begin("reducescatter", name, process_set)
     return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor), lambda outputs: outputs[0])
@@ -309,10 +395,29 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors at once, never partially; dtypes and shapes may be mixed. Returns a list.
+    """`reducescatter` of several tensors at once, all or none of them.
 
-    Raises: UsageError for an empty list; else as `reducescatter`.
-    Gradient: as `reducescatter`, grouped.
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed.
+        op: Average (default), Sum, Min, Max or Product.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        compression: Applied before and after, e.g. Compression.fp16. Default: none.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list of new tensors, in the order of `tensors`.
+
+    Raises:
+        HorovodInternalError: As `reducescatter`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `reducescatter`.
+
+    Gradient: As `reducescatter`, grouped.
+    Source: horovod.torch.grouped_reducescatter.
     """
     call = RowsCall.begin("grouped_reducescatter", name, process_set)
     compressor = check_compressor(compression)
@@ -330,9 +435,25 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start `grouped_reducescatter`; `synchronize(handle)` returns the list. No gradient. Does not block.
+    """Start `grouped_reducescatter`. No gradient. Does not block.
 
-    Leave the tensors alone until then.
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed. Leave
+            them alone until `synchronize` returns.
+        op: Average (default), Sum, Min, Max or Product.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
+        postscale_factor: The result is multiplied by it.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
     """
     call = RowsCall.begin("grouped_reducescatter", name, process_set)
     return start_reduce(call, _listed_to_reduce(tensors), _reduction(op, prescale_factor, postscale_factor), list)

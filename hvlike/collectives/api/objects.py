@@ -26,10 +26,24 @@ def broadcast_object(
 ) -> Any:
     """Return the root's object on every rank.
 
-    obj: anything that pickles, on the root; ignored elsewhere, so the ranks may pass different types.
-    root_rank: global rank of the root. name: without one, calls are matched by their order.
-    Collective: every rank of the set calls it. Blocks until done. The root gets its own object back, the others a copy.
-    Raises: UsageError on the root if the object does not pickle, HorovodInternalError then on the others.
+    Collective: every rank of the set calls it. Blocks until done.
+
+    Args:
+        obj: On the root: anything that pickles. Ignored elsewhere, so the ranks may pass different types.
+        root_rank: The rank whose object it is: its rank in the job.
+        name: Matches calls between ranks. Default: calls are matched by their order.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        On the root `obj` itself, elsewhere a copy.
+
+    Raises:
+        UsageError: On the root, if the object does not pickle.
+        HorovodInternalError: Then on all other ranks; also PeerLeftError and ShutdownError, as `broadcast`.
+
+    Example:
+        >>> settings = hvd.broadcast_object(settings if hvd.rank() == 0 else None)
+
     Source: horovod.torch.broadcast_object.
     """
     is_root = rank() == root_rank
@@ -45,11 +59,22 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
-    """Return the objects of all ranks of the set, in rank order, on every rank.
+    """Return the objects of all ranks.
 
-    obj: anything that pickles. name: without one, calls are matched by their order.
-    Collective: every rank of the set calls it. Blocks until done. All entries are copies, also this rank's own.
-    Raises: UsageError on a rank whose object does not pickle, HorovodInternalError then on the others.
+    Collective: every rank of the set calls it. Blocks until done.
+
+    Args:
+        obj: Anything that pickles.
+        name: Matches calls between ranks. Default: calls are matched by their order.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list with one object for each rank of the set, in rank order; all of them are copies.
+
+    Raises:
+        UsageError: On a rank whose object does not pickle.
+        HorovodInternalError: Then on all other ranks; also PeerLeftError and ShutdownError, as `allgather`.
+
     Source: horovod.torch.allgather_object.
     """
     status, payload = _packed(obj)

@@ -21,11 +21,21 @@ KIND = "process_set"
 def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet:
     """Register a process set after init().
 
-    process_set: a ProcessSet, ranks of the job, or an mpi4py communicator of some of them; the same on every rank.
-    Returns the registered set. Collective: every rank of the job calls it, members of the set and others, in the same
-    order. Blocks until done.
-    Raises: UsageError (a ValueError) on every rank for a set that is registered already or has ranks the job has not;
-        MismatchError on every rank when the ranks pass different sets.
+    Collective: every rank of the job calls it, members of the set and others, in the same order. Blocks until done.
+
+    Args:
+        process_set: A ProcessSet, ranks of the job, or an mpi4py communicator of some of them; the same on every rank.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        UsageError: On every rank, for a set that is registered already or has ranks the job has not (a ValueError).
+        MismatchError: On every rank, when the ranks pass different sets.
+
+    Example:
+        >>> even = hvd.add_process_set([0, 2])
+
     Source: horovod.torch.add_process_set; HOROVOD_DYNAMIC_PROCESS_SETS is not needed here.
     """
     context = current()
@@ -58,9 +68,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; what is in flight in it ends with ShutdownError.
 
-    Returns True, or False for the global set and for one that is not registered. Its `process_set_id` becomes None.
     Collective: every rank of the job calls it, members of the set and others, in the same order. Blocks until done.
-    Raises: MismatchError on every rank when the ranks pass different sets; UsageError for what is no ProcessSet.
+
+    Args:
+        process_set: A registered set. Its `process_set_id` becomes None.
+
+    Returns:
+        True; False for the global set and for one that is not registered.
+
+    Raises:
+        MismatchError: On every rank, when the ranks pass different sets.
+
     Source: horovod.torch.remove_process_set.
     """
     registry = current().registry

@@ -32,17 +32,29 @@ def empty_shared(
 ) -> torch.Tensor:
     """Make a CPU tensor in memory that this rank shares with the others of its node.
 
-    size: as for torch.empty: numbers, or one sequence of them; the same on every rank. dtype: None for torch's default;
-    it may also stand last without its name, as in empty_shared((3, 4), torch.float64).
-    A reduction in place (`allreduce_`, a DistributedOptimizer whose gradients are views of it) reads and writes the
-    tensors of all ranks of the node where they are, at the speed of memory, where every rank passes the same part of
-    the same shared tensor; anywhere else it works as with any tensor. The results are the same to the last bit.
-    Returns a tensor of this rank alone, not initialised: only operations carry values between ranks. Its memory is
-    freed on each rank by itself once nothing refers to its storage.
     Collective: every rank of the set calls it, in the same order as the others. Blocks until done.
-    Raises: UsageError (a ValueError) on this rank alone for arguments that make no tensor; ShapeMismatchError,
-        MismatchError on every rank when they differ; HorovodInternalError on every rank when a node lacks the memory.
-    Gradient: none is recorded; it is a tensor to begin with, as torch.empty's.
+
+    A reduction in place (`allreduce_`, a DistributedOptimizer whose gradients are views of it) reads and writes the
+    tensors of all ranks of the node where they are, where every rank passes the same part of the same shared tensor.
+    Anywhere else it works as with any tensor. The results are the same to the last bit. Its memory is freed on each
+    rank once nothing refers to its storage.
+
+    Args:
+        size: As for torch.empty: numbers, or one sequence of them; the same on every rank.
+        dtype: Default: torch's default dtype. It may also stand last without its name: empty_shared((3, 4),
+            torch.float64).
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A tensor of this rank, not initialised: only operations carry values between ranks. It records no gradient.
+
+    Raises:
+        UsageError: On this rank alone, for arguments that make no tensor (a ValueError).
+        MismatchError: On every rank, if dtypes differ; ShapeMismatchError, if shapes differ.
+        HorovodInternalError: On every rank, if a node lacks the memory.
+
+    Example:
+        >>> gradients = hvd.empty_shared(1000)
     """
     set_state, name = begin(KIND, None, process_set)
     size, dtype = _dtype_of(size, dtype)

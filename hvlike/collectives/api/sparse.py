@@ -18,15 +18,25 @@ from hvlike.errors import UsageError
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet | None = None
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum of sparse tensors over ranks.
+    """Start the sum of sparse tensors over ranks. No gradient. Does not block.
 
-    tensor: sparse COO, coalesced or not, any dtype on which the op is defined; the same shape, sparse dimensions and
-        dtype on every rank, but any number of entries, also none. op: Average (default) or Sum.
-    Returns a callable that blocks until done and returns the result: a sparse tensor of the same shape with the
-    entries of all ranks in rank order, not coalesced. No gradient. Does not block.
     Collective: every rank of the set calls it, in any order, under the same name.
-    Raises: UsageError (a ValueError) on this rank alone; the callable: ShapeMismatchError and the other
-        HorovodInternalErrors on every rank.
+
+    Args:
+        tensor: Sparse COO, coalesced or not, any dtype on which the op is defined; the same shape, sparse dimensions
+            and dtype on every rank, but any number of entries, also none.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        op: Average (default) or Sum.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A callable that blocks until done and returns a sparse tensor of the same shape with the entries of all ranks in
+        rank order, not coalesced. It raises ShapeMismatchError and the other HorovodInternalErrors on every rank.
+
+    Raises:
+        UsageError: On this rank alone, for a tensor that is not sparse COO or another op (a ValueError).
+
     Source: horovod.torch.sparse_allreduce_async.
     """
     call = RowsCall.begin("sparse_allreduce", name, process_set)

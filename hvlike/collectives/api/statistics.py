@@ -132,12 +132,19 @@ def _unfinished(context: Context) -> list[Unfinished]:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record what the operations of this rank do into a Chrome-trace file, which is valid JSON at every moment.
 
-    file_path: the file of rank 0; rank 1 writes timeline.rank1.json beside timeline.json, and so on. It is begun anew.
-    mark_cycles: also show each announcement of the coordinator.
-    Local, may be called at any time, does not block; arrows between ranks need it on all of them. Unlike with Horovod,
-    HVLIKE_TIMELINE=DYNAMIC need not be set. Returns None.
-    Raises: NotInitializedError; UsageError (a ValueError) when a timeline is recorded already, or the file cannot be
-        written; on the calling rank only.
+    Local, may be called at any time, does not block. Arrows between ranks need it on all of them. Unlike with Horovod,
+    HVLIKE_TIMELINE=DYNAMIC need not be set.
+
+    Args:
+        file_path: The file of rank 0; rank 1 writes timeline.rank1.json beside timeline.json, and so on. It is begun
+            anew.
+        mark_cycles: Also show each announcement of the coordinator.
+
+    Raises:
+        NotInitializedError: Before init().
+        UsageError: If a timeline is recorded already, or the file cannot be written; on the calling rank only (a
+            ValueError).
+
     Source: horovod.torch.start_timeline.
     """
     context = current()

@@ -224,6 +224,16 @@ class Controller:
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
+    def lose_coordinator(self, error: HorovodInternalError) -> None:
+        """The coordinator's rank has left: nobody answers any more. Fail what was not answered, and what comes."""
+        if self._coordinator is not None:
+            return
+        first = self._group.ranks[0]
+        for request in self.tensor_queue.close(error):
+            kind, name = request.key
+            text = f"{kind} {name!r} cannot be completed: rank {first} will not take part. {error}"
+            request.handle.complete(None, type(error)(text))
+
     def close(self, error: HorovodInternalError) -> None:
         """Refuse what comes and fail what is there."""
         for request in self.tensor_queue.close(error):

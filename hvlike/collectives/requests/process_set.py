@@ -12,11 +12,17 @@ _registered: dict[tuple[int, ...], ProcessSet] = {}
 
 
 class ProcessSet:
-    """Some ranks of the world; pass it as `process_set=` to any operation once it is registered.
+    """Some ranks of the job; pass it as `process_set=` to any operation once it is registered.
 
-    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them.
-    Registered by `init(process_sets=[...])`, which gives it a `process_set_id`; until then that is None.
-    Raises: UsageError (a ValueError) for anything else, a negative rank or one named twice.
+    `init(process_sets=[...])` and `add_process_set` register it and give it a `process_set_id`; until then that is
+    None.
+
+    Args:
+        ranks_or_comm: Ranks of the job in any order, or an mpi4py communicator of them.
+
+    Raises:
+        UsageError: For anything else, a negative rank or one named twice (a ValueError).
+
     Source: horovod.torch.ProcessSet.
     """
 
@@ -31,7 +37,13 @@ class ProcessSet:
         self._me = -1
 
     def registered(self, number: int, ranks: Sequence[int], me: int) -> None:
-        """Called when the set is registered; me: the rank of this process in the world."""
+        """Called when the set is registered.
+
+        Args:
+            number: The `process_set_id`.
+            ranks: The ranks of the set, in rising order.
+            me: The rank of this process in the job.
+        """
         self.process_set_id, self.ranks, self._me = number, list(ranks), me
         _registered[tuple(ranks)] = self
 

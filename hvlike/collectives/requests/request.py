@@ -76,13 +76,20 @@ class Handle:
         self._lock = threading.Lock()
 
     def attach(self, waiter: Waiter) -> None:
-        """Say how to wait; done by whoever submits the operation."""
+        """Say how to wait. Called by whoever submits the operation.
+
+        Args:
+            waiter: Called with a condition and a timeout in seconds; blocks until the condition holds.
+        """
         self._waiter = waiter
 
     def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
-        """Record how it ended; the first call counts.
+        """Record how the operation ended; the first call counts.
 
-        fence: called by every thread that has waited, before it uses the result: what is on a GPU may not be done yet.
+        Args:
+            result: The output.
+            error: What `wait` and `result` raise; None if it ended well.
+            fence: Called by every thread that has waited, before it uses the result: on a GPU it may not be done yet.
         """
         with self._lock:
             if not self._done:
@@ -96,9 +103,14 @@ class Handle:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the operation has ended; on a GPU, until it is in a stream that the current one then waits for.
 
-        timeout: seconds, None for no limit.
-        Returns True when it has ended, False when the time ran out before (the operation goes on).
-        Raises: the error of the operation.
+        Args:
+            timeout: Seconds; None for no limit.
+
+        Returns:
+            True when it has ended, False when the time ran out before. The operation goes on then.
+
+        Raises:
+            HorovodInternalError: The error of the operation.
         """
         if not self._done and self._waiter is not None:
             self._waiter(self.done, timeout)
@@ -109,9 +121,17 @@ class Handle:
         return self._done
 
     def result(self, timeout: float | None = None) -> Any:
-        """Block until the operation has ended and return its output; may be called repeatedly.
+        """Block until the operation has ended and return its output. May be called repeatedly.
 
-        Raises: the error of the operation; TimeoutError when `timeout` seconds have passed before.
+        Args:
+            timeout: Seconds; None for no limit.
+
+        Returns:
+            The output, as `synchronize`.
+
+        Raises:
+            HorovodInternalError: The error of the operation.
+            TimeoutError: When the time ran out before.
         """
         if not self.wait(timeout):
             raise WaitTimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
@@ -123,10 +143,17 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Say whether the operation of `handle` has ended; never blocks.
+    """Say whether an operation has ended. Never blocks.
 
-    Returns True once `synchronize` would return (or raise) at once.
-    Raises: UnknownHandleError (a ValueError) for what is no handle or was synchronised before.
+    Args:
+        handle: What an asynchronous call returned.
+
+    Returns:
+        True once `synchronize` would return (or raise) at once.
+
+    Raises:
+        UnknownHandleError: For what is no handle or was synchronized before (a ValueError).
+
     Source: horovod.torch.poll.
     """
     known = _known(handle)
@@ -136,11 +163,22 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Block until the operation of `handle` has ended, return its output and forget the handle.
+    """Block until an operation has ended, return its output and forget the handle.
 
-    Returns the output tensor, or a list of them for grouped operations.
-    Raises: UnknownHandleError (a ValueError) for what is no handle or was synchronised before; else the error of
-    the operation: MismatchError, PeerLeftError, StalledError, ShutdownError (all HorovodInternalError).
+    Args:
+        handle: What an asynchronous call returned.
+
+    Returns:
+        The output tensor, or a list of them for grouped operations.
+
+    Raises:
+        UnknownHandleError: For what is no handle or was synchronized before (a ValueError).
+        HorovodInternalError: The error of the operation: MismatchError, PeerLeftError, StalledError, ShutdownError, ...
+
+    Example:
+        >>> handle = hvd.allreduce_async(tensor)
+        >>> tensor = hvd.synchronize(handle)
+
     Source: horovod.torch.synchronize.
     """
     known = _known(handle)

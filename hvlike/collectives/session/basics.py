@@ -16,12 +16,21 @@ from hvlike.errors import LaunchError, UsageError
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Start hvlike in this process; does nothing while it is running.
 
-    comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes the
-        list it is in); or an mpi4py communicator, which is duplicated.
-    process_sets: sets to register at once, the same on every rank; "dynamic" is accepted for Horovod's sake.
-    Collective: every rank of `comm` calls it. Blocks until all have.
-    Without mpirun this is a job of one rank.
-    Raises: LaunchError when launcher and MPI disagree; UsageError (a ValueError) for wrong arguments.
+    Collective: every rank of `comm` calls it. Blocks until all have. Without mpirun this is a job of one rank.
+
+    Args:
+        comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes the
+            list it is in); or an mpi4py communicator, which is duplicated.
+        process_sets: ProcessSets to register at once, the same on every rank; "dynamic" is accepted for Horovod's sake.
+
+    Raises:
+        LaunchError: If launcher and MPI disagree.
+        UsageError: On every rank, for wrong arguments or settings (a ValueError).
+
+    Example:
+        >>> import hvlike as hvd
+        >>> hvd.init()
+
     Source: horovod.torch.init.
     """
     sets: list[ProcessSet] = []
@@ -93,14 +102,26 @@ def mpi_threads_supported() -> bool:
 
 
 def pin_device(kind: str = "cuda") -> torch.device:
-    """Make one GPU the current one of this rank, chosen by its local rank, and return it. Local; needs init().
+    """Make one GPU the current one of this rank, chosen by its local rank. Local; needs init().
 
-    kind: "cuda"; "cpu" returns the CPU and changes nothing, for programs that leave the choice to their user.
-    The GPUs that this process sees are dealt in turn: where a node has more ranks than GPUs, several share one. A rank
-    that sees a single GPU, because its launcher has set CUDA_VISIBLE_DEVICES, gets that. To be called before anything
+    The GPUs that this process sees are dealt in turn: where a node has more ranks than GPUs, several ranks share one. A
+    rank that sees a single GPU, because its launcher has set CUDA_VISIBLE_DEVICES, gets that. Call it before anything
     is put on a GPU: what comes first would be in the memory of GPU 0, on every rank.
-    Returns a torch.device with its number. Raises: NotInitializedError; UsageError for another kind; LaunchError where
-    this process sees no GPU.
+
+    Args:
+        kind: "cuda", or "cpu", which changes nothing, for programs that leave the choice to their user.
+
+    Returns:
+        The torch.device with its number, e.g. cuda:1; for "cpu" the CPU.
+
+    Raises:
+        UsageError: For another kind (a ValueError).
+        LaunchError: If this process sees no GPU, with the reason.
+        NotInitializedError: Before init().
+
+    Example:
+        >>> model.to(hvd.pin_device())
+
     Source: torch.cuda.set_device(hvd.local_rank()), as Horovod's examples have it.
     """
     if kind not in ("cpu", "cuda"):
@@ -211,9 +232,15 @@ def rocm_built() -> bool:
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
     """Raise unless the extension for a framework is there. Local.
 
-    ext_name: "horovod.torch", "hvlike" or "torch" are there, as hvlike is pure Python; other frameworks are not.
-    ext_env_var, pkg_path, args: what Horovod's build needs to know; ignored.
-    Returns None. Raises: ImportError that names the extension.
+    Args:
+        ext_name: "horovod.torch", "hvlike" and "torch" are there, as hvlike is pure Python; other frameworks are not.
+        ext_env_var: What Horovod's build needs to know; ignored.
+        pkg_path: Ignored, too.
+        args: Ignored, too.
+
+    Raises:
+        ImportError: If it is not there; the text names it.
+
     Source: horovod.common.util.check_extension.
     """
     if not extension_available(ext_name):
@@ -224,10 +251,16 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """True for PyTorch under any of its names, False for every other framework. Local.
+    """Say whether a framework is served. Local.
 
-    verbose: accepted for Horovod's sake; there is nothing more to say.
-    Returns a bool. Source: horovod.common.util.extension_available.
+    Args:
+        ext_base_name: The name of a framework, as in `check_extension`.
+        verbose: Accepted for Horovod's sake; there is nothing more to say.
+
+    Returns:
+        True for PyTorch under any of its names, False for every other framework.
+
+    Source: horovod.common.util.extension_available.
     """
     return ext_base_name in _TORCH_NAMES
 

@@ -267,9 +267,12 @@ class Context:
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.NOTIFY
-        gone = next(rank for rank in errors if rank in set_state.group.ranks)
+        ranks = set_state.group.ranks
+        gone = next(rank for rank in errors if rank in ranks)
         for lane in set_state.lanes.all():
             lane.fail(errors[gone])
+        if ranks[0] in errors:
+            set_state.controller.lose_coordinator(errors[ranks[0]])
 
 
 class _Process:
