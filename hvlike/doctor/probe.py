@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from hvlike.errors import HvlikeError
-from hvlike.transport.host.launchers import LauncherWatch
+from hvlike.transport.host.parents import LauncherWatch
 
 T = TypeVar("T")
 

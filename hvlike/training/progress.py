@@ -15,7 +15,7 @@ from torch import Tensor
 from hvlike.collectives.api.statistics import metrics_of
 from hvlike.collectives.session.context import current, is_running
 from hvlike.errors import UsageError
-from hvlike.transport.host.launchers import columns_of_terminal
+from hvlike.transport.host.parents import columns_of_terminal
 
 T = TypeVar("T")
 

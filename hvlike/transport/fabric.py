@@ -13,26 +13,16 @@ from hvlike.transport.failure import watchdog
 from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
+from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import Allocations
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
-from hvlike.transport.memory.segment import Offer, Segment
-from hvlike.transport.messages.channel import Channel, Mailbox, MessageCounters
+from hvlike.transport.memory.segment import Segment
+from hvlike.transport.messages.channel import Channel, Mailbox
 from hvlike.transport.messages.direct_copy import SLOT_WORDS, DirectCopies
 from hvlike.transport.messages.topics import Topic
 from hvlike.transport.messages.traffic import CountedComm, Traffic
 from hvlike.transport.world import Group, World
-
-
-def agree_on_clock(world: World) -> int:
-    """Nanoseconds to add to time.monotonic_ns() for the time since the job began.
-
-    Collective and blocking. Ranks of one node share the monotonic clock of the machine and get the same offset; nodes
-    are as far apart as their wall clocks.
-    """
-    offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
-    began: int = world.comm.bcast(time.time_ns(), root=0)
-    return offset - began
 
 
 class Fabric:
@@ -51,8 +41,8 @@ class Fabric:
         self.counters = Counters()
         self.allocations = Allocations()
         size = world.local_size
-        counts, slots = size * BELL_BYTES, size * BELL_BYTES + 8 * size * size
-        board = segment.share(world.node_comm, slots + 8 * SLOT_WORDS * size)
+        counts_at, slots_at = size * BELL_BYTES, size * BELL_BYTES + 8 * size * size
+        board = segment.share(world.node_comm, slots_at + 8 * SLOT_WORDS * size)
         local = next(node for node in world.nodes if world.rank in node)
         self.local_ranks = local
         self.bells = {rank: Doorbell(board, index, self.fence) for index, rank in enumerate(local)}
@@ -60,7 +50,7 @@ class Fabric:
         self.bell.initialise(os.getpid())
         places = {rank: index for index, rank in enumerate(local)}
         direct = DirectCopies(
-            segment.words(board, slots, SLOT_WORDS * size), places, self.bells, world.rank, self.fence
+            segment.words(board, slots_at, SLOT_WORDS * size), places, self.bells, world.rank, self.fence
         )
         affinities = world.node_comm.allgather(topology.available_cores())
         world.comm.Barrier()
@@ -69,16 +59,11 @@ class Fabric:
         """Whether all ranks of the node can read and write each other's memory."""
         self.cores = topology.cores_per_rank(affinities, world.local_rank)
         self.node_is_crowded = topology.any_crowded(affinities)
-        self.recorder = Recorder(world.rank, world.size, world.host, agree_on_clock(world))
+        self.recorder = Recorder(world.rank, world.size, world.host, _clock_offset(world))
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
-        self.loop = Loop(
-            self.bell,
-            spins=topology.SPINS_BEFORE_SLEEP,
-            crowded=topology.is_crowded(self.cores),
-            remote=size < world.size,
-            tick=self._tick,
-        )
-        counters = MessageCounters(segment.words(board, counts, size * size), places, world.rank)
+        self.spin = SpinPolicy(crowded=topology.is_crowded(self.cores))
+        self.loop = Loop(self.bell, spin=self.spin, remote=size < world.size, tick=self._tick)
+        counters = segment.words(board, counts_at, size * size)
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)
         self.mailbox = Mailbox(self.channel, Topic.MAILBOX)
 
@@ -87,37 +72,27 @@ class Fabric:
 
         key: names this exchange; used once among these ranks. All members on the node run this.
         """
-        peers = [group.ranks[position] for position in group.node]
-        if len(peers) == 1:
+        leader, *others = (group.ranks[position] for position in group.node)
+        if not others:
             return Segment.private(nbytes)
-        leader, me = peers[0], self.world.rank
-        others = peers[1:]
-        for attempt in range(segment.ATTEMPTS):
-            if me == leader:
-                shared = yield from self._offer(others, (key, attempt), nbytes, attempt)
-            else:
-                offer: Offer | None = yield from self.mailbox.receive(leader, (key, attempt, "offer"))
-                mapped = segment.accept(offer) if offer else None
-                self.mailbox.send(leader, (key, attempt, "mapped"), mapped is not None)
-                agreed = yield from self.mailbox.receive(leader, (key, attempt, "agreed"))
-                shared = mapped if agreed else None
-            if shared is not None:
-                return shared
-        return None
+        leads = self.world.rank == leader
+        mailbox = self.mailbox
 
-    def _offer(self, others: list[int], key: Any, nbytes: int, attempt: int) -> Coroutine[Segment | None]:
-        made = segment.make_offer(nbytes, attempt)
-        for rank in others:
-            self.mailbox.send(rank, (*key, "offer"), made.offer if made else None)
-        agreed = made is not None
-        for rank in others:
-            mapped = yield from self.mailbox.receive(rank, (*key, "mapped"))
-            agreed = agreed and mapped
-        if made:
-            made.withdraw()
-        for rank in others:
-            self.mailbox.send(rank, (*key, "agreed"), agreed)
-        return made.segment if made and agreed else None
+        def tell(value: Any) -> Coroutine[Any]:
+            if not leads:
+                value = yield from mailbox.receive(leader, (key, "told"))
+            for rank in others if leads else ():
+                mailbox.send(rank, (key, "told"), value)
+            return value
+
+        def collect(ok: bool) -> Coroutine[bool]:
+            if not leads:
+                mailbox.send(leader, (key, "ok"), ok)
+            for rank in others if leads else ():
+                ok = (yield from mailbox.receive(rank, (key, "ok"))) and ok
+            return ok
+
+        return (yield from segment.share_steps(nbytes, leads=leads, tell=tell, collect=collect))
 
     def duplicate(self, comm: Any) -> Coroutine[Any]:
         """A duplicate of a communicator for data, without blocking; counts what is sent through it.
@@ -149,3 +124,14 @@ class Fabric:
     def close(self) -> None:
         """Stop the loop. Local; the world is closed by whoever started it."""
         self.loop.close()
+
+
+def _clock_offset(world: World) -> int:
+    """Nanoseconds to add to time.monotonic_ns() for the time since the job began, a clock that all ranks share.
+
+    Collective and blocking. Ranks of one node share the monotonic clock of the machine and get the same offset; nodes
+    are as far apart as their wall clocks.
+    """
+    offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
+    began: int = world.comm.bcast(time.time_ns(), root=0)
+    return offset - began

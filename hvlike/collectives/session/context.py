@@ -90,7 +90,7 @@ class JobSettings:
         set_up_log(knobs.log_level, fabric.world.rank, hide_time=knobs.log_hide_time)
         world = fabric.world
         logger.debug("%s: local rank %d of %d, %d cores", world, world.local_rank, world.local_size, fabric.cores)
-        oddity = launchers.lone_child(os.environ, world.size)
+        oddity = launchers.lone_child_warning(os.environ, world.size)
         if oddity:
             logger.warning("%s: %s", world, oddity)
         if knobs.timeline is not None and knobs.timeline != DYNAMIC:

@@ -38,7 +38,7 @@ from hvlike.transport.failure.exit_status import ExitObserver
 from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host import mpi_library as mpi
-from hvlike.transport.host.launchers import LauncherWatch
+from hvlike.transport.host.parents import LauncherWatch
 
 GRACE = 5.0
 """Seconds between the end of a failing program and Abort, for exit handlers and threads that still run."""
@@ -72,7 +72,7 @@ class Guard:
     A process has at most one guard that watches: install() sends an earlier one home.
     """
 
-    _on_duty: ClassVar[Guard | None] = None
+    on_duty: ClassVar[Guard | None] = None
 
     def __init__(self, world: Member, farewell: Callable[[], None]) -> None:
         """farewell: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
@@ -97,22 +97,22 @@ class Guard:
     @classmethod
     def is_on_duty(cls) -> bool:
         """Whether a guard watches this process."""
-        return cls._on_duty is not None
+        return cls.on_duty is not None
 
     def install(self) -> None:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
         if self._watching or self._world.mpi.COMM_WORLD.Get_size() == 1:
             return
-        if Guard._on_duty is not None:
-            Guard._on_duty.uninstall()
-        Guard._on_duty = self
+        if Guard.on_duty is not None:
+            Guard.on_duty.uninstall()
+        Guard.on_duty = self
         self._watching = True
         self._last_error = getattr(sys, "last_value", None)
         self._previous_hook, sys.excepthook = sys.excepthook, self._on_exception
         self._previous_thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
         self._exit.install()
         # mpi4py finalises MPI after all atexit handlers, and the last one registered runs first.
-        atexit.register(self._at_exit)
+        atexit.register(self.at_exit)
         if launchers.detect_launcher(os.environ) is not None:
             self._parents = LauncherWatch()
             self._first = FirstReport(job_name(self._parents.launcher))
@@ -126,14 +126,14 @@ class Guard:
         if not self._watching:
             return
         self._watching = False
-        Guard._on_duty = None
+        Guard.on_duty = None
         # A bound method is made anew at each look, so compare by value.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._previous_thread_hook
         self._exit.uninstall()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.at_exit)
         self._parents = None
         self._first.release()
         if self._answers_signal:
@@ -227,7 +227,7 @@ class Guard:
             return
 
     def _end_soon(self, status: int) -> None:
-        """Let exit handlers run; abort from `_at_exit`, or when they take too long."""
+        """Let exit handlers run; abort from `at_exit`, or when they take too long."""
         self._failure = status
         threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
 
@@ -236,7 +236,7 @@ class Guard:
         if self._is_mine():
             self._abort(status)
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         if not self._is_mine():
             return
         if self._failure is None and self._was_failure_hidden():
@@ -309,8 +309,8 @@ def watch_start() -> None:
 def give_up(text: str, summary: str) -> None:
     """Report, and end the job with status 1, wherever this process is on its way through init(); from any thread."""
     watch_start()
-    if Guard._on_duty is not None:
-        Guard._on_duty.end_job(text, summary)
+    if Guard.on_duty is not None:
+        Guard.on_duty.end_job(text, summary)
     elif sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)
     # Before MPI has started there is no Abort: the launcher ends the other ranks.

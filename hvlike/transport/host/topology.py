@@ -55,10 +55,6 @@ def describe_topology(node_ids: Sequence[Hashable], rank: int) -> Topology:
     )
 
 
-SPINS_BEFORE_SLEEP = 100
-"""Looks before a waiting driver sleeps: about as long as waking a sleeper takes."""
-
-
 def available_cores() -> frozenset[int]:
     """The cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0))

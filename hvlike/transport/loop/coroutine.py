@@ -1,7 +1,9 @@
 """Coroutines: every protocol is a generator that yields while it waits.
 
-A coroutine never blocks. It does what can be done now, yields how it waits (`Wait`), and is advanced again by its
-driver. A `Task` is a coroutine in the loop together with its outcome.
+A coroutine never blocks. It does what can be done now, yields how it waits (`Wait`), and is advanced again later.
+
+Who may advance a coroutine: only the thread that drives the loop (it holds the loop's drive lock); before the coroutine
+was handed to the loop, only the one thread that made it. The loop raises StateError for a second driver.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ T = TypeVar("T")
 
 
 class Wait(enum.IntEnum):
-    """What a routine yields: how the loop may wait before it advances the routine again."""
+    """What a coroutine yields: how the loop may wait before it advances the coroutine again."""
 
     NOTIFY = 0
-    """Nothing to do until somebody rings this rank's doorbell."""
+    """Nothing to do until another rank or thread rings this rank's doorbell."""
     POLL = 1
-    """An MPI request is pending: test again soon, nobody rings for it."""
+    """An MPI request is pending: test again soon, nothing rings for it."""
     AGAIN = 2
     """Progress was made and more may be possible at once."""
 
@@ -35,20 +37,14 @@ def complete(requests: Iterable[Any]) -> Coroutine[None]:
 
 
 class Task(Generic[T]):
-    """A routine in the loop, and in time its result or error."""
+    """A coroutine in the loop and, in time, its result or error. The loop writes all fields."""
 
-    __slots__ = ("_after", "done", "error", "result", "routine")
+    __slots__ = ("after", "coroutine", "done", "error", "result")
 
-    def __init__(self, routine: Coroutine[T], after: Callable[[Task[T]], None] | None = None) -> None:
-        self.routine = routine
+    def __init__(self, coroutine: Coroutine[T], after: Callable[[Task[T]], None] | None) -> None:
+        self.coroutine = coroutine
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
-        self._after = after
-
-    def finish(self, result: T | None, error: BaseException | None) -> None:
-        """Record how it ended, then tell who wanted to know. Runs in the loop."""
-        self.result, self.error = result, error
-        self.done = True
-        if self._after is not None:
-            self._after(self)
+        self.after = after
+        """Called in the loop once `done` is true."""

@@ -4,6 +4,9 @@ The thread that waits drives. A thread that waits for a task takes the drive loc
 advance, and sleeps on the doorbell when none can. Other waiting threads sleep until their task is done or the lock is
 free. A background thread (thread_pool.py) drives only when no thread waits, and only while something is running: an
 idle process sleeps on its doorbell.
+
+Only the driver advances coroutines and runs what was posted. What is marked "from inside the loop" may be called from
+there only, and raises StateError elsewhere.
 """
 
 from __future__ import annotations
@@ -14,61 +17,73 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError, StateError
-from hvlike.transport.loop import spin
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
-from hvlike.transport.loop.spin import SpinPolicy, new_spin_policy
+from hvlike.transport.loop.spin import (
+    LONGEST_IDLE_POLL_SECONDS,
+    LONGEST_POLL_SECONDS,
+    PICK_UP_SECONDS,
+    RPC_SECONDS,
+    SHORTEST_POLL_SECONDS,
+    Spin,
+    SpinPolicy,
+)
 from hvlike.transport.loop.thread_pool import ThreadPool
 from hvlike.transport.memory.doorbell import Doorbell
 
 T = TypeVar("T")
 
+_ALREADY_EXECUTING = "generator already executing"
+"""What Python says to a second thread that advances a generator."""
+
 
 class Loop:
-    """Advances routines until they end; see the head of this file for who drives."""
+    """Advances coroutines until they end; see the head of this file for who drives."""
 
-    def __init__(self, bell: Doorbell, *, spins: int, crowded: bool, remote: bool, tick: Callable[[], None]) -> None:
-        """Start the thread, asleep.
+    def __init__(self, bell: Doorbell, *, spin: SpinPolicy, remote: bool, tick: Callable[[], None]) -> None:
+        """Start the background thread, asleep.
 
-        spins: looks before a driver sleeps. crowded: there are fewer cores than ranks. remote: traffic may come that
-        rings no bell. tick: the health check, called a few times a second, asleep or not.
+        remote: traffic may come for which no doorbell rings. tick: the health check, called a few times a second,
+        asleep or not.
         """
         self._bell = bell
-        self._spins = spins
-        self._crowded = crowded
+        self._policy = spin
+        self._spin = Spin(spin)
         self._remote = remote
         self._tick = tick
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._sources: list[Callable[[bool], Wait]] = []
-        self._half_done: list[Callable[[], bool]] = []
+        self._unfinished: list[Callable[[], bool]] = []
         self._tasks: list[Task[Any]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._waiters = 0
         self._driver = 0
         self._in_background = False
-        self._unheard = False
+        self._missed_ring = False
         self._closing = False
         self._wait = Wait.NOTIFY
         self._next_tick = 0.0
         self._due = math.inf
-        self._on_due: Callable[[float], float] = _nothing_due
+        self._on_due: Callable[[float], float] = lambda now: math.inf
         self._failure: BaseException | None = None
         self.thread_pool = ThreadPool(self._listen, self._summon)
 
     # -- from any thread ----------------------------------------------------------------------
 
-    def add_source(self, source: Callable[[bool], Wait], is_half_done: Callable[[], bool]) -> None:
-        """Have `source(rung)` called at every turn; it says how it waits, AGAIN if it did something.
+    def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
+        """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something.
 
-        is_half_done: tells a driver that leaves whether something has begun there for whose end nobody will ring.
+        is_unfinished: whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
         """
         self._sources.append(source)
-        self._half_done.append(is_half_done)
+        self._unfinished.append(is_unfinished)
 
-    def post(self, action: Callable[[], None], *, wake: bool = True) -> None:
+    def post(self, action: Callable[[], object], *, wake: bool = True) -> None:
         """Run `action` in the loop soon. `wake=False`: the caller is about to wait and so to drive."""
         self._inbox.append(action)
         if wake:
@@ -78,9 +93,9 @@ class Loop:
         """Run the background thread on one core from now on. Raises: OSError for a core that is not there."""
         os.sched_setaffinity(self.thread_pool.first or 0, {core})
 
-    def perform(self, action: Callable[[], None]) -> None:
-        """Run `action` in the loop: at once where nobody drives it, else soon. From any thread; never blocks."""
-        if self._driver == threading.get_ident() or not self._lock.acquire(blocking=False):
+    def perform(self, action: Callable[[], object]) -> None:
+        """Run `action` in the loop: at once if no thread drives, else soon. Never blocks."""
+        if self._driver == get_ident() or not self._lock.acquire(blocking=False):
             self.post(action)
             return
         try:
@@ -91,64 +106,54 @@ class Loop:
         finally:
             self._leave()
 
-    def watch_clock(self, on_due: Callable[[float], float]) -> None:
-        """Have `on_due(now)` called in the loop when the time given to `due_at` has come; it returns the next time."""
-        self._on_due = on_due
-
-    def due_at(self, when: float) -> None:
-        """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
-        if when < self._due:
-            self._due = when
-            self._watch_clock_elsewhere()
-
-    def start(
-        self, routine: Coroutine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
-    ) -> Task[T]:
-        """Advance `routine` until it ends; `after(task)` is then called in the loop."""
-        task = Task(routine, after)
-        self.post(lambda: self._enlist(task), wake=wake)
-        return task
-
-    def begin(self, routine: Coroutine[Any]) -> None:
-        """`start` from inside the loop, with the first step at once."""
-        task = Task(routine, None)
-        self._tasks.append(task)
-        self._step(task)
-
-    def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Block until `done()`, driving the loop if nobody does; False when `seconds` ran out first."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        if self._driver == threading.get_ident():
-            raise StateError(
-                "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
-                "only start operations from such a place, never wait for them"
-            )
-        while not done():
-            if self._failure is not None:
-                raise self._failure
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                return False
-            if self._lock.acquire(blocking=False):
-                self._drive_as_waiter(done, deadline)
-            else:
-                self._follow(done, remaining)
-        if self._unheard:
-            # Who left the loop to this thread had been rung for something else.
-            self._unheard = False
-            self._bell.ring()
-        return True
-
     def turn(self) -> None:
-        """Advance what can be advanced, once, unless somebody drives already. Never blocks."""
-        if self._driver != threading.get_ident() and self._lock.acquire(blocking=False):
+        """Advance what can be advanced, once, unless another thread drives already. Never blocks."""
+        if self._driver != get_ident() and self._lock.acquire(blocking=False):
             try:
                 self._enter()
-                # Who came before may have slept through a ring: look as if there had been one.
+                # The driver before may have slept through a ring: check as if there had been one.
                 self._bell.rung()
                 self._advance(True)
             finally:
                 self._leave()
+
+    def watch_clock(self, on_due: Callable[[float], float]) -> None:
+        """Have `on_due(now)` called in the loop when the time given to `due_at` has come; it returns the next time."""
+        self._on_due = on_due
+
+    def start(
+        self, coroutine: Coroutine[T], after: Callable[[Task[T]], None] | None = None, *, wake: bool = True
+    ) -> Task[T]:
+        """Advance `coroutine` until it ends; `after(task)` is then called in the loop."""
+        task = Task(coroutine, after)
+        if self._driver == get_ident():
+            self._tasks.append(task)
+        else:
+            self.post(partial(self._enlist, task), wake=wake)
+        return task
+
+    def wait(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Block until `done()`, driving the loop if no thread does; False when `seconds` ran out first."""
+        if self._driver == get_ident():
+            raise StateError(
+                "hvlike was called from inside its own progress loop (a finaliser or signal handler that ran there): "
+                "only start operations from such a place, never wait for them"
+            )
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not done():
+            if self._failure is not None:
+                raise self._failure
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            if self._lock.acquire(blocking=False):
+                self._drive(done, deadline, self._policy.checks)
+            else:
+                self._follow(done, deadline)
+        if self._missed_ring:
+            # The driver that left the loop to this thread had been rung for something else.
+            self._missed_ring = False
+            self._bell.ring()
+        return True
 
     def close(self) -> None:
         """Stop the threads and fail what is still running with ShutdownError."""
@@ -161,69 +166,86 @@ class Loop:
             for task in list(self._tasks):
                 self._end(task, None, ShutdownError("hvlike was shut down while this was in flight"))
 
+    # -- from inside the loop -----------------------------------------------------------------
+
+    def due_at(self, when: float) -> None:
+        """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
+        self._check_driver("due_at")
+        if when < self._due:
+            self._due = when
+            self._share_due_time()
+
+    def begin(self, coroutine: Coroutine[Any]) -> None:
+        """`start` with the first step at once. From inside the loop."""
+        self._check_driver("begin")
+        task = Task(coroutine, None)
+        self._tasks.append(task)
+        self._step(task)
+
+    def cancel(self, task: Task[Any], error: BaseException) -> None:
+        """End `task` with `error`. From inside the loop."""
+        if not task.done:
+            self._check_driver("cancel")
+            task.coroutine.close()
+            self._end(task, None, error)
+
+    def _check_driver(self, what: str) -> None:
+        if self._driver != get_ident():
+            raise StateError(
+                f"Loop.{what}() was called by thread {threading.current_thread().name!r}, which does not drive the "
+                "progress loop: only the driver may advance a coroutine. Hand it over with post() or perform()."
+            )
+
     def _enlist(self, task: Task[Any]) -> None:
         # A task may have been cancelled before it began; it would look like one that always has something to do.
         if not task.done:
             self._tasks.append(task)
 
-    def cancel(self, task: Task[Any], error: BaseException) -> None:
-        """End `task` with `error`, from inside the loop."""
-        if not task.done:
-            task.routine.close()
-            self._end(task, None, error)
-
     # -- driving ------------------------------------------------------------------------------
 
-    def _drive_as_waiter(self, done: Callable[[], bool], deadline: float | None) -> None:
-        try:
-            self._enter()
-            self._drive(done, deadline, self._spins)
-        finally:
-            self._leave()
-
-    def _follow(self, done: Callable[[], bool], remaining: float | None) -> None:
-        """Somebody else drives: wait until the task is done or the lock may be free."""
+    def _follow(self, done: Callable[[], bool], deadline: float | None) -> None:
+        """Another thread drives: wait until the task is done or the lock may be free."""
+        seconds = self._policy.tick_seconds
+        if deadline is not None:
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
         with self._changed:
             self._waiters += 1
             try:
                 # A driver that sleeps has not seen what this thread has posted; a background thread gives way.
                 if self._inbox or self._in_background:
                     self._bell.ring()
-                self._changed.wait_for(
-                    lambda: done() or not self._lock.locked(),
-                    spin.TICK_SECONDS if remaining is None else min(remaining, spin.TICK_SECONDS),
-                )
+                self._changed.wait_for(lambda: done() or not self._lock.locked(), seconds)
             finally:
                 self._waiters -= 1
 
     def _listen(self, called: Callable[[], bool], hot: bool) -> None:
-        """What a background thread does until it is `called`; hot: look for a while before the first sleep."""
-        linger = spin.RPC_SPIN_SECONDS if hot and not self._crowded else 0.0
+        """What a background thread does until it is `called`; hot: check for a while before the first sleep."""
+        linger = RPC_SECONDS if hot and not self._policy.crowded else 0.0
         if (self._inbox or linger) and not self._drive_in_background(called, linger):
             # What this thread has left to be sent when it listens again.
             self._bell.ring()
-        poll = spin.SHORTEST_POLL_SECONDS
+        poll = SHORTEST_POLL_SECONDS
         while not (self._closing or called()):
-            rest = min(spin.TICK_SECONDS, max(0.0, self._due - time.monotonic()))
+            rest = min(self._policy.tick_seconds, max(0.0, self._due - time.monotonic()))
             rung = self._bell.sleep_idle(min(poll, rest) if self._remote else rest)
-            poll = spin.SHORTEST_POLL_SECONDS if rung else min(2 * poll, spin.LONGEST_IDLE_POLL_SECONDS)
+            poll = SHORTEST_POLL_SECONDS if rung else min(2 * poll, LONGEST_IDLE_POLL_SECONDS)
             if rung and not hot and not called():
                 # The main thread may be about to wait: it would find the lock taken and lose more than this.
-                time.sleep(spin.PICK_UP_SECONDS)
+                time.sleep(PICK_UP_SECONDS)
             if not called() and not self._drive_in_background(called, 0.0) and rung:
-                # Who drives, and perhaps only sends something, has not heard this ring.
+                # The driver, which perhaps only sends something, has not heard this ring.
                 self._bell.ring()
-        self._watch_clock_elsewhere()
+        self._share_due_time()
 
-    def _watch_clock_elsewhere(self) -> None:
-        """Something is due so soon that a background thread which sleeps may have meant to sleep longer: wake one."""
-        if self._due < time.monotonic() + spin.TICK_SECONDS and not self._closing:
+    def _share_due_time(self) -> None:
+        """Wake a background thread where something is due before its sleep ends."""
+        if self._due < time.monotonic() + self._policy.tick_seconds and not self._closing:
             self._bell.ring_idle()
 
     def _drive_in_background(self, called: Callable[[], bool], linger: float) -> bool:
-        """Drive until `called`, until somebody waits, or until nothing has happened for `linger` seconds.
+        """Drive until `called`, until a thread waits, or until nothing has happened for `linger` seconds.
 
-        False when somebody else drives.
+        False when another thread drives.
         """
         if self._closing or not self._lock.acquire(blocking=False):
             return self._closing
@@ -233,99 +255,95 @@ class Loop:
             nonlocal until
             if self._closing or self._waiters > 0 or called():
                 return True
-            if self._idle():
+            if not self._tasks and not self._inbox and self._wait is Wait.NOTIFY:
                 return not linger or time.monotonic() >= until
             until = time.monotonic() + linger
             return False
 
         try:
             self._in_background = True
-            self._enter()
-            self._drive(done, None, self._spins if linger else 0)
+            self._drive(done, None, self._policy.checks if linger else 0)
         except BaseException as error:
             self._failure = error
             raise
-        finally:
-            self._in_background = False
-            self._leave()
         return True
 
     def _summon(self) -> None:
-        """Wake a background thread to run an errand; one that drives sees it without."""
-        if not (self._in_background and self._driver == threading.get_ident()):
+        """Wake a background thread to run a work item; one that drives sees it without."""
+        if not (self._in_background and self._driver == get_ident()):
             self._bell.ring_idle()
 
-    def _idle(self) -> bool:
-        return not self._tasks and not self._inbox and self._wait is Wait.NOTIFY
-
     def _enter(self) -> None:
-        self._driver = threading.get_ident()
+        """Become the driver; the drive lock was taken."""
+        self._driver = get_ident()
         self._bell.enter()
         self._wait = Wait.AGAIN
 
     def _leave(self) -> None:
-        """Give the drive lock back; whoever still has something to wait for is woken to take it."""
+        """Give the drive lock back; a thread that still has something to wait for is woken to take it."""
+        self._in_background = False
         again = True
         try:
             again = self._bell.leave()
             if again and not (self._waiters or self._inbox or self._tasks):
-                # Most likely a peer's notify_if_sleeping for what has ended since: a look is cheaper than waking
-                # the thread for it.
+                # Most likely a peer's notification for what has ended since: checking costs less than a wake-up.
                 self._bell.enter()
                 self._advance(True)
                 again = self._bell.leave()
-            again = again or self._is_half_done()
+            again = again or self._is_unfinished()
         finally:
             self._driver = 0
             self._lock.release()
         if self._waiters:
-            self._unheard = again
+            self._missed_ring = again
             with self._changed:
                 self._changed.notify_all()
         elif again or self._inbox or self._tasks:
             self._bell.ring()
 
-    def _is_half_done(self) -> bool:
-        """True while bytes are on their way, which MPI may move only while somebody looks."""
-        return any(is_half_done() for is_half_done in self._half_done)
+    def _is_unfinished(self) -> bool:
+        """True while bytes are on their way that MPI may move only while it is called."""
+        unfinished = False
+        for is_unfinished in self._unfinished:
+            unfinished = is_unfinished() or unfinished
+        return unfinished
 
-    def _drive(self, done: Callable[[], bool], deadline: float | None, spins: int) -> None:
-        look: SpinPolicy | None = None
-        poll = spin.SHORTEST_POLL_SECONDS
-        rung = True
-        self._unheard = False
-        # A background thread that is called away looks first at what it was rung for: nobody else has heard it.
-        while not done() or (rung and self._in_background):
-            self._wait = self._advance(rung)
-            rung = False
-            if self._wait is Wait.AGAIN:
-                look, poll = None, spin.SHORTEST_POLL_SECONDS
-                continue
-            now = time.monotonic()
-            look = look or self._new_look(now, spins)
-            overdue = deadline is not None and now >= deadline
-            if not overdue and look.goes_on(now, self._polls_busily):
-                if self._crowded or look.count > spins or self.thread_pool.limit:
-                    # The rank that is waited for may need this core: the system wakes it where the ring came from.
-                    os.sched_yield()
-                rung = self._bell.rung_politely() if self._in_background else self._bell.rung()
-                continue
-            if overdue:
-                return
-            rung = self._sleep(done, deadline, poll)
-            poll = min(2 * poll, spin.LONGEST_POLL_SECONDS)
-
-    def _new_look(self, now: float, spins: int) -> SpinPolicy:
-        busily = self._polls_busily and (spins > 0 or self._is_half_done())
-        return new_spin_policy(now, spins, serves=self.thread_pool.limit > 0, crowded=self._crowded, busily=busily)
-
-    @property
-    def _polls_busily(self) -> bool:
-        """Whether a waiter looks on for a while because nobody rings for what it waits for."""
-        return not self._crowded and (self._remote or self._wait is Wait.POLL)
+    def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
+        """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: see SpinPolicy."""
+        bell, spin, crowded, background = self._bell, self._spin, self._policy.crowded, self._in_background
+        try:
+            self._enter()
+            self._missed_ring = False
+            poll, rung, spin.count = SHORTEST_POLL_SECONDS, True, 0
+            # A background thread that is called away first handles what it was rung for: no other has heard it.
+            while not done() or (rung and background):
+                wait = self._wait = self._advance(rung)
+                rung = False
+                if wait is Wait.AGAIN:
+                    poll, spin.count = SHORTEST_POLL_SECONDS, 0
+                    continue
+                now = time.monotonic()
+                unnotified = not crowded and (self._remote or wait is Wait.POLL)
+                serves = self.thread_pool.limit > 0
+                if not spin.count:
+                    lasting = unnotified and (checks > 0 or self._is_unfinished())
+                    spin.begin(now, checks, serves=serves, unnotified=lasting)
+                overdue = deadline is not None and now >= deadline
+                if not overdue and spin.goes_on(now, unnotified=unnotified):
+                    if crowded or serves or spin.count > checks:
+                        # The awaited rank may need this core: the system wakes it where the ring came from.
+                        os.sched_yield()
+                    rung = bell.rung_politely() if background else bell.rung()
+                    continue
+                if overdue:
+                    return
+                rung = self._sleep(done, deadline, poll)
+                poll = min(2 * poll, LONGEST_POLL_SECONDS)
+        finally:
+            self._leave()
 
     def _sleep(self, done: Callable[[], bool], deadline: float | None, poll: float) -> bool:
-        """Look once more, then sleep until rung, until the next poll or until the next health check."""
+        """Advance once more, then sleep until rung, until the next poll or until the next health check."""
         self._bell.prepare_sleep()
         try:
             self._wait = self._advance(self._bell.rung())
@@ -333,10 +351,9 @@ class Loop:
                 return True
             if done():
                 return False
-            seconds = poll if self._wait is Wait.POLL or self._remote else spin.TICK_SECONDS
+            seconds = poll if self._wait is Wait.POLL or self._remote else self._policy.tick_seconds
             until = self._due if deadline is None else min(deadline, self._due)
-            seconds = min(seconds, max(0.0, until - time.monotonic()))
-            rung = self._bell.sleep(seconds)
+            rung = self._bell.sleep(min(seconds, max(0.0, until - time.monotonic())))
         finally:
             self._bell.awake()
         return rung or self._remote
@@ -349,10 +366,11 @@ class Loop:
             wait = Wait.AGAIN
         for source in self._sources:
             wait = max(wait, source(rung))
-        for task in list(self._tasks):
+        for task in tuple(self._tasks):
             wait = max(wait, self._step(task))
-        if self._next_tick <= (now := time.monotonic()):
-            self._next_tick = now + spin.TICK_SECONDS
+        now = time.monotonic()
+        if self._next_tick <= now:
+            self._next_tick = now + self._policy.tick_seconds
             self._tick()
         if self._due <= now:
             self._due = math.inf
@@ -368,11 +386,11 @@ class Loop:
         if task.done:
             return Wait.AGAIN
         try:
-            return task.routine.send(None)
+            return task.coroutine.send(None)
         except StopIteration as stop:
             self._end(task, stop.value, None)
         except Exception as error:
-            self._end(task, None, error)
+            self._end(task, None, _second_driver(task, error) if str(error) == _ALREADY_EXECUTING else error)
         except BaseException as error:
             self._end(task, None, error)
             raise
@@ -381,11 +399,20 @@ class Loop:
     def _end(self, task: Task[Any], result: Any, error: BaseException | None) -> None:
         if task in self._tasks:
             self._tasks.remove(task)
-        task.finish(result, error)
-        with self._changed:
-            if self._waiters:
+        task.result, task.error = result, error
+        task.done = True
+        if task.after is not None:
+            task.after(task)
+        if self._waiters:
+            with self._changed:
                 self._changed.notify_all()
 
 
-def _nothing_due(now: float) -> float:
-    return math.inf
+def _second_driver(task: Task[Any], error: Exception) -> StateError:
+    """What to raise where another thread advances the coroutine of a task at this moment."""
+    refusal = StateError(
+        f"two threads advance the coroutine {getattr(task.coroutine, '__qualname__', task.coroutine)!r}: once it was "
+        "handed to the loop, only the loop's driver may advance it"
+    )
+    refusal.__cause__ = error
+    return refusal

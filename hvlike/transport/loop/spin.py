@@ -1,39 +1,57 @@
-"""The spin policy: how long a thread spins before it sleeps, and how long it sleeps between polls. In seconds."""
+"""The spin policy: how often a thread checks for an event before it sleeps, and how long it sleeps between polls.
+
+    checks ...... doorbell, counters or MPI, nothing else runs on this core meanwhile
+    then sleep .. until rung, until the next poll of MPI, or until the next health check (TICK_SECONDS)
+
+Ranks that share cores ("crowded") check a few times, give the core away in between, and sleep early. All times are in
+seconds.
+"""
 
 from __future__ import annotations
 
 import math
 
-TICK_SECONDS = 0.25
-"""The longest a sleeper goes without a look at the health of the job."""
+CHECKS = 100
+"""Checks of the doorbell before a driver sleeps: they take about as long as waking a sleeper."""
 
-PICK_UP_SECONDS = 50e-6
-"""How long a background thread that was rung leaves the loop to a thread that may be about to wait."""
+COUNTER_CHECKS = 30
+"""Checks of a peer's counter before a coroutine yields: some 10 us, less than a turn of the loop."""
 
-SPIN_SECONDS = 300e-6
-"""How long a waiter with a core of its own looks for what a rank of its node does; that one may be waking on this core.
+UNSHARED_SECONDS = 300e-6
+"""How long a driver with a core of its own checks at most; the rank it waits for may just be waking on this core.
 
-With no limit but that of looks it was 1 to 3 ms. Reductions take as long with this one, with 100 us they took longer.
+Without this limit the checks took 1 to 3 ms there. Reductions take as long with 300 us; with 100 us they took longer.
 """
 
-RPC_SPIN_FACTOR = 3
-"""As many times more looks while RPC runs, of ranks that share cores."""
+QUEUE_CHECKS = 200
+"""Steps without progress of an op queue's job before a thread leaves it to the loop, which can sleep: some 100 us."""
 
-RPC_SPIN_SECONDS = 2e-3
-"""While RPC runs: how long who waits for an answer looks before it sleeps, and a background thread for the next request
-where requests follow one another.
+BOARD_CHECKS = 1000
+"""Checks of a peer's entry by an inline allreduce before it wakes the peers that may sleep."""
 
-A core that sleeps for a moment wakes late and with empty caches: the same lines then take two to three times as long.
+RPC_CHECKS_FACTOR = 3
+"""How many times more checks a crowded rank makes while RPC runs."""
+
+RPC_SECONDS = 2e-3
+"""How long a thread checks while RPC runs: one that waits for an answer, or a background thread between two requests.
+
+A core that sleeps for a moment wakes late and with empty caches: the same code then takes two to three times as long.
 """
 
 INTERRUPTION_SECONDS = 200e-6
-"""A look that takes longer shows that another thread wants the interpreter or the core: whoever looks goes to sleep."""
+"""A check that takes longer shows that another thread wants the interpreter or the core: the checks end."""
 
-BUSY_POLL_SECONDS = 50e-3
-"""How long a waiter with a core of its own looks for the next message of another node before it sleeps between looks.
+UNNOTIFIED_SECONDS = 50e-3
+"""How long a driver with a core of its own checks for the next message of another node, for which no doorbell rings.
 
-Only who looks moves the bytes of a message: with 1 ms, 100 MiB over a fast link took a seventh longer.
+MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer.
 """
+
+TICK_SECONDS = 0.25
+"""The longest sleep without a health check."""
+
+PICK_UP_SECONDS = 50e-6
+"""How long a background thread that was rung leaves the loop to a thread that may be about to wait."""
 
 SHORTEST_POLL_SECONDS = 20e-6
 LONGEST_POLL_SECONDS = 1e-3
@@ -41,36 +59,51 @@ LONGEST_IDLE_POLL_SECONDS = 10e-3
 
 
 class SpinPolicy:
-    """Ends by its number of looks, by time, or when a look has taken so long that something else must run here."""
+    """How long the threads of one rank spin. All waits of a rank ask the same policy (`fabric.spin`)."""
 
-    __slots__ = ("_interruption", "_last", "_most", "_until", "count")
+    def __init__(self, *, crowded: bool, checks: int = CHECKS, tick_seconds: float = TICK_SECONDS) -> None:
+        """crowded: ranks share cores. checks: of the doorbell before a sleep."""
+        self.crowded = crowded
+        self.checks = checks
+        self.tick_seconds = tick_seconds
+        self.counter_checks = 1 if crowded else COUNTER_CHECKS
+        self.board_checks = 0 if crowded else BOARD_CHECKS
 
-    def __init__(self, now: float, until: float, most: float, interruption: float) -> None:
-        """now, until: seconds of one clock. most: looks. interruption: seconds; math.inf where it does not matter."""
+    def limits(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> tuple[float, float, float]:
+        """When a wait that begins now stops checking: the most checks, the latest time, the longest single check.
+
+        checks: 0 for a thread that is to sleep at once. serves: RPC runs. unnotified: no doorbell rings for the event.
+        """
+        if self.crowded:
+            factor = RPC_CHECKS_FACTOR if serves else 1
+            return checks * factor, math.inf if checks else 0.0, math.inf
+        if unnotified:
+            return checks, now + UNNOTIFIED_SECONDS, math.inf
+        if serves:
+            return math.inf, now + RPC_SECONDS if checks else 0.0, INTERRUPTION_SECONDS
+        return checks, now + UNSHARED_SECONDS if checks else 0.0, math.inf
+
+
+class Spin:
+    """The checks of one wait of a driver. Used again for the next wait, after `count` was set to 0."""
+
+    __slots__ = ("_interruption", "_last", "_most", "_policy", "_until", "count")
+
+    def __init__(self, policy: SpinPolicy) -> None:
+        self._policy = policy
         self.count = 0
-        self._last = now
-        self._until = until
-        self._most = most
-        self._interruption = interruption
+        self._last = self._most = self._until = self._interruption = 0.0
 
-    def goes_on(self, now: float, busily: bool) -> bool:
-        """Whether to look once more before sleeping. busily: nobody rings, so time alone counts."""
+    def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
+        """Begin a wait; see SpinPolicy.limits."""
+        self._last = now
+        self._most, self._until, self._interruption = self._policy.limits(
+            now, checks, serves=serves, unnotified=unnotified
+        )
+
+    def goes_on(self, now: float, *, unnotified: bool) -> bool:
+        """Whether to check once more before sleeping. unnotified: no doorbell rings, so only the time counts."""
         interrupted = now > self._last + self._interruption
         self._last = now
         self.count += 1
-        return now < self._until and (busily or (self.count <= self._most and not interrupted))
-
-
-def new_spin_policy(now: float, spins: int, *, serves: bool, crowded: bool, busily: bool) -> SpinPolicy:
-    """The look of a driver. spins: looks about as long as it takes to wake a sleeper; 0: only where nobody rings.
-
-    serves: RPC runs. crowded: ranks share cores: a waiting one looks a few times, lets the others run in between, and
-    sleeps. busily: nobody rings for what is waited for.
-    """
-    if crowded:
-        return SpinPolicy(now, math.inf if spins else 0.0, spins * (RPC_SPIN_FACTOR if serves else 1), math.inf)
-    if busily:
-        return SpinPolicy(now, now + BUSY_POLL_SECONDS, spins, math.inf)
-    if serves:
-        return SpinPolicy(now, now + RPC_SPIN_SECONDS if spins else 0.0, math.inf, INTERRUPTION_SECONDS)
-    return SpinPolicy(now, now + SPIN_SECONDS if spins else 0.0, spins, math.inf)
+        return now < self._until and (unnotified or (self.count <= self._most and not interrupted))

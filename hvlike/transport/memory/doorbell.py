@@ -19,9 +19,11 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
-from hvlike.transport.memory.segment import Segment, address_of, words
+from hvlike.transport.memory.segment import Segment, words
 
 SEMAPHORE_BYTES = 64
 """Room for one sem_t (32 bytes on 64-bit Linux) with a cache line of its own."""
@@ -39,36 +41,29 @@ class _Timespec(ctypes.Structure):
 # PyDLL keeps the GIL: right for calls that return at once. CDLL releases it: right for the one that sleeps.
 _quick = ctypes.PyDLL(None)
 _sleeping = ctypes.CDLL(None, use_errno=True)
-_post = _quick.sem_post
-_trywait = _quick.sem_trywait
 _HAS_CLOCKWAIT = hasattr(_sleeping, "sem_clockwait")
 
 
 class Semaphore:
     """A process-shared counting semaphore at a fixed address; the memory must outlive the object."""
 
-    __slots__ = ("_address",)
+    __slots__ = ("_address", "post", "take", "take_politely")
 
     def __init__(self, address: int) -> None:
         self._address = ctypes.c_void_p(address)
+        # Bound C functions, without a Python frame of their own: the hottest calls of a wait.
+        self.post: Callable[[], int] = partial(_quick.sem_post, self._address)
+        """Add one to the count; wakes one sleeper. A release of all that was written before."""
+        self.take: Callable[[], int] = partial(_quick.sem_trywait, self._address)
+        """Take one from the count and return 0, or return -1 if there is none; never sleeps."""
+        self.take_politely: Callable[[], int] = partial(_sleeping.sem_trywait, self._address)
+        """`take`, but other threads of this process may run meanwhile."""
 
     def initialise(self) -> None:
         """Set the count to 0. One process does this, before any other uses the semaphore."""
         if _sleeping.sem_init(self._address, 1, 0) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"sem_init: {os.strerror(number)}")
-
-    def post(self) -> None:
-        """Add one to the count; wakes one sleeper. A release of all that was written before."""
-        _post(self._address)
-
-    def try_wait(self) -> bool:
-        """Take one from the count if there is one; never sleeps."""
-        return bool(_trywait(self._address) == 0)
-
-    def try_wait_politely(self) -> bool:
-        """`try_wait`, which lets other threads of this process in."""
-        return bool(_sleeping.sem_trywait(self._address) == 0)
 
     def wait(self, seconds: float) -> bool:
         """Sleep until the count can be taken from, at most `seconds`; a signal ends the sleep early."""
@@ -120,7 +115,7 @@ class _Pair:
         self._semaphore.post()
 
     def __exit__(self, *_: object) -> None:
-        self._semaphore.try_wait()
+        self._semaphore.take()
 
 
 BELL_BYTES = 4 * SEMAPHORE_BYTES
@@ -133,34 +128,34 @@ class Doorbell:
     def __init__(self, segment: Segment, index: int, fence: Fence) -> None:
         start = index * BELL_BYTES
         self._segment = segment
-        self._driver = Semaphore(address_of(segment, start))
-        self._idle = Semaphore(address_of(segment, start + SEMAPHORE_BYTES))
+        self._driver = Semaphore(segment.address + start)
+        self._idle = Semaphore(segment.address + start + SEMAPHORE_BYTES)
         self._words = words(segment, start + 2 * SEMAPHORE_BYTES, 4)
         self.asleep = self._words[_ASLEEP : _ASLEEP + 1]
         """One word, for callers that look often: other than 0 while the rank's driver sleeps. Read only."""
         self._fence = fence
+        self._posts = (self._idle.post, self._driver.post)
+        self._take = self._driver.take
+        self.ring_idle = self._idle.post
+        """Wake a background thread of the rank, whoever drives: there is work of another kind for it."""
 
-    # -- for everybody ------------------------------------------------------------------------
+    # -- for all ranks of the node ------------------------------------------------------------
 
     def ring(self) -> None:
         """Wake the rank: a message or a piece of work is there for it. Never lost.
 
-        The word is read again after the post: a driver that left in between cleared it before it
-        took what was posted, so one of the two sees the other.
+        The word is read again after the post: a driver that left in between cleared it before it took what was posted,
+        so one of the two sees the other.
         """
         driven = self._words[_DRIVEN]
-        (self._driver if driven else self._idle).post()
+        self._posts[driven]()
         if self._words[_DRIVEN] != driven:
-            (self._idle if driven else self._driver).post()
-
-    def ring_idle(self) -> None:
-        """Wake a background thread of the rank, whoever drives: there is work of another kind for it."""
-        self._idle.post()
+            self._posts[1 - driven]()
 
     def notify_if_sleeping(self) -> None:
         """Wake the rank's driver if it sleeps; call the fence after the last store and before this."""
         if self._words[_ASLEEP]:
-            self._driver.post()
+            self._posts[1]()
 
     @property
     def process(self) -> int:
@@ -170,7 +165,7 @@ class Doorbell:
     # -- for the rank itself ------------------------------------------------------------------
 
     def initialise(self, process: int) -> None:
-        """Set the semaphores up; before any peer looks."""
+        """Set the semaphores up, before any peer uses them."""
         self._driver.initialise()
         self._idle.initialise()
         self._words[_PROCESS] = process
@@ -180,29 +175,31 @@ class Doorbell:
         self._words[_DRIVEN] = 1
 
     def leave(self) -> bool:
-        """No driver from now on; True when somebody rang in the meantime, so that there is work left."""
+        """No driver from now on; True when the doorbell rang in the meantime, so that there is work left."""
         self._words[_DRIVEN] = 0
-        self._fence()
+        with self._fence.barrier:
+            pass
         return self.rung()
 
     def rung(self) -> bool:
         """Take what was posted for the driver; True if anything was."""
-        rung = self._driver.try_wait()
-        while rung and self._driver.try_wait():
+        if self._take():
+            return False
+        while not self._take():
             pass
-        return rung
+        return True
 
     def rung_politely(self) -> bool:
-        """`rung`, which lets other threads of this process in while it looks."""
-        return self._driver.try_wait_politely() and (self.rung() or True)
+        """`rung`, but other threads of this process may run meanwhile."""
+        return not self._driver.take_politely() and (self.rung() or True)
 
     def prepare_sleep(self) -> None:
-        """Say that the driver is about to sleep; it must look at all counters once more after this."""
+        """Announce that the driver is about to sleep; it must check all counters once more after this."""
         self._words[_ASLEEP] = 1
         self._fence()
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep as the driver until rung or nudged; call prepare_sleep first and awake afterwards."""
+        """Sleep as the driver until rung or notified; call prepare_sleep first and awake afterwards."""
         return self._driver.wait(seconds)
 
     def awake(self) -> None:
@@ -210,5 +207,5 @@ class Doorbell:
         self._words[_ASLEEP] = 0
 
     def sleep_idle(self, seconds: float) -> bool:
-        """Sleep as the background thread, until rung while nobody drives."""
+        """Sleep as the background thread, until rung while no thread drives."""
         return self._idle.wait(seconds)

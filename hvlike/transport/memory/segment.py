@@ -11,9 +11,9 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from hvlike.errors import LaunchError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+
+T = TypeVar("T")
 
 _COOKIE_BYTES = 16
 
@@ -113,39 +115,61 @@ def make_offer(nbytes: int, attempt: int) -> SegmentOffer | None:
         return None
 
 
-ATTEMPTS = 2
+_ATTEMPTS = 2
+
+
+Exchange = Generator[Any, None, T]
+"""Steps of an exchange among the ranks of a node: a coroutine, or something that never yields where calls block."""
+
+
+def share_steps(
+    nbytes: int, *, leads: bool, tell: Callable[[Any], Exchange[Any]], collect: Callable[[bool], Exchange[bool]]
+) -> Exchange[Segment | None]:
+    """One segment for all ranks that run this, zeroed; None where they cannot share so much memory.
+
+    leads: True on exactly one rank. tell: gives the value of that rank to all. collect: tells it whether all say yes.
+    """
+    for attempt in range(_ATTEMPTS):
+        made = make_offer(nbytes, attempt) if leads else None
+        offer: Offer | None = yield from tell(made.offer if made else None)
+        segment = made.segment if made else accept(offer) if offer else None
+        agreed = yield from collect(segment is not None)
+        if made:
+            # No rank may write before the cookie is gone: they wait for the answer that follows.
+            made.withdraw()
+        agreed = yield from tell(agreed)
+        if agreed:
+            return segment
+    return None
 
 
 def share(comm: Any, nbytes: int) -> Segment:
-    """One segment for all ranks of the communicator `comm` (the ranks of one node), zeroed.
+    """`share_steps` for the ranks of the communicator `comm`. Collective and blocking: used by init() only.
 
-    Collective and blocking: used by init() only.
     Raises: LaunchError on every rank when the node offers no memory that all of them can map.
     """
-    return _share(nbytes, comm.rank, lambda value: comm.bcast(value, root=0), lambda ok: all(comm.allgather(ok)))
 
+    def now(value: T) -> Exchange[T]:
+        yield from ()
+        return value
 
-def _share(nbytes: int, rank: int, tell: Callable[[Any], Any], agree: Callable[[bool], bool]) -> Segment:
-    for attempt in range(ATTEMPTS):
-        made = make_offer(nbytes, attempt) if rank == 0 else None
-        offer: Offer | None = tell(made.offer if made else None)
-        segment = made.segment if made else accept(offer) if offer else None
-        agreed = agree(segment is not None)
-        if made:
-            made.withdraw()
-        if agreed and segment is not None:
-            agree(True)  # nobody may write before the cookie is gone
+    steps = share_steps(
+        nbytes,
+        leads=comm.rank == 0,
+        tell=lambda value: now(comm.bcast(value, root=0)),
+        collect=lambda ok: now(all(comm.allgather(ok))),
+    )
+    try:
+        next(steps)
+    except StopIteration as stop:
+        if stop.value is not None:
+            segment: Segment = stop.value
             return segment
     raise LaunchError(
         f"the ranks of this node cannot share {nbytes} bytes of memory: neither a memfd opened through /proc "
         f"nor a file in /dev/shm works. Give the container more shared memory (docker run --shm-size=256m) "
         "or let the ranks see each other's processes (one PID namespace)."
     )
-
-
-def address_of(segment: Segment, offset: int) -> int:
-    """The address of byte `offset`, for semaphores."""
-    return segment.address + offset
 
 
 def words(segment: Segment, offset: int, count: int) -> memoryview:

@@ -70,9 +70,10 @@ class DirectCopies:
         self._busy = False
         self.enabled = False
         """Whether all ranks of the node can reach each other's memory."""
-        self._probe = np.frombuffer(os.urandom(8), np.uint64) >> np.uint64(1)
-        self._mine[_PROBE] = self._probe.ctypes.data
-        self._mine[_PROBE_VALUE] = int(self._probe[0])
+        self.probe = np.frombuffer(os.urandom(8), np.uint64) >> np.uint64(1)
+        """A word of this process that peers read and write once to try whether they can."""
+        self._mine[_PROBE] = self.probe.ctypes.data
+        self._mine[_PROBE_VALUE] = int(self.probe[0])
 
     def reaches(self, rank: int) -> bool:
         """Whether this process can read and write the memory of a local rank, which has come as far as this one."""

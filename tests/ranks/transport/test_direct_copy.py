@@ -23,17 +23,17 @@ TOPIC = 901
 
 
 class Pair:
-    """Two ranks in this one process, whose routines a test advances in the order it likes."""
+    """Two ranks in this one process, whose coroutines a test advances in the order it likes."""
 
     def __init__(self) -> None:
         table = np.zeros(2 * SLOT_WORDS, np.uint64).data.cast("B").cast("Q")
-        bells: Any = {rank: SimpleNamespace(process=os.getpid()) for rank in range(2)}
-        self.sender, self.receiver = (DirectCopies(table, {0: 0, 1: 1}, bells, rank, Fence()) for rank in range(2))
+        self.bells: Any = {rank: SimpleNamespace(process=os.getpid()) for rank in range(2)}
+        self.sender, self.receiver = (DirectCopies(table, {0: 0, 1: 1}, self.bells, rank, Fence()) for rank in range(2))
         self.sender.enabled = True
         self.by_mpi: list[str] = []
 
     def begin(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Coroutine[None], Coroutine[None]]:
-        """The routines of the sender and of the receiver."""
+        """The coroutines of the sender and of the receiver."""
         note = self.sender.offer(1, [sent])
         assert note is not None
         self.sender.take()
@@ -47,13 +47,13 @@ class Pair:
         yield Wait.POLL
 
 
-def run(routines: list[Coroutine[None]], choose: Callable[[int], int]) -> None:
+def run(coroutines: list[Coroutine[None]], choose: Callable[[int], int]) -> None:
     """Advance them until all have ended."""
     for _ in range(10_000):
-        index = choose(len(routines))
-        if next(routines[index], None) is None:
-            del routines[index]
-            if not routines:
+        index = choose(len(coroutines))
+        if next(coroutines[index], None) is None:
+            del coroutines[index]
+            if not coroutines:
                 return
     raise AssertionError("they wait for each other")
 
@@ -130,9 +130,9 @@ def test_short_payloads_and_a_second_one_at_a_time_go_by_mpi() -> None:
 def test_the_memory_of_a_process_that_is_not_the_rank_is_not_used() -> None:
     pair = Pair()
     assert pair.sender.reaches(1)
-    pair.receiver._probe[0] += 1
+    pair.receiver.probe[0] += 1
     assert not pair.sender.reaches(1)
-    pair.sender._bells[1].process = 2**22 + 1  # type: ignore[misc]
+    pair.bells[1].process = 2**22 + 1
     assert not pair.sender.reaches(1)
 
 
@@ -157,7 +157,7 @@ def test_messages_arrive_on_every_way(
         raise OSError(errno.EPERM, "forbidden")
 
     if way == "by MPI":
-        monkeypatch.setattr(fabric.channel._direct, "enabled", False)
+        monkeypatch.setattr(fabric.channel.direct, "enabled", False)
     elif way != "both copy":
         monkeypatch.setattr(process_memory, "read" if "read" in way else "write", refuse)
     hvd.barrier()

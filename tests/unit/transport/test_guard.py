@@ -33,9 +33,9 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "exit", inspect.unwrap(sys.exit))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    monkeypatch.setattr(Guard, "_on_duty", None)
+    monkeypatch.setattr(Guard, "on_duty", None)
     # Under mpirun too nobody else is to claim the report.
-    monkeypatch.setattr(launchers, "detect", lambda environment: None)
+    monkeypatch.setattr(launchers, "detect_launcher", lambda environment: None)
 
 
 def hooks() -> tuple[object, ...]:
@@ -141,6 +141,6 @@ def test_a_farewell_that_fails_aborts() -> None:
     guard = Guard(member(mpi), fail)
     guard.install()
     with pytest.raises(RuntimeError, match="no way out"):
-        guard._at_exit()
+        guard.at_exit()
     assert mpi.aborted == [1]
     guard.uninstall()

@@ -80,8 +80,8 @@ def test_advice_of_srun_and_torchrun() -> None:
 def test_a_child_of_multiprocessing_without_a_launcher_is_told_that_it_is_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert launchers.lone_child({}, 1) == ""
+    assert launchers.lone_child_warning({}, 1) == ""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
-    assert "mpirun -n N python" in launchers.lone_child({}, 1)
-    assert launchers.lone_child({}, 2) == ""
-    assert launchers.lone_child({"OMPI_COMM_WORLD_SIZE": "1"}, 1) == ""
+    assert "mpirun -n N python" in launchers.lone_child_warning({}, 1)
+    assert launchers.lone_child_warning({}, 2) == ""
+    assert launchers.lone_child_warning({"OMPI_COMM_WORLD_SIZE": "1"}, 1) == ""

@@ -10,6 +10,7 @@ import pytest
 from hvlike.errors import ShutdownError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
+from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 from hvlike.transport.memory.segment import Segment
 
@@ -21,7 +22,7 @@ class Bench:
         self.bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
         self.bell.initialise(os.getpid())
         self.ticks = 0
-        self.loop = Loop(self.bell, spins=10, crowded=False, remote=False, tick=self.tick)
+        self.loop = Loop(self.bell, spin=SpinPolicy(crowded=False, checks=10), remote=False, tick=self.tick)
 
     def tick(self) -> None:
         self.ticks += 1
@@ -42,10 +43,10 @@ def counting(limit: int, wait: Wait, steps: list[int]) -> Coroutine[str]:
 
 
 @pytest.mark.parametrize("wait", list(Wait))
-def test_a_waiting_thread_drives_routines_to_their_result(bench: Bench, wait: Wait) -> None:
+def test_a_waiting_thread_drives_coroutines_to_their_result(bench: Bench, wait: Wait) -> None:
     steps: list[int] = []
     task = bench.loop.start(counting(3, wait, steps), wake=False)
-    # A routine that waits for the bell is looked at again at every turn; somebody has to cause one.
+    # A coroutine that waits for the bell is looked at again at every turn; somebody has to cause one.
     ringer = threading.Timer(0.05, bench.bell.ring)
     ringer.start()
     assert bench.loop.wait(lambda: task.done, 5.0)
@@ -60,7 +61,7 @@ def test_the_background_thread_drives_when_nobody_waits(bench: Bench) -> None:
     assert finished.wait(5.0)
 
 
-def test_errors_end_their_routine_only(bench: Bench) -> None:
+def test_errors_end_their_coroutine_only(bench: Bench) -> None:
     def failing() -> Coroutine[None]:
         yield Wait.AGAIN
         raise ValueError("wrong")
@@ -72,7 +73,7 @@ def test_errors_end_their_routine_only(bench: Bench) -> None:
     assert good.result == "done"
 
 
-def test_a_routine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench) -> None:
+def test_a_coroutine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench) -> None:
     """It stayed in the list as one that is always done, and the loop turned without ever looking for messages."""
     steps: list[int] = []
     turns: list[bool] = []
@@ -94,7 +95,7 @@ def test_a_routine_that_is_cancelled_before_its_first_step_is_gone(bench: Bench)
     assert steps == []
 
 
-def test_a_wait_with_a_limit_ends_in_time_and_leaves_the_routine_running(bench: Bench) -> None:
+def test_a_wait_with_a_limit_ends_in_time_and_leaves_the_coroutine_running(bench: Bench) -> None:
     gate: list[bool] = []
 
     def gated() -> Coroutine[str]:

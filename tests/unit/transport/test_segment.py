@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,19 @@ def test_memory_that_the_system_refuses_is_no_offer(monkeypatch: pytest.MonkeyPa
     assert [os.path.exists(path) for path in made] == [False]
 
 
+class Alone:
+    """A communicator of one rank."""
+
+    rank = 0
+
+    def bcast(self, value: Any, root: int) -> Any:
+        return value
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 def test_ranks_that_cannot_share_are_told_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "make_offer", lambda nbytes, attempt: None)
     with pytest.raises(LaunchError, match="--shm-size"):
-        segment._share(4096, 0, lambda value: value, lambda ok: ok)
+        segment.share(Alone(), 4096)

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.transport.host import launchers
-from hvlike.transport.host.launchers import columns_of_terminal
+from hvlike.transport.host import parents
+from hvlike.transport.host.parents import columns_of_terminal
 
 # Without the package, which would import torch.
 CHILD = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("terminal", {launchers.__file__!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.columns_of_terminal())
+import sys
+sys.path.insert(0, {str(Path(parents.__file__).parent)!r})
+import parents
+print(parents.columns_of_terminal())
 """
 
 

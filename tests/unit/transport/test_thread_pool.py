@@ -1,4 +1,4 @@
-"""The background threads: errands run beside the loop, a limited number at a time, and somebody always listens."""
+"""The background threads: work items run beside the loop, a limited number at a time, and somebody always listens."""
 
 import math
 import os
@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvlike.transport.loop import spin
 from hvlike.transport.loop.loop import Loop
+from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 from hvlike.transport.memory.segment import Segment
 
 
-@pytest.fixture
-def loop() -> Iterator[Loop]:
+def make_loop(**policy: float) -> Loop:
     bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
     bell.initialise(os.getpid())
-    made = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+    return Loop(bell, spin=SpinPolicy(crowded=False, checks=10, **policy), remote=False, tick=lambda: None)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = make_loop()
     yield made
     made.close()
 
@@ -51,7 +55,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 16])
-def test_limited_errands_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -> None:
+def test_limited_work_items_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -> None:
     loop.thread_pool.allow(limit)
     gauge = Gauge()
     for _ in range(3 * limit):
@@ -64,7 +68,7 @@ def test_limited_errands_run_at_most_so_many_at_a_time(loop: Loop, limit: int) -
     assert gauge.most == limit
 
 
-def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: Loop) -> None:
+def test_other_work_items_run_and_messages_move_while_all_limited_ones_block(loop: Loop) -> None:
     loop.thread_pool.allow(2)
     gauge = Gauge()
     for _ in range(5):
@@ -83,7 +87,7 @@ def test_other_errands_run_and_messages_move_while_all_limited_ones_block(loop: 
     assert until(lambda: gauge.left == 5)
 
 
-def test_errands_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
+def test_work_items_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
     loop.thread_pool.allow(1)
     results: list[bool] = []
     # A wait inside the loop would be refused.
@@ -91,7 +95,7 @@ def test_errands_that_the_loop_submits_run_outside_of_it(loop: Loop) -> None:
     assert until(lambda: results == [True])
 
 
-def test_a_waiting_thread_leaves_errands_to_the_others(loop: Loop) -> None:
+def test_a_waiting_thread_leaves_work_items_to_the_others(loop: Loop) -> None:
     loop.thread_pool.allow(1)
     threads: list[threading.Thread] = []
     loop.post(lambda: loop.thread_pool.submit(lambda: threads.append(threading.current_thread())), wake=False)
@@ -110,10 +114,8 @@ def test_threads_that_are_no_longer_needed_end(loop: Loop) -> None:
     assert until(lambda: loop.thread_pool.size == 1)
 
 
-def test_closing_does_not_wait_for_an_errand() -> None:
-    bell = Doorbell(Segment.private(BELL_BYTES), 0, Fence())
-    bell.initialise(os.getpid())
-    loop = Loop(bell, spins=10, crowded=False, remote=False, tick=lambda: None)
+def test_closing_does_not_wait_for_a_work_item() -> None:
+    loop = make_loop()
     gauge = Gauge()
     loop.thread_pool.submit(gauge.visit)
     assert until(lambda: gauge.inside == 1)
@@ -148,11 +150,9 @@ def test_performed_actions_come_after_those_posted_before(loop: Loop) -> None:
     assert seen == [1, 2]
 
 
-def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nobody wakes by himself: only who knows of the limit.
-    monkeypatch.setattr(spin, "TICK", 60.0)
+def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_a_work_item() -> None:
+    # No thread wakes by itself: only one that knows of the limit.
+    loop = make_loop(tick_seconds=60.0)
     loop.thread_pool.allow(3)
     gauge = Gauge()
     for _ in range(3):
@@ -175,3 +175,4 @@ def test_a_time_limit_is_kept_while_the_thread_that_watched_it_runs_an_errand(
     loop.post(begin)
     assert until(lambda: bool(waited))
     assert waited == [True]
+    loop.close()

@@ -1,0 +1,127 @@
+"""The processes above this one: whether the launcher lives, and how wide the terminal is that shows its stderr.
+
+A launcher killed with -9 cannot end its ranks, and ranks that compute in Python notice nothing. The kernel gives an
+orphan another parent. A shell between launcher and rank (`mpirun ./run.sh`) hides that, therefore `LauncherWatch`
+looks through shells.
+
+A rank's own stdout and stderr do not tell whether a person watches: under Open MPI stdout always is a terminal (made
+by Open MPI) and stderr never is. So `columns_of_terminal` looks at the stderr of the launcher.
+
+This file imports nothing of hvlike.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "csh", "tcsh", "fish", "busybox"})
+_LAUNCHERS = frozenset(
+    {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy", "hydra_bstrap_pr"}
+)
+_MOST_PARENTS = 8
+_COLUMNS = 80
+
+
+@dataclass(frozen=True)
+class ParentProcess:
+    """A process of this machine."""
+
+    name: str
+    parent: int
+
+
+def read_process(pid: int) -> ParentProcess | None:
+    """Name and parent of a process; None where there is no /proc, or the process is gone."""
+    try:
+        return parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
+    except OSError:
+        return None
+
+
+def parse_stat(stat: str) -> ParentProcess:
+    """Read "pid (name) state parent ...", where the name may itself hold blanks and parentheses."""
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    return ParentProcess(name, int(rest.split()[1]))
+
+
+class LauncherWatch:
+    """Remembers the chain of parents up to the first that is no shell, and notices when it breaks."""
+
+    def __init__(
+        self,
+        parent: Callable[[], int] = os.getppid,
+        read: Callable[[int], ParentProcess | None] = read_process,
+    ) -> None:
+        """parent: gives this process's parent now; read: name and parent of a process."""
+        self._parent = parent
+        self._read = read
+        self.chain = self._climb()
+        """Process ids from the parent upwards; all but the last are shells."""
+
+    @property
+    def launcher(self) -> int:
+        """The process id of the first parent that is no shell."""
+        return self.chain[-1]
+
+    def is_orphan(self) -> bool:
+        """Whether the launcher is gone. Costs some microseconds."""
+        if self._parent() != self.chain[0]:
+            return True
+        # Without shells in between, the parent is the launcher.
+        return len(self.chain) > 1 and self._climb()[: len(self.chain)] != self.chain
+
+    def _climb(self) -> tuple[int, ...]:
+        chain = [self._parent()]
+        while (process := self._read(chain[-1])) is not None and process.name in _SHELLS and process.parent > 0:
+            chain.append(process.parent)
+        return tuple(chain)
+
+
+def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> int | None:
+    """How wide the terminal is that shows this rank's stderr, in characters; None where there is none. Local.
+
+    stderr_of: gives the file that the launcher's stderr is (default: looked up in /proc).
+    """
+    stream = sys.stderr
+    if stream is None or stream.closed:
+        return None
+    if stream.isatty():
+        return _columns(stream.fileno())
+    path = (stderr_of or _stderr_of_launcher)()
+    if path is None or not path.startswith(("/dev/pts/", "/dev/tty")):
+        return None
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return _columns(descriptor) if os.isatty(descriptor) else None
+    finally:
+        os.close(descriptor)
+
+
+def _columns(descriptor: int) -> int:
+    try:
+        return os.get_terminal_size(descriptor).columns or _COLUMNS
+    except OSError:
+        return _COLUMNS
+
+
+def _stderr_of_launcher() -> str | None:
+    """The file that the launcher's stderr is; of several launchers in a row (mpirun and its helper) the outermost."""
+    pid, found = os.getppid(), None
+    for _ in range(_MOST_PARENTS):
+        process = read_process(pid)
+        if process is None or process.name not in _LAUNCHERS:
+            break
+        try:
+            found = os.readlink(f"/proc/{pid}/fd/2")
+        except OSError:
+            # It belongs to another user, as the helper of a batch system does.
+            break
+        pid = process.parent
+    return found

@@ -1,0 +1,73 @@
+"""How often a thread that has nothing else to do checks for an event before it sleeps."""
+
+import pytest
+
+from hvlike.transport.loop import spin
+from hvlike.transport.loop.spin import Spin, SpinPolicy
+
+CHECKS = 10
+MOMENT = 1e-6
+
+
+def begun(*, serves: bool, crowded: bool, unnotified: bool, checks: int = CHECKS) -> Spin:
+    """A wait that begins at time 0."""
+    made = Spin(SpinPolicy(crowded=crowded))
+    made.begin(0.0, checks, serves=serves, unnotified=unnotified)
+    return made
+
+
+def checks_of(wait: Spin, *, seconds_each: float = MOMENT, unnotified: bool = False, most: int = 100_000) -> int:
+    """How many checks a wait makes, each of them so long."""
+    now = 0.0
+    for count in range(most):
+        now += seconds_each
+        if not wait.goes_on(now, unnotified=unnotified):
+            return count
+    return most
+
+
+def test_without_rpc_a_few_checks_are_made() -> None:
+    assert checks_of(begun(serves=False, crowded=False, unnotified=False)) == CHECKS
+
+
+def test_slow_checks_without_rpc_end_by_time() -> None:
+    wait = begun(serves=False, crowded=False, unnotified=False)
+    assert checks_of(wait, seconds_each=spin.UNSHARED_SECONDS / 2) < CHECKS
+
+
+def test_while_rpc_runs_time_alone_ends_the_checks() -> None:
+    count = checks_of(begun(serves=True, crowded=False, unnotified=False))
+    assert count == pytest.approx(spin.RPC_SECONDS / MOMENT, rel=0.01)
+
+
+def test_an_interrupted_check_is_the_last_one() -> None:
+    """Another thread wants the interpreter, or the core."""
+    wait = begun(serves=True, crowded=False, unnotified=False)
+    assert wait.goes_on(MOMENT, unnotified=False)
+    assert not wait.goes_on(MOMENT + 2 * spin.INTERRUPTION_SECONDS, unnotified=False)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_rank_without_a_core_of_its_own_counts_its_checks(serves: bool) -> None:
+    """They may take any time: the other rank runs in between."""
+    wait = begun(serves=serves, crowded=True, unnotified=False)
+    assert checks_of(wait, seconds_each=1.0) == CHECKS * (spin.RPC_CHECKS_FACTOR if serves else 1)
+
+
+def test_without_a_doorbell_checks_go_on_through_interruptions() -> None:
+    wait = begun(serves=True, crowded=False, unnotified=True)
+    step = 2 * spin.INTERRUPTION_SECONDS
+    expected = spin.UNNOTIFIED_SECONDS / step
+    assert checks_of(wait, seconds_each=step, unnotified=True) == pytest.approx(expected, abs=1.5)
+
+
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.parametrize("crowded", [True, False])
+def test_a_thread_that_is_not_to_check_sleeps_at_once(serves: bool, crowded: bool) -> None:
+    assert checks_of(begun(serves=serves, crowded=crowded, unnotified=False, checks=0)) == 0
+
+
+def test_a_crowded_rank_checks_counters_once_and_the_board_never() -> None:
+    crowded, alone = SpinPolicy(crowded=True), SpinPolicy(crowded=False)
+    assert (crowded.counter_checks, crowded.board_checks) == (1, 0)
+    assert (alone.counter_checks, alone.board_checks) == (spin.COUNTER_CHECKS, spin.BOARD_CHECKS)
