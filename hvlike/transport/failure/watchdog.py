@@ -45,6 +45,7 @@ def _exists(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
+        # A process of another user.
         return True
     return True
 
@@ -53,7 +54,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 5
 
 
 def answer_stack_signal() -> bool:
-    """Have the signal answered from now on; False where somebody else handles it or there is no stderr."""
+    """Answer the signal from now on; False where the program handles it itself or there is no stderr."""
     if sys.__stderr__ is None or signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
         return False
     faulthandler.register(STACK_SIGNAL, sys.__stderr__)
@@ -61,12 +62,12 @@ def answer_stack_signal() -> bool:
 
 
 def ignore_stack_signal() -> None:
-    """Have the signal answered no more."""
+    """Stop answering the signal."""
     faulthandler.unregister(STACK_SIGNAL)
 
 
 def request_stacks(process: int) -> str:
-    """Make a process of this node print its stacks; what is to be said of it, for the report."""
+    """Make a process of this node print its stacks; returns a sentence about it for the report."""
     status = _process_status(process)
     # Ranks of one machine in several PID namespaces do not see each other's processes.
     if not status:
@@ -92,14 +93,14 @@ logger = logging.getLogger("hvlike")
 
 @contextmanager
 def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> Iterator[None]:
-    """While the body, a part of init(), runs: say every `patience` seconds that this rank waits.
+    """Warn every `patience` seconds that this rank waits, while the body (a part of init()) runs.
 
     limit: seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
     """
     done = threading.Event()
     started = time.monotonic()
 
-    def complain() -> None:
+    def watch() -> None:
         due = patience
         while not done.wait(max(0.0, started + (min(due, limit) if limit else due) - time.monotonic())):
             waited = time.monotonic() - started
@@ -114,7 +115,7 @@ def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], N
             logger.warning("%s", text)
             due += patience
 
-    thread = threading.Thread(target=complain, name="hvlike-init", daemon=True)
+    thread = threading.Thread(target=watch, name="hvlike-init", daemon=True)
     thread.start()
     try:
         yield
@@ -124,7 +125,7 @@ def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], N
 
 
 def _me() -> str:
-    """This rank, as the launcher has it: MPI may be what it waits for."""
+    """This rank as the launcher numbers it: MPI may not have started."""
     launcher = launchers.detect_launcher(os.environ)
     rank = "a rank" if launcher is None or launcher.rank is None else f"rank {launcher.rank} of {launcher.size}"
     return f"{rank} on {socket.gethostname()}"

@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+COUNT_RANKS = """
+import os
+from mpi4py import MPI
+print(f"ranks: {MPI.COMM_WORLD.Get_size()}", flush=True)
+if MPI.COMM_WORLD.Get_size() == 1:
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if "/dev/shm/sm_segment." in line}
+    for file in files:
+        os.unlink(file)
+"""
+"""A program of its own: every rank prints how many ranks MPI counts.
+
+A rank that is alone would leave Open MPI's segment behind, see mpi_library.unlink_start_up_segments.
+"""
+
 _LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 
 
@@ -31,7 +46,7 @@ class RankReport:
     library: str
     """What the running MPI library calls itself."""
     claims_cuda: bool | None
-    """Whether it says that it takes memory of a GPU; None: it does not say."""
+    """Whether the library claims to take memory of a GPU; None: it makes no claim."""
 
 
 class LaunchProbe:
@@ -53,7 +68,7 @@ class LaunchProbe:
         if self.place.size == 1:
             mpi_library.unlink_start_up_segments(alone=True)
 
-    def meet(self) -> tuple[tuple[int, ...], ...]:
+    def connect(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node in rising order. Collective; the first message between the ranks. Blocks."""
         comm = self._comm = self._mpi.COMM_WORLD.Dup()
         node = comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
@@ -62,13 +77,13 @@ class LaunchProbe:
         return nodes
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return what every rank has passed, in rank order, on rank 0; None elsewhere. Collective after `meet`."""
+        """Return what every rank has passed, in rank order, on rank 0; None elsewhere. Collective after `connect`."""
         assert self._comm is not None
         answers: list[Any] | None = self._comm.gather(value, root=0)
         return answers
 
     def wall_time(self) -> float:
-        """Return this rank's wall clock, in seconds, as all ranks are at the same place. Collective after `meet`."""
+        """Return this rank's wall clock, in seconds, right after a barrier. Collective after `connect`."""
         assert self._comm is not None
         self._comm.Barrier()
         return time.time()

@@ -59,14 +59,15 @@ _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
 def unlink_start_up_segments(*, alone: bool) -> None:
-    """Take the names of the start-up segments that this process maps; the memory lives on.
+    """Remove the names of the start-up segments that this process maps; the memory lives on.
 
-    alone: no other process will use them, as this is the whole job, or all of it ends; Open MPI's ranks map each
-    other's segments later, by name.
-    One rank of a node calls it, after MPI has started on all of them. It does nothing where nothing is left.
+    One rank of a node calls it, after MPI has started on all of them.
+
+    alone: no other process will use the segments, because this is the whole job, or all of it ends. Otherwise Open
+    MPI's ranks map each other's segments later, by name.
     """
     for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
-        # Another rank of the node may have been faster, where a machine is split into several nodes for trials.
+        # Where a machine is split into several nodes for trials, another rank may have been faster.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
@@ -109,7 +110,10 @@ PROCESS_MAPS = Path("/proc/self/maps")
 
 
 def claims_cuda(maps: Path = PROCESS_MAPS) -> bool | None:
-    """Ask it; Open MPI and MPICH have a function for that. None where there is none. Local, once MPI is loaded."""
+    """Whether the loaded MPI library claims to take memory of a GPU; None where it does not say. Local.
+
+    Open MPI and MPICH have a function for that. It is a claim, not a proof.
+    """
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libmpi." in line}
     for path in paths:
         question = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)

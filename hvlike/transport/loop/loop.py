@@ -190,7 +190,8 @@ class Loop:
             self._end(task, None, error)
 
     def _check_driver(self, what: str) -> None:
-        if self._driver != get_ident():
+        # Once the loop was closed no thread drives it, and what its users give back is theirs.
+        if self._driver != get_ident() and not self._closing:
             raise StateError(
                 f"Loop.{what}() was called by thread {threading.current_thread().name!r}, which does not drive the "
                 "progress loop: only the driver may advance a coroutine. Hand it over with post() or perform()."

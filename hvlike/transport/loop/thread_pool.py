@@ -15,38 +15,37 @@ from functools import partial
 
 WorkItem = Callable[[], None]
 Listen = Callable[[Callable[[], bool], bool], None]
-"""Blocks until the first argument says so; the second: whether an errand is likely to come at once."""
+"""Blocks until the first argument returns True; the second: whether a work item is likely to come at once."""
 
 _HOT_SECONDS = 2e-3
-"""An errand that came this soon after the last one makes it likely that the next one will, too.
+"""A work item that comes this soon after the last one makes it likely that the next one will, too.
 
-Waking a thread may take half a millisecond; a shorter limit would keep sleepers asleep.
+Waking a thread may take half a millisecond: with a shorter limit each item would find its thread asleep.
 """
 
-
 _SPARE = 4
-"""Threads beyond those for limited errands that are kept for the next other ones."""
+"""Threads kept for unlimited work items, beyond those for limited ones."""
 
 
 class ThreadPool:
-    """Threads that run errands; those that are limited wait their turn, the others never do."""
+    """Threads that run work items. Limited items run at most `limit` at a time; the others never wait."""
 
     def __init__(self, listen: Listen, summon: Callable[[], None]) -> None:
-        """Start the first thread. summon: wakes a thread that listens, from anywhere."""
+        """Start the first thread. summon: wakes a listening thread; may be called anywhere."""
         self._listen = listen
         self._summon = summon
         self._lock = threading.Lock()
-        self._errands: deque[WorkItem] = deque()
+        self._items: deque[WorkItem] = deque()
         self._limited: deque[WorkItem] = deque()
         self.limit = 0
-        """How many limited errands may run at a time; 0 while nobody serves requests."""
+        """How many limited work items may run at a time; 0 while this rank serves no requests."""
         self._listening = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._hot = False
         self._ended = 0.0
         self.running = 0
-        """Limited errands that run now."""
+        """Limited work items that run now."""
         with self._lock:
             self._grow()
 
@@ -57,7 +56,7 @@ class ThreadPool:
 
     @property
     def queued(self) -> int:
-        """Limited errands that wait for their turn."""
+        """Limited work items that wait for their turn."""
         return len(self._limited)
 
     @property
@@ -66,21 +65,21 @@ class ThreadPool:
         return len(self._threads)
 
     def allow(self, limit: int) -> None:
-        """Run so many limited errands at a time from now on; threads that are not needed for that end soon."""
+        """Run so many limited work items at a time from now on; threads that are not needed for that end soon."""
         self.limit = limit
         for _ in self._threads:
             self._summon()
 
-    def submit(self, errand: WorkItem, *, limited: bool = False) -> None:
-        """Have `errand` run in a thread of its own time; from any thread, the loop included."""
+    def submit(self, item: WorkItem, *, limited: bool = False) -> None:
+        """Have a background thread run `item`. From any thread, the loop included."""
         if limited:
-            self._limited.append(partial(self._run_limited, errand))
+            self._limited.append(partial(self._run_limited, item))
         else:
-            self._errands.append(errand)
+            self._items.append(item)
         self._summon()
 
     def close(self) -> None:
-        """Stop the threads that listen and wait for them; one that runs an errand ends after it, unwaited for."""
+        """Stop the listening threads and wait for them; a thread that runs a work item ends after it."""
         self._closing = True
         for thread in list(self._threads):
             while thread.is_alive() and self._listening and thread is not threading.current_thread():
@@ -89,7 +88,7 @@ class ThreadPool:
 
     def _called(self) -> bool:
         return (
-            bool(self._errands)
+            bool(self._items)
             or (bool(self._limited) and self.running < self.limit)
             or self._closing
             or self._are_too_many()
@@ -110,27 +109,27 @@ class ThreadPool:
     def _serve(self) -> None:
         """One thread's life."""
         while True:
-            errand = self._take()
-            if errand is not None:
+            item = self._take()
+            if item is not None:
                 try:
-                    errand()
+                    item()
                 finally:
-                    del errand
+                    del item
                     with self._lock:
                         self._listening += 1
                         self._ended = time.monotonic()
             elif self._leave():
                 return
-            # Beside a running errand a look would only take the interpreter away from it.
+            # Beside a running item a look would only take the interpreter away from it.
             self._listen(self._called, self._hot and not self.running)
 
     def _take(self) -> WorkItem | None:
-        """The next errand, if there is one to run; another thread listens before this one runs it."""
+        """The next item, if there is one to run; another thread listens before this one runs it."""
         with self._lock:
-            if self._errands:
-                errand = self._errands.popleft()
+            if self._items:
+                item = self._items.popleft()
             elif self._limited and self.running < self.limit:
-                errand = self._limited.popleft()
+                item = self._limited.popleft()
                 self.running += 1
             else:
                 return None
@@ -140,7 +139,7 @@ class ThreadPool:
                 self._grow()
         if self._called():
             self._summon()
-        return errand
+        return item
 
     def _leave(self) -> bool:
         """Whether the calling thread, which has nothing to do, is to end."""
@@ -151,9 +150,9 @@ class ThreadPool:
             self._threads.remove(threading.current_thread())
             return True
 
-    def _run_limited(self, errand: WorkItem) -> None:
+    def _run_limited(self, item: WorkItem) -> None:
         try:
-            errand()
+            item()
         finally:
             with self._lock:
                 self.running -= 1

@@ -57,7 +57,7 @@ def test_alone_nothing_is_installed() -> None:
     before = hooks()
     Guard(member(Recorder(size=1)), lambda: None).install()
     assert hooks() == before
-    assert not Guard.is_on_duty()
+    assert Guard.on_duty is None
 
 
 def test_hooks_installed_later_by_others_stay() -> None:
@@ -77,7 +77,7 @@ def test_a_second_guard_sends_the_first_home() -> None:
     first.install()
     second.install()
     first.uninstall()
-    assert Guard.is_on_duty()
+    assert Guard.on_duty is not None
     second.uninstall()
     assert hooks() == before
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvlike.errors import ShutdownError
+from hvlike.errors import ShutdownError, StateError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.loop.spin import SpinPolicy
@@ -180,3 +180,48 @@ def test_an_idle_loop_uses_no_core(bench: Bench) -> None:
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.05
+
+
+def test_a_thread_that_does_not_drive_may_not_advance_a_coroutine(bench: Bench) -> None:
+    gate: list[bool] = []
+
+    def gated() -> Coroutine[None]:
+        while not gate:
+            yield Wait.NOTIFY
+
+    task = bench.loop.start(gated(), wake=False)
+    bench.loop.turn()
+    with pytest.raises(StateError, match="does not drive the progress loop"):
+        bench.loop.cancel(task, ValueError("never seen"))
+    with pytest.raises(StateError, match="only the driver may advance a coroutine"):
+        bench.loop.begin(counting(1, Wait.AGAIN, []))
+    gate.append(True)
+    assert bench.loop.wait(lambda: task.done, 5.0)
+    assert task.error is None
+
+
+def test_a_second_driver_of_a_coroutine_is_an_error_and_no_corrupted_protocol(bench: Bench) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def stolen() -> Coroutine[None]:
+        inside.set()
+        leave.wait(30.0)
+        yield Wait.NOTIFY
+
+    coroutine = stolen()
+    thief = threading.Thread(target=lambda: next(coroutine))
+    thief.start()
+    assert inside.wait(30.0)
+    task = bench.loop.start(coroutine, wake=False)
+    assert bench.loop.wait(lambda: task.done, 5.0)
+    leave.set()
+    thief.join()
+    assert isinstance(task.error, StateError)
+    assert "two threads advance the coroutine" in str(task.error)
+
+
+def test_a_task_that_the_loop_starts_begins_in_the_same_turn(bench: Bench) -> None:
+    steps: list[int] = []
+    bench.loop.post(lambda: bench.loop.start(counting(1, Wait.AGAIN, steps)), wake=False)
+    bench.loop.turn()
+    assert steps == [0]
