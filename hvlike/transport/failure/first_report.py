@@ -27,7 +27,7 @@ class FirstReport:
 
     def __init__(self, job: str) -> None:
         """job: the same text in all processes of the job on this node, and in no other process."""
-        self._address = f"\0hvlike-failure-{os.getuid()}-{job}"
+        self.address = f"\0hvlike-failure-{os.getuid()}-{job}"
         self._socket: socket.socket | None = None
 
     def claim(self, rank: int, summary: str) -> bool:
@@ -40,10 +40,10 @@ class FirstReport:
         claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         claimed.setblocking(False)
         try:
-            claimed.bind(self._address)
+            claimed.bind(self.address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                _tell(claimed, self._address, f"{rank} {summary}")
+                _tell(claimed, self.address, f"{rank} {summary}")
             claimed.close()
             return error.errno != errno.EADDRINUSE
         self._socket = claimed
@@ -77,7 +77,7 @@ class FirstReport:
     def _is_held(self) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             probe.setblocking(False)
-            return probe.connect_ex(self._address) == 0
+            return probe.connect_ex(self.address) == 0
 
 
 def _tell(sender: socket.socket, address: str, text: str) -> None:

@@ -139,7 +139,8 @@ class Channel:
             flags |= HAS_BUFFERS
         header = HEADER.pack(topic << FLAG_BITS | flags, tag, len(body))
         message = b"".join((header, body, *(() if tag else views), *(pack_buffers(found) if found else ())))
-        self._traffic.control(kind, len(message) + (payload_bytes if tag else 0))
+        self._traffic.control[kind] += 1
+        self._traffic.control_bytes += len(message) + (payload_bytes if tag else 0)
         requests = [self._comm.Isend([message, self._mpi.BYTE], rank, _MESSAGE_TAG)]
         if tag:
             requests += [self._comm.Isend([piece, self._mpi.BYTE], rank, tag) for piece in pieces_of(views, offer)]

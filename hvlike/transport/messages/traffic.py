@@ -34,53 +34,31 @@ class Sent:
 
     def __sub__(self, earlier: Sent) -> Sent:
         """What was sent since `earlier`."""
-        kinds = {kind: count - earlier.control.get(kind, 0) for kind, count in self.control.items()}
-        return Sent(
-            {kind: count for kind, count in kinds.items() if count},
-            self.control_bytes - earlier.control_bytes,
-            self.data_messages - earlier.data_messages,
-            self.data_bytes - earlier.data_bytes,
-            self.collectives - earlier.collectives,
-            self.collective_bytes - earlier.collective_bytes,
-        )
+        control = Counter(self.control)
+        control.subtract(earlier.control)
+        others = {name: value - getattr(earlier, name) for name, value in vars(self).items() if name != "control"}
+        return Sent({kind: count for kind, count in control.items() if count}, **others)
 
 
 class Traffic:
-    """The counters of one rank. Written from inside the loop only, read by any thread."""
+    """The counters of one rank, as in `Sent`. Written from inside the loop only, read by any thread."""
 
     def __init__(self) -> None:
-        self._control: Counter[str] = Counter()
-        self._control_bytes = 0
-        self._messages = 0
-        self._message_bytes = 0
-        self._collectives = 0
-        self._collective_bytes = 0
-
-    def control(self, kind: str, nbytes: int) -> None:
-        """A control message of `nbytes` leaves."""
-        self._control[kind] += 1
-        self._control_bytes += nbytes
-
-    def message(self, nbytes: int) -> None:
-        """A message with data leaves."""
-        self._messages += 1
-        self._message_bytes += nbytes
-
-    def collective(self, nbytes: int) -> None:
-        """A buffer of `nbytes` is given to a collective of MPI."""
-        self._collectives += 1
-        self._collective_bytes += nbytes
+        self.control: Counter[str] = Counter()
+        self.control_bytes = 0
+        self.data_messages = 0
+        self.data_bytes = 0
+        self.collectives = 0
+        self.collective_bytes = 0
 
     def snapshot(self) -> Sent:
         """What this rank has sent so far."""
-        return Sent(
-            dict(self._control),
-            self._control_bytes,
-            self._messages,
-            self._message_bytes,
-            self._collectives,
-            self._collective_bytes,
-        )
+        return Sent(**{**vars(self), "control": dict(self.control)})
+
+    def count_collective(self, nbytes: int) -> None:
+        """A buffer of `nbytes` is given to a collective of MPI."""
+        self.collectives += 1
+        self.collective_bytes += nbytes
 
 
 class CountedComm:
@@ -95,17 +73,18 @@ class CountedComm:
 
     def Isend(self, buffer: Any, *others: Any, **named: Any) -> Any:
         """Start a message."""
-        self._traffic.message(buffer[0].nbytes)
+        self._traffic.data_messages += 1
+        self._traffic.data_bytes += buffer[0].nbytes
         return self._comm.Isend(buffer, *others, **named)
 
     def Ibcast(self, buffer: Any, *others: Any, **named: Any) -> Any:
         """Start a broadcast."""
-        self._traffic.collective(buffer[0].nbytes)
+        self._traffic.count_collective(buffer[0].nbytes)
         return self._comm.Ibcast(buffer, *others, **named)
 
     def Iallreduce(self, source: Any, target: Any, *others: Any, **named: Any) -> Any:
         """Start a reduction."""
-        self._traffic.collective(target[0].nbytes)
+        self._traffic.count_collective(target[0].nbytes)
         return self._comm.Iallreduce(source, target, *others, **named)
 
     def __getattr__(self, name: str) -> Any:

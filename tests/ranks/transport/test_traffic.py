@@ -21,12 +21,14 @@ def sent_during(work: Any) -> Sent:
 
 def test_the_difference_of_two_moments_leaves_out_what_did_not_change() -> None:
     traffic = Traffic()
-    traffic.control("ready", 10)
-    traffic.control("mailbox", 5)
+    traffic.control.update(["ready", "mailbox"])
+    traffic.control_bytes += 15
     before = traffic.snapshot()
-    traffic.control("ready", 7)
-    traffic.message(100)
-    traffic.collective(40)
+    traffic.control.update(["ready"])
+    traffic.control_bytes += 7
+    traffic.data_messages += 1
+    traffic.data_bytes += 100
+    traffic.count_collective(40)
     assert traffic.snapshot() - before == Sent({"ready": 1}, 7, 1, 100, 1, 40)
     assert before == Sent({"ready": 1, "mailbox": 1}, 15)
     assert before.control_messages == 2

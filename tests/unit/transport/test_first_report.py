@@ -62,7 +62,7 @@ def test_what_others_send_there_does_no_harm(job: str, first: FirstReport) -> No
     assert first.claim(0, "")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for text in (b"", b"no number", b"-1 x", b"\xff\xff", b"7 \x1b[2Jtext"):
-            stranger.sendto(text, first._address)
+            stranger.sendto(text, first.address)
     assert first.others() == [(7, "[2Jtext")]
 
 
