@@ -18,8 +18,8 @@ from hvlike.backends.shared_memory.inline_reduction import InlineReduction
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.host.topology import is_crowded
 from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.loop.spin import CHECKS
 from hvlike.transport.memory.doorbell import BELL_BYTES, X86, Doorbell
 from hvlike.transport.memory.segment import Segment, words
 from hvlike.transport.world import Group
@@ -35,8 +35,6 @@ WAIT_SECONDS = 0.05
 """How long a rank waits on the board; then it asks in the ordinary way, where deadlocks and stalls are found."""
 
 _BLOCK_BYTES = -(-8 * WORDS // 128) * 128
-_FIRST_LOOKS = 1000
-_LOOKS = 100
 _NAP_SECONDS = 2e-3
 _HEAD_SECONDS = 30.0
 
@@ -49,14 +47,14 @@ class InlineEngine:
         self.lane = lane
         self._rank = rank
         self._size = size
-        self._crowded = is_crowded(fabric.cores)
+        self._crowded = fabric.spin.crowded
         bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
         self._bell = bells[rank]
         self._others = [bell for each, bell in enumerate(bells) if each != rank]
         self._bell.initialise(os.getpid())
         start = size * BELL_BYTES
         blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
-        order, looks = None if X86 else fabric.fence, 0 if self._crowded else _FIRST_LOOKS
+        order, looks = None if X86 else fabric.fence, fabric.spin.board_checks
         self.board = Board(blocks, rank, fabric.fence.barrier, order, self.wake, looks)
         start += size * _BLOCK_BYTES
         self._room = room = _copy_bytes(size)
@@ -118,7 +116,7 @@ class InlineEngine:
     def _wait(self, index: int) -> bool | None:
         """The answer, None when patience has run out."""
         look = self.board.look
-        for _ in range(_LOOKS):
+        for _ in range(CHECKS):
             answer = look(index)
             if answer is not None:
                 return answer

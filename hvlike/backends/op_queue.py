@@ -21,8 +21,8 @@ from hvlike.backends.shared_memory.schedule import chunk_bytes
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.host.topology import is_crowded
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.spin import QUEUE_CHECKS
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 # A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
 _BUDGETS = (2 << 20, 512 << 10, 64 << 10)
-
-_STILL_LOOKS = 200
-"""How often a thread that drives looks for a peer before it leaves that to the loop, which sleeps: some 100 us."""
 
 Job = Callable[[Backend], Coroutine[None]]
 
@@ -51,8 +48,9 @@ class OpQueue:
         self.counters = fabric.counters
         self.drives = isinstance(plane, SharedBackend)
         """Any thread may take the steps of a routine on the plane: MPI is not called there."""
-        self._crowded = is_crowded(fabric.cores)
-        self._looks = _STILL_LOOKS
+        self._crowded = fabric.spin.crowded
+        self.checks = QUEUE_CHECKS
+        """Steps without progress after which `drive` leaves a job to the loop."""
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
@@ -66,7 +64,7 @@ class OpQueue:
         still = 0
         for wait in routine:
             still = 0 if wait is Wait.AGAIN else still + 1
-            if still > self._looks:
+            if still > self.checks:
                 self._hand_over(routine, after)
                 return False
             if still and self._crowded:
@@ -161,9 +159,8 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Coroutine[SharedB
         segment = yield from fabric.share(group, key, nbytes)
         if segment is not None:
             bells = [fabric.bells[group.ranks[position]] for position in group.node]
-            crowded = is_crowded(fabric.cores)
             ranks = group.local_size
-            region = Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, crowded=crowded)
+            region = Region(segment, group.local_rank, ranks, chunk, bells, fabric.fence, spin=fabric.spin)
             members = [group.ranks[each] for each in group.node]
             processes = [fabric.bells[each].process for each in members] if fabric.reaches_peers else []
             memory = CmaMemory(processes, crowded=fabric.node_is_crowded)

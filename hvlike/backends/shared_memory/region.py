@@ -36,6 +36,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.scratch import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
+from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.segment import Segment, words
@@ -137,10 +138,9 @@ class Region:
         bells: list[Doorbell],
         fence: Fence,
         *,
-        crowded: bool = False,
+        spin: SpinPolicy,
     ) -> None:
-        """crowded: there are fewer cores than ranks, so that a waiting one should not look too often."""
-        self.crowded = crowded
+        self.spin = spin
         self.quiet = SilentErrstate()
         self.rank = rank
         self.ranks = ranks

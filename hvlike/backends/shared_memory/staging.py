@@ -24,7 +24,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.views import AddressView
 from hvlike.backends.shared_memory.region import LEFT, REDUCED, first_peer
 from hvlike.backends.shared_memory.schedule import SLOTS, Chunk, Turns
-from hvlike.backends.shared_memory.work_sync import LOOKS, WorkSync
+from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 PASSES = 16
@@ -83,7 +83,7 @@ class StagedReduction:
         self._sync = sync
         self._turns = turns
         self._compare = sync.compare if compares else None
-        self._looks = 1 if region.crowded else LOOKS
+        self._checks = region.spin.counter_checks
         self._arithmetic = arithmetic
         self._steps = arithmetic.steps(partial=results is Results.PARTIAL)
         self._delivers = results is Results.TO_ALL
@@ -230,7 +230,7 @@ class StagedReduction:
                 moves += 1
                 if moves % PASSES == 0:
                     yield Wait.AGAIN
-            elif looks % self._looks == 0:
+            elif looks % self._checks == 0:
                 # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
                 region.notify_if_sleeping(region.peers)
                 self._sync.check_peers()

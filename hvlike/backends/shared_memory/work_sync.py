@@ -20,9 +20,6 @@ from hvlike.backends.shared_memory.region import ACTIVE, APART, DEPARTED, LEFT, 
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
-LOOKS = 30
-"""How often a rank looks for what a peer is about to finish before it lets the loop wait: some 10 us."""
-
 kept: list[Sequence[torch.Tensor]] = []
 """Tensors of reductions that were given up. A peer may still write there, so they are never freed."""
 
@@ -43,7 +40,7 @@ class WorkSync:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._looks = 1 if region.crowded else LOOKS
+        self._checks = region.spin.counter_checks
         self.number = 0
         """Of the newest work that has begun."""
         self._stamp = 0
@@ -71,7 +68,7 @@ class WorkSync:
         region = self.region
         counters, peers = region.counters, region.peers
         region.notify_if_sleeping(peers)
-        while not any(all(counters[peer].arrived >= number for peer in peers) for _ in range(self._looks)):
+        while not any(all(counters[peer].arrived >= number for peer in peers) for _ in range(self._checks)):
             self.check_peers()
             yield Wait.NOTIFY
         region.order()
@@ -87,7 +84,7 @@ class WorkSync:
         for counters in region.others:
             words = counters.words
             while words[DEPARTED] < number:
-                for _ in range(self._looks):
+                for _ in range(self._checks):
                     if words[DEPARTED] >= number:
                         break
                 else:

@@ -15,7 +15,7 @@ WATCHER = f"""
 import sys, time, types
 package = sys.modules["hvlike"] = types.ModuleType("hvlike")
 package.__path__ = [{str(Path(hvlike.__file__).parent)!r}]
-from hvlike.transport.host.launchers import LauncherWatch
+from hvlike.transport.host.parents import LauncherWatch
 watch = LauncherWatch()
 print("watching", watch.is_orphan(), flush=True)
 until = time.monotonic() + 30

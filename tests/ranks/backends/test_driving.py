@@ -103,7 +103,7 @@ def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, re
         pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
     submitted: list[Any] = []
     real, lane.submit = lane.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
-    lane._looks = 1 << 30
+    lane.checks = 1 << 30
     for _ in range(5):
         step(reducer, hvd.size())
     del lane.submit

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from hvlike.backends.shared_memory.region import Region, region_bytes
+from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import Doorbell, Fence
 from hvlike.transport.memory.segment import Segment
 
@@ -17,7 +18,7 @@ def regions(ranks: int, chunk: int = 64 << 10) -> list[Region]:
     segment = Segment.private(region_bytes(ranks, chunk))
     nobody = SimpleNamespace(asleep=[0], notify_if_sleeping=lambda: None)
     bells = [cast("Doorbell", nobody) for _ in range(ranks)]
-    return [Region(segment, rank, ranks, chunk, bells, Fence(), crowded=True) for rank in range(ranks)]
+    return [Region(segment, rank, ranks, chunk, bells, Fence(), spin=SpinPolicy(crowded=True)) for rank in range(ranks)]
 
 
 def play(draw: random.Random, coroutines: list[Any]) -> list[Any]:
