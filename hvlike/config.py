@@ -188,15 +188,9 @@ class Config:
     cuda_plane: str = knob(
         "CUDA_PLANE",
         "auto",
-        one_of("auto", "nccl", "mpi", "ipc", "staged"),
-        "how CUDA tensors travel: nccl, mpi (see CUDA_AWARE_MPI), ipc (memory on the GPU that the ranks of one host "
-        "map), or staged through pinned host memory; auto: nccl where every rank has a GPU of its own and CuPy",
-    )
-    cuda_aware_mpi: bool = knob(
-        "CUDA_AWARE_MPI",
-        False,
-        SWITCH,
-        "1: MPI takes memory of GPUs; tried out at the first CUDA tensor, then used where NCCL cannot serve",
+        one_of("auto", "nccl", "staged"),
+        "how CUDA tensors travel: nccl, or staged through pinned host memory; auto: nccl where every rank has a GPU of "
+        "its own and CuPy",
     )
     nccl_timeout: float = knob(
         "NCCL_TIMEOUT_SECONDS", 600.0, number(0), "how long a collective of NCCL may take until it is given up; 0: ever"

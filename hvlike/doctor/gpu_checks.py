@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvlike.doctor.finding import Finding, Remark, conclude, fail, nccl_version, numbers, of_every_rank, ok, skip, warn
+from hvlike.doctor.finding import Finding, Remark, conclude, fail, nccl_version, numbers, of_every_rank, skip, warn
 from hvlike.doctor.gpu_facts import Gpus
 from hvlike.doctor.job import Case, known
-from hvlike.doctor.probe import Gap
 
 _INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-started/locally)."
 
@@ -100,31 +99,3 @@ def judge_nccl(case: Case) -> Finding:
         advice = "Uninstall the wheel that is not of torch's CUDA."
         remarks.append(warn(f"several wheels of NCCL: {', '.join(state.packages)}", advice))
     return conclude([each for each in found if each], remarks)
-
-
-_CLAIMS = {
-    True: "the MPI library says that it takes memory of a GPU",
-    False: "the MPI library says that it does not take memory of a GPU",
-    None: "the MPI library does not say whether it takes memory of a GPU",
-}
-_PLANE = "mpi"
-
-
-def judge_cuda_mpi(case: Case) -> Finding:
-    """What the running library claims, and what came of it."""
-    if isinstance(case.job.place, Gap):
-        return skip("MPI did not start")
-    claim = _CLAIMS[case.job.place.claims_cuda]
-    if not known(case.me.gpus).devices:
-        return skip(f"no GPU; {claim}")
-    if _is_proven(case):
-        return ok(claim, "proven: it has moved memory of a GPU for the sums below, which are right")
-    return ok(claim, "not proven, and not relied on: tensors of a GPU take another way, docs/gpu.md")
-
-
-def _is_proven(case: Case) -> bool:
-    timings = case.job.timings
-    if timings is None or isinstance(timings, Gap):
-        return False
-    rows = [row for timing in timings.timings if timing.way.plane == _PLANE for row in timing.rows]
-    return bool(rows) and all(row.right for row in rows)

@@ -34,7 +34,6 @@ CHECKS: dict[str, Judge] = {
     "GPU": gpu_checks.judge_gpu,
     "GPU per rank": gpu_checks.judge_gpu_sharing,
     "NCCL": gpu_checks.judge_nccl,
-    "CUDA in MPI": gpu_checks.judge_cuda_mpi,
     "clock": machine_checks.judge_clock,
     "filesystem": machine_checks.judge_filesystems,
     "hvlike": job_checks.judge_start,

@@ -1,19 +1,16 @@
 """What the backends ask of a device: streams, events, waits, pinned memory, copies that go on by themselves.
 
-Everything that decides, orders and waits is written against this interface. `torch_cuda.py` has it for CUDA; the
-tests have one over host memory whose streams do nothing until somebody waits for them.
+Everything that decides, orders and waits is written against this interface. `CudaRuntime` implements it with
+torch.cuda; the tests have one over host memory whose streams do nothing until somebody waits for them.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.multiprocessing
 
 Stream: TypeAlias = Any
 """A queue of a device: what is put there is done in order, some time. Can be a key of a dict."""
@@ -29,7 +26,7 @@ class DeviceRuntime(Protocol):
     """What torch.device.type says of its tensors."""
 
     def home(self, local_rank: int) -> torch.device:
-        """The device of a process that has no tensor on one yet, as the so-manieth of its node."""
+        """The device of a process that has no tensor on one yet, by its local rank."""
 
     def identity(self, device: torch.device) -> str:
         """What no other device of any host is called, and this one in every process."""
@@ -61,15 +58,6 @@ class DeviceRuntime(Protocol):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Bytes of host memory that the device copies to and from by itself."""
 
-    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes on the device that other processes of this host can map."""
-
-    def share(self, tensor: torch.Tensor) -> bytes:
-        """What another process of this host maps a shareable tensor by, as long as this one keeps it."""
-
-    def attach(self, shared: bytes) -> torch.Tensor:
-        """Map what another process has shared. Raises: RuntimeError, OSError where the system does not permit it."""
-
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy between pinned memory and the device into the stream in use."""
 
@@ -77,13 +65,8 @@ class DeviceRuntime(Protocol):
         """`stream` uses the memory of the tensor too: it must not go to others before what is there now is done."""
 
 
-def _cuda() -> DeviceRuntime:
-
-    return CudaRuntime()
-
-
-KINDS: dict[str, Callable[[], DeviceRuntime]] = {"cuda": _cuda}
-"""The kinds of devices whose tensors have planes of their own; all others travel as copies in host memory."""
+KINDS: dict[str, Callable[[], DeviceRuntime]] = {"cuda": lambda: CudaRuntime()}
+"""The kinds of devices whose tensors have backends of their own; all others travel as copies in host memory."""
 
 _made: dict[str, DeviceRuntime] = {}
 
@@ -99,7 +82,7 @@ def runtime_of(kind: str) -> DeviceRuntime | None:
 
 
 def kind_of(device: torch.device) -> str:
-    """The kind of a device whose tensors have planes of their own; empty for all others."""
+    """The kind of a device whose tensors have backends of their own; empty for all others."""
     return device.type if device.type in KINDS else ""
 
 
@@ -171,20 +154,6 @@ class CudaRuntime:
         """See DeviceRuntime."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """See DeviceRuntime."""
-        with torch.inference_mode(False):
-            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-    def share(self, tensor: torch.Tensor) -> bytes:
-        """See DeviceRuntime; as torch sends tensors between processes."""
-        return bytes(ForkingPickler.dumps(tensor))
-
-    def attach(self, shared: bytes) -> torch.Tensor:
-        """See DeviceRuntime."""
-        tensor: torch.Tensor = pickle.loads(shared)
-        return tensor
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See DeviceRuntime."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvlike.transport.host import mpi_library, topology
-from hvlike.transport.host.mpi_library import claims_cuda
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,8 +44,6 @@ class RankReport:
     """MPI's name of it, as THREAD_MULTIPLE."""
     library: str
     """What the running MPI library calls itself."""
-    claims_cuda: bool | None
-    """Whether the library claims to take memory of a GPU; None: it makes no claim."""
 
 
 class LaunchProbe:
@@ -63,7 +60,7 @@ class LaunchProbe:
         names = {getattr(self._mpi, name): name for name in _LEVELS}
         library = self._mpi.Get_library_version().strip("\0 \n").splitlines()[0]
         host = self._mpi.Get_processor_name()
-        self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library, claims_cuda())
+        self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library)
         self._comm: MPI.Intracomm | None = None
         if self.place.size == 1:
             mpi_library.unlink_start_up_segments(alone=True)

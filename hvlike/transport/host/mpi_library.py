@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -104,22 +103,6 @@ def warn_if_shm_full(folder: str = SHM_FOLDER) -> None:
             free >> 10,
             size >> 10,
         )
-
-
-PROCESS_MAPS = Path("/proc/self/maps")
-
-
-def claims_cuda(maps: Path = PROCESS_MAPS) -> bool | None:
-    """Whether the loaded MPI library claims to take memory of a GPU; None where it does not say. Local.
-
-    Open MPI and MPICH have a function for that. It is a claim, not a proof.
-    """
-    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libmpi." in line}
-    for path in paths:
-        question = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        if question is not None:
-            return bool(question())
-    return None
 
 
 INSTALL_HINT = (

@@ -113,7 +113,6 @@ class LateDevice:
         self.streams: list[LateStream] = []
         self.kept: list[tuple[torch.Tensor, Any]] = []
         self.pinned_bytes = 0
-        self.numbers: dict[int, int] = {}
         self.waits_of_the_host = 0
         self._mine = threading.local()
 
@@ -168,24 +167,6 @@ class LateDevice:
         # What is read before it was written shall look like nothing.
         with _disable_current_modes(), torch.inference_mode(False):
             return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
-
-    def shareable(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        # Memory that has no name, but a number by which others of this host open it.
-        number = os.memfd_create("late")
-        os.truncate(number, nbytes)
-        shared = self._map(os.getpid(), number, nbytes)
-        self.numbers[shared.data_ptr()] = number
-        return shared
-
-    def share(self, tensor: torch.Tensor) -> bytes:
-        return f"{os.getpid()} {self.numbers[tensor.data_ptr()]} {len(tensor)}".encode()
-
-    def attach(self, shared: bytes) -> torch.Tensor:
-        return self._map(*map(int, shared.decode().split()))
-
-    def _map(self, process: int, number: int, nbytes: int) -> torch.Tensor:
-        with _disable_current_modes(), torch.inference_mode(False):
-            return torch.from_file(f"/proc/{process}/fd/{number}", shared=True, size=nbytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert self.current_stream(self.home()) is not None, "a copy without a stream would make the host wait"

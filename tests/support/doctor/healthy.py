@@ -61,7 +61,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
 
 def place(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
     """Of a rank on alpha."""
-    return RankReport(number, size, "alpha", level, LIBRARY.text, claims_cuda=False)
+    return RankReport(number, size, "alpha", level, LIBRARY.text)
 
 
 def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:

@@ -286,8 +286,6 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("GPU", case()),
     ("GPU per rank", case()),
     ("NCCL", case()),
-    ("CUDA in MPI", case()),
-    ("CUDA in MPI", came(place=LATE)),
     ("hvlike", came(running=None)),
     ("hvlike", singletons(**SRUN)),
     ("allreduce", came(timings=None)),
@@ -301,7 +299,6 @@ RIGHT_TOO: list[tuple[str, Case]] = [
     ("GPU", gpus()),
     ("GPU per rank", gpus()),
     ("NCCL", gpus()),
-    ("CUDA in MPI", gpus()),
     ("hosts", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("clock", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("cores", both(processor=processor(0, 1, 2, 3, quota=4.0))),
@@ -339,17 +336,6 @@ def test_nothing_is_said_where_there_is_nothing_to_judge(rung: str, given: Case)
     assert found
 
 
-@pytest.mark.parametrize(
-    ("plane", "right", "proven"), [("mpi", True, True), ("mpi", False, False), ("staged", True, False)]
-)
-def test_mpi_has_proved_itself_on_a_gpu_only_by_right_sums(plane: str, right: bool, proven: bool) -> None:
-    own = rank(gpus=GPUS, software=GPU_SOFTWARE, nccl=NCCL)
-    came_out = Timings((Timing(Way(plane, (0, 1)), rows(right=right)),), 4e-3)
-    _, found, _ = ask("CUDA in MPI", case(own, own, job=replace(job(own, own), timings=came_out)))
-    assert ("\nproven" in found) == proven
-    assert ("not proven" in found) != proven
-
-
 def test_a_healthy_job_has_no_complaint() -> None:
     answers = runner.run_checks(case())
     assert {each.finding.verdict for each in answers} == {Verdict.OK, Verdict.SKIP}
@@ -357,8 +343,7 @@ def test_a_healthy_job_has_no_complaint() -> None:
 
 
 def test_every_rung_has_a_wrong_case() -> None:
-    # CUDA in MPI is what the library says of itself; hvlike does not rely on it.
-    assert {rung for rung, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
+    assert {rung for rung, *_ in WRONG} == set(runner.CHECKS)
 
 
 BLOCKED: list[tuple[str, Callable[[], Case]]] = [

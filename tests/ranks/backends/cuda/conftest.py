@@ -18,7 +18,6 @@ from support.backends.late_device import LateDevice
 from hvlike.backends.cuda import runtime
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.session.context import current
-from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Wait
 from hvlike.transport.loop.loop import Loop
 
@@ -71,7 +70,7 @@ class Late(SimpleNamespace):
     plane: str
 
 
-@pytest.fixture(params=["staged", "nccl", "mpi", "ipc"], scope="module")
+@pytest.fixture(params=["staged", "nccl"], scope="module")
 def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     """Every tensor of the host counts as one of a LateDevice."""
     from mpi4py import MPI
@@ -104,10 +103,8 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
         patch.setattr(set_state, "express", None)
         patch.delitem(inline_allreduces, 0, raising=False)
         patch.setattr(executor, "_opening", None)
-        knobs = dataclasses.replace(site.knobs, cuda_plane=request.param, cuda_aware_mpi=True)
+        knobs = dataclasses.replace(site.knobs, cuda_plane=request.param)
         patch.setattr(site, "knobs", knobs)
-        # Memory of this device is taken by any MPI, whatever that says.
-        patch.setattr(mpi_library, "claims_cuda", lambda: None)
         patch.setattr(site, "_devices", None)
         hvd.barrier()
         yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
