@@ -1,5 +1,7 @@
-"""Remote procedure calls between the ranks of a job: torch.distributed.rpc's names, over MPI."""
+"""Remote procedure calls between the ranks of a job, with the names of torch.distributed.rpc, over MPI."""
 
+# Autograd is above RPC and adds to its messages; a worker needs it as soon as another worker uses it.
+import hvlike.autograd  # noqa: F401
 from hvlike.rpc import api, constants, functions
 from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
@@ -18,13 +20,19 @@ from hvlike.rpc.api import (
 from hvlike.rpc.lifecycle import init_rpc, shutdown
 from hvlike.rpc.optimizer import DistributedOptimizer
 from hvlike.rpc.remote_module import RemoteModule
-from hvlike.rpc.rrefs import LiveRRef, remote
-from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.rrefs.rref import RRef, remote
+from hvlike.rpc.rrefs.session import LiveRRef
 from hvlike.rpc.wire.message import WorkerInfo
 
 
 def is_available() -> bool:
-    """True: where hvlike runs, so does RPC. Source: torch.distributed.rpc.is_available."""
+    """Return True: where hvlike runs, so does RPC.
+
+    Returns:
+        True.
+
+    Source: torch.distributed.rpc.is_available.
+    """
     return True
 
 

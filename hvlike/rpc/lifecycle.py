@@ -12,14 +12,14 @@ from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
 from hvlike.errors import HorovodInternalError, RpcError, UsageError
-from hvlike.rpc import rrefs
-from hvlike.rpc.agent import agent as agents
-from hvlike.rpc.agent import calls
-from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
+from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
 from hvlike.rpc.agent.routing import SessionRouter
 from hvlike.rpc.agent.shutdown import status_report, worker_status
-from hvlike.rpc.wire import autograd_hooks
+from hvlike.rpc.rrefs.owner import begin_rrefs
+from hvlike.rpc.rrefs.session import checks_leaks, current_session, live_rrefs, set_session
+from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
 from hvlike.rpc.wire.message import WorkerInfo
 from hvlike.transport.fabric import Fabric
@@ -35,11 +35,11 @@ class _Sessions:
     """What outlives a session."""
 
     fabric: Fabric | None = None
-    switchboard: SessionRouter
+    router: SessionRouter
     number = 0
-    """Of the last session; the same on all workers."""
+    """Number of the last session; the same on all workers."""
     running: Context
-    """hvlike's, in which the last session has begun; it is not the current one any more when hvlike ends."""
+    """hvlike's context in which the last session began; it is not the current one any more while hvlike ends."""
 
 
 def init_rpc(
@@ -52,19 +52,32 @@ def init_rpc(
     rpc_timeout: float | None = None,
     num_worker_threads: int | None = None,
 ) -> None:
-    """Begin a session of RPC among all ranks; starts hvlike where it does not run yet.
+    """Begin an RPC session among all ranks. Starts hvlike if it does not run yet.
 
-    name: of this worker, unlike all others. backend: torch's, not needed. rank, world_size: need not be given; if they
-    are, they must be MPI's. rpc_timeout, num_worker_threads: instead of those of rpc_backend_options.
     Collective: every rank calls it. Blocks until every worker can be called.
-    Raises: RuntimeError "... is already initialized" in a session; RuntimeError "... is not unique" on every rank when
-        two have the same name; UsageError (a ValueError) for wrong arguments, on every rank when one has them.
+
+    Args:
+        name: Name of this worker, different from all others.
+        backend: torch's BackendType, or None. Messages go over MPI in any case.
+        rank: Not needed; if given, it must be MPI's rank.
+        world_size: Not needed; if given, it must be MPI's number of ranks.
+        rpc_backend_options: The options; default: RpcBackendOptions().
+        rpc_timeout: Seconds until a call without a timeout of its own fails, in place of the option; 0: never.
+        num_worker_threads: How many functions run for callers at a time, in place of the option.
+
+    Raises:
+        RuntimeError: "... is already initialized" in a session; "... is not unique" on every rank if two workers have
+            the same name.
+        UsageError: (a ValueError) For wrong arguments; on every rank if one rank has them.
+
+    Example:
+        rpc.init_rpc(f"worker{hvd.rank()}")
+
     Source: torch.distributed.rpc.init_rpc.
     """
     mpi_library.check_not_forked()
-    if agents.is_running():
+    if is_running():
         raise RpcError(f"RPC is already initialized: worker {current_agent().me.name} runs. Call shutdown() first.")
-    autograd_hooks.let_autograd_in()
     options, wrong = _settle(name, backend, rpc_backend_options, num_worker_threads, rpc_timeout)
     context.start_context(None, [])
     running = context.current()
@@ -73,16 +86,16 @@ def init_rpc(
     _check_answers(answers, running.world.rank)
     _Sessions.number = max(number for _, _, number, _ in answers) + 1
     if _Sessions.fabric is not running.fabric:
-        _Sessions.fabric, _Sessions.switchboard = running.fabric, SessionRouter(running.fabric)
+        _Sessions.fabric, _Sessions.router = running.fabric, SessionRouter(running.fabric)
     workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
     devices = DeviceMaps(
         running.world.rank, [each.name for each in workers], [each[3] for each in answers], options.devices
     )
-    agent = Agent(running.fabric, _Sessions.switchboard, _Sessions.number, workers, options, devices)
-    calls.serve_calls(agent)
-    rrefs.install(agent)
-    autograd_hooks.autograd_hooks().begin(agent)
-    agents.set_agent(agent)
+    agent = Agent(running.fabric, _Sessions.router, _Sessions.number, workers, options, devices)
+    serve_calls(agent)
+    begin_rrefs(agent)
+    autograd_hooks().begin(agent)
+    set_agent(agent)
     _Sessions.running = running
     running.before_close.append(_end_with_hvlike)
     running.when_lost.append(partial(_lose, agent))
@@ -90,14 +103,18 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """End the session of RPC on this worker; init_rpc may follow.
+    """End the RPC session on this worker. init_rpc may follow.
 
-    graceful: wait until all workers have called it and all work is done, that of others and work which it causes too;
-        meanwhile this worker serves. Then its RRefs of values on other workers end, even where Python still holds them.
-        False: end here and now; calls of others to this worker fail.
-    timeout: seconds to wait; 0: as long as it takes. What is missing is reported in the log every minute.
-    Raises: RuntimeError outside of a session; RuntimeError that says who still does what when the time is over (the
-        session has then ended on this worker).
+    Args:
+        graceful: True: block until all workers have called it and all work is done, including the work of others and
+            work that it causes; this worker serves meanwhile. Then its RRefs of values on other workers end, even if
+            Python still holds them. False: end at once; calls of others to this worker fail.
+        timeout: Seconds to wait; 0: no limit. The log says every minute what is missing.
+
+    Raises:
+        RuntimeError: Outside of a session. When the time is over: says which worker still does what; the session has
+            ended on this worker then.
+
     Source: torch.distributed.rpc.shutdown.
     """
     agent = current_agent()
@@ -106,12 +123,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     if not graceful:
         _end(agent, tell=True)
         return
-    agent.parting.begun = True
+    agent.shutdown.begun = True
     try:
         _wait_until_quiet(agent, "work", deadline)
-        rrefs.release_all()
+        current_session().release_all()
         _wait_until_quiet(agent, "references", deadline)
-        leaked = rrefs.leaked() if rrefs.checks_leaks() else []
+        leaked = [str(each) for each in live_rrefs()] if checks_leaks() else []
     except BaseException:
         _end(agent, tell=True)
         raise
@@ -126,7 +143,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def _settle(
     name: str, backend: Any, options: Any, threads: int | None, timeout: float | None
 ) -> tuple[RpcBackendOptions, str]:
-    """The options, or what is wrong on this rank: all ranks are told of it, so that none waits for this one."""
+    """Return the options, or what is wrong on this rank: all ranks learn it, so that none waits for this one."""
     try:
         if not isinstance(name, str) or not name:
             raise UsageError(f"init_rpc: name must be a str that is not empty, got {name!r}.")
@@ -162,8 +179,8 @@ def _check_answers(answers: list[tuple[str, str, int, DeviceOffer]], rank: int) 
 
 def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
     ended = threading.Event()
-    # The background threads drive: what comes in meanwhile is for them to run.
-    agent.parting.begin(phase, ended.set)
+    # The pool threads drive the loop meanwhile: requests that come in are for them to run.
+    agent.shutdown.begin(phase, ended.set)
     while True:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         slice_ = _REPORT_SECONDS if remaining is None else min(remaining, _REPORT_SECONDS)
@@ -181,26 +198,28 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
 
 
 def _who_is_missing(agent: Agent) -> str:
-    agent.parting.ask()
-    # Who leaves meanwhile does not answer.
-    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.parting.states}, _ANSWER_SECONDS)
+    agent.shutdown.ask()
+    # A worker that leaves meanwhile does not answer.
+    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.shutdown.statuses}, _ANSWER_SECONDS)
     names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
-    return status_report(names, {**agent.parting.states, agent.rank: worker_status(agent)})
+    return status_report(names, {**agent.shutdown.statuses, agent.rank: worker_status(agent)})
 
 
 def _end(agent: Agent, *, tell: bool) -> None:
-    """Nothing of the session is left on this worker after this."""
+    """End the session on this worker, completely."""
     running = _Sessions.running
     running.before_close.remove(_end_with_hvlike)
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
-    rrefs.uninstall()
-    autograd_hooks.autograd_hooks().end()
-    agents.set_agent(None)
+    session = current_session()
+    set_session(None)
+    session.end()
+    autograd_hooks().end()
+    set_agent(None)
 
 
 def _end_with_hvlike() -> None:
-    """hvlike is shut down, or the program ends, in the middle of a session."""
+    """hvlike is shut down, or the program ends, during a session."""
     _end(current_agent(), tell=True)
 
 

@@ -13,26 +13,40 @@ from torch import Tensor
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.rpc.agent.calls import rpc_async
 from hvlike.rpc.rrefs.rref import RRef
-from hvlike.rpc.wire import autograd_hooks
+from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.message import WorkerInfo
 
 _stepping = threading.Lock()
-"""Held by the one optimizer that steps on this worker: `.grad` of a parameter belongs to it meanwhile."""
+"""Held by the one optimizer that steps on this worker, because it uses the `.grad` of its parameters."""
 
 
 class DistributedOptimizer:
     """An optimizer of parameters that live on several workers: one local optimizer on each owner.
 
-    optimizer_class: of torch.optim's form, called on every owner as optimizer_class(parameters, *args, **kwargs) with
-        the parameters that this owner has, in the order of their RRefs; it travels by its name.
-    params_rref: RRefs of parameters (leaf tensors), of this worker or of others, any number for each.
-    Any worker; blocks until every owner has its optimizer. Several may be made for the same parameters, on different
-    workers too; each has its own state. Attribute: remote_optimizers, an RRef for each owner.
-    Raises: UsageError for what is no RRef; the errors of the constructor, after all owners have answered.
+    Any worker can make one; blocks until every owner has its optimizer. Several may be made for the same parameters, on
+    different workers too; each has its own state.
+
+    Args:
+        optimizer_class: A class of torch.optim's form; travels by its name. Every owner calls
+            optimizer_class(parameters, *args, **kwargs) with its own parameters, in the order of their RRefs.
+        params_rref: RRefs of parameters (leaf tensors) of any workers, any number for each.
+        *args: Further positional arguments of optimizer_class.
+        **kwargs: Keyword arguments of optimizer_class.
+
+    Raises:
+        UsageError: For anything but an RRef.
+        Exception: The errors of the constructor, after all owners have answered.
+
+    Example:
+        with hvlike.autograd.context() as context_id:
+            hvlike.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
     Source: torch.distributed.optim.DistributedOptimizer.
     """
 
     remote_optimizers: list[RRef[LocalOptimizer]]
+    """One for each owner."""
 
     def __init__(
         self,
@@ -46,23 +60,28 @@ class DistributedOptimizer:
         self.remote_optimizers = _ask_all("could not make its optimizer", _create, calls)
 
     def step(self, context_id: int) -> None:
-        """Step every parameter once with its gradient in the context; one without a gradient there does not move.
+        """Step every parameter once with its gradient in the context; one without a gradient there does not change.
 
-        context_id: of a context that this worker knows, after its backward. Any worker; blocks until all owners are
-        done: who reads a parameter then reads the new one. Steps of different callers take turns on each owner; nothing
-        keeps them from stepping between another one's forward and backward. `.grad` is what it was before.
-        Raises: RuntimeError for an unknown context; the errors of the optimizers, after all owners have answered: the
-            others have taken their step then.
+        Any worker can call it; blocks until all owners have stepped. Steps of different callers take turns on each
+        owner; a step may come between the forward and the backward of another caller. `.grad` stays as it was.
+
+        Args:
+            context_id: Id of a context that this worker knows, after its backward.
+
+        Raises:
+            RuntimeError: For an unknown context.
+            TypeError: For an id that is no int.
+            Exception: The errors of the optimizers, after all owners have answered; the other owners have stepped then.
         """
         if not isinstance(context_id, int) or isinstance(context_id, bool):
             raise WrongTypeError(
                 f"step(): incompatible function arguments: context_id must be an int, got {context_id!r}; pass what "
                 "`with hvlike.autograd.context() as context_id` gives."
             )
-        autograd_hooks.autograd_hooks().gradients(context_id)
+        autograd_hooks().gradients(context_id)
         calls = [(rref.owner(), (rref, context_id)) for rref in self.remote_optimizers]
-        # An owner that the forward pass has not reached learns of the context by this call.
-        with autograd_hooks.in_context(context_id):
+        # An owner that the forward pass has not reached learns of the context through this call.
+        with in_context(context_id):
             _ask_all("could not step", _step, calls)
 
 
@@ -74,8 +93,8 @@ class LocalOptimizer:
         self.parameters = parameters
 
     def step(self, context_id: int) -> None:
-        """Step with the gradients of a context; `.grad` has them for that long."""
-        gradients = autograd_hooks.autograd_hooks().gradients(context_id)
+        """Step with the gradients of a context, which are in `.grad` meanwhile."""
+        gradients = autograd_hooks().gradients(context_id)
         with _stepping:
             before = [parameter.grad for parameter in self.parameters]
             try:
@@ -88,7 +107,7 @@ class LocalOptimizer:
 
 
 def _group_by_owner(params_rref: Iterable[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
-    """Owners in the order in which they come first."""
+    """Return the RRefs of each owner, owners in order of appearance."""
     owners: dict[WorkerInfo, list[RRef[Any]]] = {}
     for place, rref in enumerate(params_rref):
         if not isinstance(rref, RRef):
@@ -103,7 +122,7 @@ def _group_by_owner(params_rref: Iterable[RRef[Any]]) -> dict[WorkerInfo, list[R
 
 
 def _ask_all(failed: str, function: Callable[..., Any], calls: list[tuple[WorkerInfo, tuple[Any, ...]]]) -> list[Any]:
-    """Call the function on all owners. Raises: their errors as one, when all have answered; failed: what went wrong."""
+    """Call the function on all owners. Raises: their errors as one, when all have answered."""
     futures = [_attempt(partial(rpc_async, owner, function, args)) for owner, args in calls]
     answers = [_attempt(future.wait) if error is None else (None, error) for future, error in futures]
     errors = {owner: error for (owner, _), (_, error) in zip(calls, answers, strict=True) if error is not None}
@@ -112,12 +131,12 @@ def _ask_all(failed: str, function: Callable[..., Any], calls: list[tuple[Worker
     try:
         raise _as_one(failed, errors, len(calls))
     finally:
-        # What is raised holds this frame, which must not hold it in turn: the RRefs in it would stay.
+        # The error holds this frame, which must not hold the error: the RRefs in it would stay alive.
         del answers, errors
 
 
 def _as_one(failed: str, errors: dict[WorkerInfo, Exception], owners: int) -> Exception:
-    """The error of all errors; of their class where it is one that says who is wrong."""
+    """Return one error for all; a ValueError or TypeError if all are."""
     if len(errors) == 1:
         return next(iter(errors.values()))
     kinds = {type(error) for error in errors.values()}
@@ -127,7 +146,7 @@ def _as_one(failed: str, errors: dict[WorkerInfo, Exception], owners: int) -> Ex
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result of the work, or what it raises."""
+    """Return the result of the work, or the error that it raises."""
     try:
         return work(), None
     except Exception as error:

@@ -11,25 +11,23 @@ from torch import nn
 from hvlike.errors import RpcError, UsageError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
-from hvlike.rpc.rrefs import remote
-from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.rrefs.rref import RRef, remote
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry
 
 FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 
 
 class Placement(NamedTuple):
-    """A worker, by name or by rank, and a device of it."""
+    """A worker, by name or rank, and one of its devices."""
 
     on: str | int
     device: str
 
 
 def parse_placement(text: str) -> Placement:
-    """Read a placement.
+    """Parse a remote device; the worker may not exist.
 
-    Returns the worker as a name or an int rank, unchecked against the workers that exist, and its device.
-    Raises: UsageError for any other form, for a device without a worker, and for a device that is no CPU and no GPU.
+    Raises: UsageError for any other form, for a device without a worker, and for a device that is no CPU or GPU.
     Source: the forms that torch.distributed.nn.RemoteModule takes.
     """
     if not isinstance(text, str):
@@ -48,7 +46,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def is_device(text: str) -> bool:
-    """Whether torch knows a device of this name."""
+    """True if torch knows a device of this name."""
     try:
         torch.device(text)
     except RuntimeError:
@@ -56,7 +54,7 @@ def is_device(text: str) -> bool:
     return True
 
 
-# What torch refuses too: a remote module's parts are not here, and hooks set here would not run there.
+# torch refuses these too: the parts of a remote module are not here, and hooks set here would not run there.
 REFUSED = (
     "add_module",
     "apply",
@@ -94,21 +92,35 @@ ADVICE = {"parameters": " Please use ``remote_parameters`` instead."}
 
 
 class RemoteModule(nn.Module):
-    """A module that one worker owns and any worker can call; it travels through RPC as a reference.
+    """A module that one worker owns and any worker can call. It travels through RPC as a reference.
 
-    remote_device: "worker1", "worker1/cpu", "worker1/cuda:0", or "rank:1" in the place of "worker1".
-    module_cls: a class of modules, or any function that returns one; called there with args and kwargs.
-    Returns at once: an error of the constructor is raised by the first call that uses the module.
-    On a GPU the module is moved there, and so are the tensors in the arguments of a call; those in its result travel
-    from there where the caller has a device map to that worker, else from the CPU.
-    Any worker, after init_rpc. Attributes: on (name or rank), device, module_rref.
-    Raises: UsageError (form or device), RuntimeError (no such worker, or RPC is not running).
+    Any worker can make one during an RPC session; does not block. An error of the constructor is raised by the first
+    call that uses the module. On a GPU, the module and the tensors in the arguments of a call are moved there; tensors
+    in a result travel from the GPU if the caller has a device map to that worker, otherwise from the CPU.
+
+    Args:
+        remote_device: "worker1", "worker1/cpu", "worker1/cuda:0", or "rank:1" in the place of "worker1".
+        module_cls: A subclass of Module, or a function that returns a module; called on the worker.
+        args: Positional arguments of module_cls.
+        kwargs: Keyword arguments of module_cls.
+
+    Raises:
+        UsageError: For another form of remote_device, or a device that is no CPU or GPU.
+        RuntimeError: For an unknown worker, and outside of a session.
+
+    Example:
+        layer = rpc.RemoteModule("worker1/cpu", nn.Linear, args=(20, 30))
+        out = layer(torch.randn(8, 20))
+
     Source: torch.distributed.nn.RemoteModule.
     """
 
     on: str | int
+    """The owner's name or rank."""
     device: str
+    """The module's device on the owner."""
     module_rref: RRef[nn.Module]
+    """The RRef of the module."""
 
     def __init__(
         self,
@@ -123,10 +135,17 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """Another RemoteModule around a module that exists already.
+        """Return a RemoteModule of a module that exists already.
 
-        remote_device: as for the constructor; must name the owner of the RRef.
-        Raises: UsageError (form, device, or a worker that is not the owner).
+        Args:
+            remote_device: As for the constructor; must name the owner of the RRef.
+            module_rref: The RRef of the module.
+
+        Returns:
+            The RemoteModule.
+
+        Raises:
+            UsageError: For another form or device, and for a worker that is not the owner.
         """
         on, device = parse_placement(remote_device)
         named, owner = current_agent().worker(on), module_rref.owner()
@@ -135,48 +154,96 @@ class RemoteModule(nn.Module):
         return _assemble(on, device, module_rref)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module where it lives, with copies of the arguments. Blocks; returns a copy of the result.
+        """Call the module on its owner. Blocks. Hooks of the module run there.
 
-        Hooks of the module run there. Raises what rpc_sync raises.
+        Args:
+            *args: Positional arguments; copies of them travel.
+            **kwargs: Keyword arguments, likewise.
+
+        Returns:
+            A copy of the result.
+
+        Raises:
+            Exception: What rpc_sync raises.
         """
-        return rpc_sync(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._way()))
+        return rpc_sync(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._devices()))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """As forward(), but returns at once, with a future of the result."""
-        return rpc_async(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._way()))
+        """Call the module on its owner. Does not block.
 
-    def _way(self) -> tuple[str, bool]:
-        """The module's device, and whether its results have to travel from the CPU."""
+        Args:
+            *args: Positional arguments; copies of them travel.
+            **kwargs: Keyword arguments, likewise.
+
+        Returns:
+            A future of a copy of the result.
+
+        Raises:
+            Exception: What rpc_async raises.
+        """
+        return rpc_async(self.module_rref.owner(), _call, args=(self.module_rref, args, kwargs, *self._devices()))
+
+    def _devices(self) -> tuple[str, bool]:
+        """Return the module's device, and whether its results must travel from the CPU."""
         device = torch.device(self.device)
-        targets = current_agent().devices.of_requests(self.module_rref.owner().id).values()
+        targets = current_agent().devices.requests.get(self.module_rref.owner().id, {}).values()
         return self.device, device.type != "cpu" and all((each.type, each.index) != _place(device) for each in targets)
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The RRef of the module; its to_here() copies the module, its local_value() on the owner is the module."""
+        """Return the RRef of the module: to_here() copies the module, local_value() on the owner is the module.
+
+        Returns:
+            The RRef.
+        """
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """RRefs of the module's parameters, in the order of Module.parameters(recurse). Blocks."""
+        """Return RRefs of the module's parameters. Blocks.
+
+        Args:
+            recurse: As for Module.parameters: also the parameters of submodules.
+
+        Returns:
+            The RRefs, in the order of Module.parameters.
+        """
         found: list[RRef[nn.Parameter]] = rpc_sync(
             self.module_rref.owner(), _parameters, args=(self.module_rref, recurse)
         )
         return found
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the training mode of the module where it lives. Blocks; returns self."""
+        """Set the training mode of the module on its owner. Blocks.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            self.
+        """
         rpc_sync(self.module_rref.owner(), _train, args=(self.module_rref, mode))
         self.training = mode
         return self
 
     def eval(self) -> RemoteModule:
-        """Set the module to evaluation where it lives. Blocks; returns self."""
+        """Set the module on its owner to evaluation. Blocks.
+
+        Returns:
+            self.
+        """
         return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
-        """Convert the module's floating-point parameters and buffers where it lives. Blocks; returns self.
+        """Convert the module's floating-point parameters and buffers on its owner. Blocks.
 
-        Takes a floating-point or complex dtype, as Module.to does, and the device "cpu".
-        Raises: UsageError for everything else that Module.to takes.
+        Args:
+            *args: A floating-point or complex dtype, or the device "cpu", as for Module.to.
+            **kwargs: Likewise.
+
+        Returns:
+            self.
+
+        Raises:
+            UsageError: For everything else that Module.to takes.
         """
         for value in (*args, *kwargs.values()):
             is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
@@ -199,7 +266,7 @@ class RemoteModule(nn.Module):
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
-    """A method that only says that it is not there."""
+    """Return a method that raises: it is not supported."""
 
     def refused(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(f"Method ``{name}`` not supported for RemoteModule.{ADVICE.get(name, '')}")
@@ -213,7 +280,7 @@ for _name in REFUSED:
 
 
 def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-    """A RemoteModule without a new module; also the receiving end of one that travels."""
+    """Return a RemoteModule of a module that exists; also for one that has travelled."""
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
     module.on, module.device, module.module_rref = on, device, module_rref
@@ -221,7 +288,7 @@ def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> Remot
 
 
 def _reduce(module: RemoteModule, outgoing: Outgoing) -> tuple[str | int, str, RRef[nn.Module]]:
-    """What travels of a RemoteModule: attributes set from outside stay behind."""
+    """Return what travels of a RemoteModule; attributes that the program has set on it do not."""
     return module.on, module.device, module.module_rref
 
 
@@ -258,7 +325,7 @@ def _call(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _moved(value: Any, device: str) -> Any:
-    """The same value with all tensors in nested tuples, lists and dicts on `device`."""
+    """Return the value with all tensors in nested tuples, lists and dicts on `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

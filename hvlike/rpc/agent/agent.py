@@ -1,30 +1,31 @@
-"""Agent: one RPC session on one worker. Sends requests, has the requests of others served, and counts every message."""
+"""Agent: one RPC session on one worker. Sends requests, lets the requests of others be served, counts every message."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from hvlike.errors import RpcError, UsageError, WorkerLostError
 from hvlike.rpc.agent.options import RpcBackendOptions
-from hvlike.rpc.agent.routing import ANSWER, FAILURE, NOTICE, REQUEST, STATUS_QUERY, PendingCalls, SessionRouter
+from hvlike.rpc.agent.routing import ANSWER, FAILURE, NOTICE, REQUEST, STATUS_QUERY, Call, PendingCalls, SessionRouter
 from hvlike.rpc.agent.shutdown import SessionShutdown
-from hvlike.rpc.wire import autograd_hooks
-from hvlike.rpc.wire.autograd_hooks import in_context
+from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.devices import DeviceMaps
-from hvlike.rpc.wire.message import Call, Description, Packed, Request, WorkerInfo, describe_error
+from hvlike.rpc.wire.message import Description, Packed, Request, WorkerInfo, describe_error
 from hvlike.rpc.wire.single_tensor import as_buffer
 from hvlike.transport.fabric import Fabric
 
 Handler = Callable[[Request], None]
-Hearer = Callable[[int, tuple[Any, ...]], None]
-Taker = Callable[[int, tuple[Any, ...], list[torch.Tensor]], None]
+NoticeHandler = Callable[[int, tuple[Any, ...], list[torch.Tensor]], None]
+
+_autograd: Any = torch.autograd
 
 
 class Agent:
@@ -33,13 +34,13 @@ class Agent:
     def __init__(
         self,
         fabric: Fabric,
-        switchboard: SessionRouter,
+        router: SessionRouter,
         session: int,
         workers: tuple[WorkerInfo, ...],
         options: RpcBackendOptions,
         devices: DeviceMaps,
     ) -> None:
-        """workers: by rank. Local; `begin` opens it for the messages of the others."""
+        """Make the agent; `begin` lets it receive. `workers` are by rank."""
         self.rank = fabric.world.rank
         self.size = len(workers)
         self.workers = workers
@@ -48,13 +49,13 @@ class Agent:
         self.devices = devices
         self.session = session
         self.timeout = options.rpc_timeout
-        """Seconds that a call may take which does not say itself."""
+        """Seconds for a call without a timeout of its own; 0: none."""
         self.fabric = fabric
         self._loop = fabric.loop
-        self._switchboard = switchboard
+        self._router = router
         self._by_name = {worker.name: worker for worker in workers}
         self._handlers: dict[int, tuple[Handler, bool]] = {}
-        self._takers: dict[int, Taker] = {}
+        self._notice_handlers: dict[int, NoticeHandler] = {}
         self._outbox: deque[tuple[int, int, tuple[Any, ...], list[torch.Tensor]]] = deque()
         self._lost: dict[int, str] = {}
         self._ended: str | None = None
@@ -64,43 +65,46 @@ class Agent:
         self.open: dict[tuple[int, int], Request] = {}
         """Requests that have come and are not answered, by caller and number."""
         self.sent = [0] * self.size
-        """Messages that have left for each worker."""
+        """How many messages were sent to each worker."""
         self.received = [0] * self.size
-        """Messages that have come from each worker."""
-        self.parting = SessionShutdown(self, switchboard)
+        """How many messages have come from each worker."""
+        self.shutdown = SessionShutdown(self, router)
+        self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
+        """Calls `then` when the owners of all RRefs of a message know of them. Set by the RRefs."""
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
-        """Given the answer to a call that has ended without it: its kind, who sent it, what. In a thread of its own."""
+        """Gets kind, sender and reply of a call that has ended without it, in a pool thread. Set by the RRefs."""
         self.when_lost: list[Callable[[int, Exception], None]] = []
-        """Told of every worker that is gone, and how. In the loop."""
+        """Called for every worker that is gone, with the reason. In the loop."""
 
-    # -- the session --------------------------------------------------------------------------
+    # -- the session --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take messages from now on, those that came early at once."""
+        """Receive messages from now on, those that came early at once."""
         self._loop.thread_pool.allow(self.options.num_worker_threads)
         self._loop.watch_clock(self._expire)
-        self._switchboard.begin(self.session, self._receive)
+        self._router.begin(self.session, self._receive)
 
     def end(self, why: str, *, tell: bool) -> None:
-        """Take no more; calls in flight and to come fail with RuntimeError `why`.
+        """Stop receiving; calls in flight and later calls fail with RuntimeError `why`.
 
-        tell: the others may still need this worker and are told that it is gone.
+        Args:
+            tell: Tell the others, which may still need this worker, that it is gone.
         """
 
         def leave() -> None:
             self._ended = why
             if tell:
-                self.parting.depart()
+                self.shutdown.leave()
 
         self._loop.perform(leave)
-        self._switchboard.end()
+        self._router.end()
         self._loop.thread_pool.allow(0)
         for call in self.pending.take_all():
             self._finish(call, RpcError(why))
 
     @property
     def lost(self) -> dict[int, str]:
-        """The workers that are known to be gone, and how."""
+        """The workers that are known to be gone, with the reason."""
         return self._lost
 
     @property
@@ -110,13 +114,18 @@ class Agent:
 
     @property
     def is_idle(self) -> bool:
-        """True when nothing is in flight from here and nothing is being served here."""
+        """True if this worker waits for nothing and serves nothing."""
         return not (self.open or self._works or self._outbox or len(self.pending))
 
-    def worker(self, to: object) -> WorkerInfo:
-        """The worker of that name or rank.
+    @property
+    def is_recorded(self) -> bool:
+        """True while the timeline or one of torch's profilers records."""
+        return self.fabric.recorder.on or profiler._is_profiler_enabled or bool(_autograd._profiler_enabled())
 
-        Raises: RuntimeError for one that is not there, ValueError for something that cannot name one.
+    def worker(self, to: object) -> WorkerInfo:
+        """Return the worker of a name, a rank or a WorkerInfo.
+
+        Raises: RuntimeError for an unknown worker, ValueError for anything that cannot name one.
         """
         if isinstance(to, WorkerInfo):
             to = to.id
@@ -134,7 +143,7 @@ class Agent:
             )
         return found
 
-    # -- as a caller --------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------
 
     def request(
         self,
@@ -146,10 +155,12 @@ class Agent:
         then: Callable[[Call], None] | None = None,
         now: bool = True,
     ) -> Call:
-        """Ask a worker to serve a request. From any thread; does not block.
+        """Send a request. From any thread; does not block.
 
-        timeout: seconds, 0 for none. then: run in a thread of its own time when the call has ended, well or badly.
-        now: False when the caller is about to wait for the call, which sends it.
+        Args:
+            timeout: Seconds; 0: none.
+            then: Runs in a pool thread when the call has ended.
+            now: False if the caller waits for the call next, which sends it.
         """
         call = Call(rank, kind, timeout, then)
         number = self.pending.add(call)
@@ -158,7 +169,8 @@ class Agent:
             self._loop.perform(send)
         else:
             self._loop.post(send, wake=False)
-            self._note_leaving(packed)
+            if packed.note is not None:
+                autograd_hooks().left(packed.note)
         return call
 
     def wait(self, call: Call) -> None:
@@ -166,20 +178,21 @@ class Agent:
         self._loop.wait(lambda: call.done)
 
     def wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Block until `done()`; False when `seconds` ran out first."""
+        """Block until `done()`; False if `seconds` ran out first."""
         return self._loop.wait(done, seconds)
 
     def notify(self, rank: int, kind: int, value: tuple[Any, ...]) -> None:
-        """Tell a worker something that has no answer. From any thread and finaliser: only puts it down here."""
+        """Send a notice, which has no reply. From any thread and from finalizers: only queues it."""
         self._outbox.append((rank, kind, value, []))
         self._loop.post(self._empty_outbox)
 
     def post(
         self, rank: int, kind: int, value: tuple[Any, ...], storages: list[torch.Tensor], *, now: bool = True
     ) -> None:
-        """The same with memory, see Packed. From any thread; does not block; notices to one worker arrive in order.
+        """Send a notice with storages (see Packed). From any thread; does not block; keeps the order for each worker.
 
-        now: False when the caller is about to wait, or to listen again: then that sends it.
+        Args:
+            now: False if the caller waits or drives the loop next, which sends it.
         """
         self._outbox.append((rank, kind, value, storages))
         if now:
@@ -187,37 +200,49 @@ class Agent:
         else:
             self._loop.post(self._empty_outbox, wake=False)
 
-    # -- as one who serves --------------------------------------------------------------------
+    # -- serving ------------------------------------------------------------------------------------
 
     def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
-        """Have requests of `kind` run by `handler`, in a thread of its own time; it answers then or later.
+        """Run `handler` in a pool thread for every request of `kind`; it answers then or later.
 
-        limited: it runs a caller's function, so it is one of the num_worker_threads that may run at a time.
+        Args:
+            limited: It runs a caller's function, so it counts among num_worker_threads.
         """
         self._handlers[kind] = handler, limited
 
-    def hear(self, kind: int, hearer: Hearer) -> None:
-        """Have notices of `kind` taken by `hearer`, in the loop: it is quick and never blocks."""
-        self.take(kind, lambda source, value, storages: hearer(source, value))
+    def hear(self, kind: int, handler: Callable[[int, tuple[Any, ...]], None]) -> None:
+        """Call `handler` with sender and value of every notice of `kind`. In the loop: it must not block."""
+        self.take(kind, lambda source, value, storages: handler(source, value))
 
-    def take(self, kind: int, taker: Taker) -> None:
-        """The same for notices that come with memory."""
-        self._takers[kind] = taker
+    def take(self, kind: int, handler: NoticeHandler) -> None:
+        """Do the same for notices with storages."""
+        self._notice_handlers[kind] = handler
 
     def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
-        """Run `work` in a thread of its own time; shutdown waits for it. From any thread.
+        """Run `work` in a pool thread; shutdown waits for it. From any thread.
 
-        limited: it runs a caller's function, so it is one of the num_worker_threads that may run at a time.
+        Args:
+            limited: It runs a caller's function, so it counts among num_worker_threads.
         """
         with self._lock:
             self._works += 1
         self._loop.thread_pool.submit(partial(self._work, work, limited), limited=limited)
 
-    # -- in the loop --------------------------------------------------------------------------
+    def lose(self, errors: dict[int, str]) -> None:
+        """Some workers are gone: calls to them fail, those in flight too. In the loop."""
+        self._lost.update(errors)
+        for rank, error in errors.items():
+            for hook in self.when_lost:
+                hook(rank, WorkerLostError(error))
+        for call in self.pending.take_all(set(errors)):
+            self._finish(call, WorkerLostError(errors[call.rank]))
+        self.shutdown.check()
+
+    # -- in the loop --------------------------------------------------------------------------------
 
     def _receive(self, source: int, what: int, rest: list[Any], storages: list[torch.Tensor]) -> None:
         if what >= STATUS_QUERY:
-            self.parting.receive(source, what, rest)
+            self.shutdown.receive(source, what, rest)
             return
         self.received[source] += 1
         if what == REQUEST:
@@ -228,11 +253,11 @@ class Agent:
             return
         if what == NOTICE:
             kind, value = rest
-            self._takers[kind](source, value, storages)
+            self._notice_handlers[kind](source, value, storages)
             return
         call = self.pending.take(rest[0])
         if call is None:
-            # It ended without this answer, by its time limit.
+            # It ended without this reply, by its time limit.
             if what == ANSWER:
                 self.submit(partial(self.unwanted, rest[2], source, Packed(rest[1], storages, *rest[3:])))
             return
@@ -246,68 +271,59 @@ class Agent:
         self._finish(call, error)
 
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
-        if self._ended is not None or call.rank in self._lost:
+        rank = call.rank
+        if self._ended is not None or rank in self._lost:
             if self.pending.take(number) is not None:
-                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self._lost[call.rank]))
+                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self._lost[rank]))
             return
         if call.timeout:
             deadline = time.monotonic() + call.timeout
             self.pending.limit(number, deadline)
             self._loop.due_at(deadline)
-        message: tuple[Any, ...] = (REQUEST, number, call.kind, self._body_to(call.rank, packed))
-        self._send(call.rank, message if packed.note is None else (*message, packed.note), packed.storages)
+        # A worker that calls itself gets the same body object.
+        body = packed.body if rank == self.rank else as_buffer(packed.body)
+        self._send(rank, (REQUEST, number, call.kind, body), packed)
 
-    def _body_to(self, rank: int, packed: Packed) -> Any:
-        # What a worker sends to itself stays the object that it is.
-        return packed.body if rank == self.rank else as_buffer(packed.body)
-
-    def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+    def _send(self, rank: int, message: tuple[Any, ...], packed: Packed) -> None:
+        """Send a counted message with the note and the storages of `packed`."""
         self.sent[rank] += 1
-        self._switchboard.send(rank, (self.session, *message), storages)
+        if packed.note is None:
+            self._router.send(rank, (self.session, *message), packed.storages)
+        else:
+            self._router.send(rank, (self.session, *message, packed.note), packed.storages)
 
     def _empty_outbox(self) -> None:
         while self._outbox:
             rank, kind, value, storages = self._outbox[0]
             if self._ended is None and rank not in self._lost:
-                self._send(rank, (NOTICE, kind, value), storages)
-            # Only now: what stands here keeps the session from being idle.
+                self._send(rank, (NOTICE, kind, value), Packed(b"", storages))
+            # Only now: a notice in the outbox keeps the session from being idle.
             self._outbox.popleft()
-        self.parting.look()
+        self.shutdown.check()
 
     def _finish(self, call: Call, error: Exception | None) -> None:
         call.error = error
         call.done = True
-        if call.then is None:
-            self.parting.look()
-        else:
+        if call.then is not None:
             self.submit(partial(call.then, call))
+        elif self.shutdown.begun:
+            self.shutdown.check()
 
     def _expire(self, now: float) -> float:
         for call in self.pending.take_expired(now):
-            self._finish(call, self._timed_out(call))
+            error = RpcError(
+                f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an "
+                f"error: no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} "
+                f"(rank {call.rank})."
+            )
+            self._finish(call, error)
         return self.pending.next_deadline()
 
-    def _timed_out(self, call: Call) -> RuntimeError:
-        return RpcError(
-            f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an error: "
-            f"no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} (rank {call.rank})."
-        )
-
-    def lose(self, errors: dict[int, str]) -> None:
-        """Some workers are gone: calls to them fail, those in flight too. In the loop."""
-        self._lost.update(errors)
-        for rank, error in errors.items():
-            for hook in self.when_lost:
-                hook(rank, WorkerLostError(error))
-        for call in self.pending.take_all(set(errors)):
-            self._finish(call, WorkerLostError(errors[call.rank]))
-        self.parting.look()
-
-    # -- in a thread of its own time ------------------------------------------------------------
+    # -- in a pool thread ---------------------------------------------------------------------------
 
     def _serve(self, request: Request) -> None:
         if self._ended is not None:
-            # It has waited for a thread until after the session; its caller has been told.
+            # The request waited for a thread until after the session; its caller has been told.
             return
         handler = self._handlers[request.kind][0]
         try:
@@ -320,31 +336,27 @@ class Agent:
             request.fail(error)
 
     def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
+        source, number = request.source, request.number
         if isinstance(result, Packed):
-            message: tuple[Any, ...] = (ANSWER, request.number, self._body_to(request.source, result), request.kind)
-            if result.note is not None:
-                message = (*message, result.note)
-            storages = result.storages
+            packed = result
+            body = packed.body if source == self.rank else as_buffer(packed.body)
+            message: tuple[Any, ...] = (ANSWER, number, body, request.kind)
         else:
-            description = result if isinstance(result, Description) else describe_error(result, self.me)
-            message, storages = (FAILURE, request.number, description), []
+            packed = Packed(b"", [])
+            message = (FAILURE, number, result if isinstance(result, Description) else describe_error(result, self.me))
 
         def send() -> None:
-            if self._ended is None and request.source not in self._lost:
-                self._send(request.source, message, storages)
-            del self.open[request.source, request.number]
-            self.parting.look()
+            if self._ended is None and source not in self._lost:
+                self._send(source, message, packed)
+            del self.open[source, number]
+            self.shutdown.check()
 
-        if request.answers_last:
-            self._loop.post(send, wake=False)
-            if isinstance(result, Packed):
-                self._note_leaving(result)
-        else:
+        if not request.answers_last:
             self._loop.perform(send)
-
-    def _note_leaving(self, packed: Packed) -> None:
+            return
+        self._loop.post(send, wake=False)
         if packed.note is not None:
-            autograd_hooks.autograd_hooks().left(packed.note)
+            autograd_hooks().left(packed.note)
 
     def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:
@@ -353,18 +365,16 @@ class Agent:
         finally:
             with self._lock:
                 self._works -= 1
-            if self.parting.begun:
-                self._loop.perform(self.parting.look)
+            if self.shutdown.begun:
+                self._loop.perform(self.shutdown.check)
 
 
 class _Process:
-    """Holds the agent of this process."""
-
     agent: Agent | None = None
 
 
 def current_agent() -> Agent:
-    """The agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
+    """Return the agent of the running session. Raises: RuntimeError before init_rpc and after shutdown."""
     agent = _Process.agent
     if agent is None:
         raise RpcError("RPC has not been initialized. Call hvlike.rpc.init_rpc first.")
@@ -377,5 +387,5 @@ def is_running() -> bool:
 
 
 def set_agent(agent: Agent | None) -> None:
-    """Make `agent` the one of this process; None: there is none any more."""
+    """Make `agent` the agent of this process; None after the session."""
     _Process.agent = agent

@@ -11,27 +11,23 @@ from typing import Any
 import torch
 
 from hvlike.errors import RpcError, WrongTypeError
-from hvlike.rpc import rrefs
-from hvlike.rpc.agent import profiling
 from hvlike.rpc.agent.agent import Agent, current_agent
-from hvlike.rpc.agent.futures import Promise
-from hvlike.rpc.agent.options import checked_timeout
-from hvlike.rpc.agent.profiling import is_recorded, observed_async, observed_request, observed_sync
-from hvlike.rpc.constants import UNSET_RPC_TIMEOUT
-from hvlike.rpc.functions import is_async, run
-from hvlike.rpc.wire import autograd_hooks
-from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT
-from hvlike.rpc.wire.message import CALL, Call, Packed, Request, WorkerInfo, rebuild_error
-from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
+from hvlike.rpc.agent.futures import Promise, is_async, run
+from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
+from hvlike.rpc.agent.profiling import begin_profiling, recorded_async, recorded_call, recorded_request
+from hvlike.rpc.agent.routing import Call
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
+from hvlike.rpc.wire.message import CALL, Packed, Request, WorkerInfo, rebuild_error
+from hvlike.rpc.wire.pickler import NO_MAP, Incoming, Outgoing, pack, unpack
 
 Destination = str | int | WorkerInfo
 
 
-class _Gathering(threading.local):
+class _Gathered(threading.local):
     futures: list[torch.futures.Future[Any]] | None = None
 
 
-_gathering = _Gathering()
+_gathered = _Gathered()
 
 
 def rpc_sync(
@@ -41,20 +37,34 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run func(*args, **kwargs) on a worker and return the result.
+    """Run func(*args, **kwargs) on a worker and return the result. Blocks, and serves other workers meanwhile.
 
-    to: name, rank or WorkerInfo, also this worker. func: travels by its name; args, kwargs: as pickle copies them,
-    tensors out of band. timeout: seconds, 0 for none; the default of init_rpc otherwise.
-    Blocks until the result is here; serves others meanwhile.
-    Raises: RuntimeError outside of a session, for an unknown worker, when the time is over or the worker is gone; what
-        pickle raises; TypeError for a func that cannot be called; ValueError and TypeError of the function as they are,
-        other exceptions of it as a RuntimeError that begins with the name of their class.
+    Args:
+        to: Name, rank or WorkerInfo of the worker; this worker too.
+        func: A function that both workers can import; it travels by its name.
+        args: Positional arguments. They travel as pickle copies them, tensors out of band.
+        kwargs: Keyword arguments, likewise.
+        timeout: Seconds; 0: no limit; default: that of init_rpc.
+
+    Returns:
+        A copy of what the function returns.
+
+    Raises:
+        RuntimeError: Outside of a session, for an unknown worker, when the time is over or the worker is gone. Also for
+            an exception of the function that is no ValueError or TypeError; the text begins with the name of its class.
+        ValueError: Raised by the function.
+        TypeError: Raised by the function, or `func` cannot be called.
+        Exception: What pickle raises for arguments that it cannot copy.
+
+    Example:
+        total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+
     Source: torch.distributed.rpc.rpc_sync.
     """
     agent = current_agent()
-    if is_recorded(agent.fabric.recorder):
-        return observed_sync(agent, _call, to, func, args, kwargs, timeout)
-    return _call(agent, to, func, args, kwargs, timeout)
+    if agent.is_recorded:
+        return recorded_call(agent, "sync", _sync, to, func, args, kwargs, timeout)
+    return _sync(agent, to, func, args, kwargs, timeout)
 
 
 def rpc_async(
@@ -64,39 +74,59 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Start func(*args, **kwargs) on a worker and return a future of its result.
+    """Start func(*args, **kwargs) on a worker and return a future of the result. Does not block.
 
-    Arguments as for rpc_sync. Does not block; tensors among the arguments must not change before the future is done.
-    Raises: at once what rpc_sync raises for arguments; the rest in `wait` of the future.
+    Tensors among the arguments must not change before the future is done.
+
+    Args:
+        to: Name, rank or WorkerInfo of the worker; this worker too.
+        func: A function that both workers can import; it travels by its name.
+        args: Positional arguments. They travel as pickle copies them, tensors out of band.
+        kwargs: Keyword arguments, likewise.
+        timeout: Seconds; 0: no limit; default: that of init_rpc.
+
+    Returns:
+        A future. `wait` returns a copy of what the function returns, or raises what rpc_sync raises.
+
+    Raises:
+        RuntimeError: Outside of a session, and for an unknown worker.
+        TypeError: `func` cannot be called.
+        Exception: What pickle raises for arguments that it cannot copy.
+
+    Example:
+        future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1))
+        total = future.wait()
+
     Source: torch.distributed.rpc.rpc_async.
     """
     agent = current_agent()
-    if is_recorded(agent.fabric.recorder):
-        return observed_async(agent, _promise, to, func, args, kwargs, timeout)
+    if agent.is_recorded:
+        future: torch.futures.Future[Any] = recorded_async(agent, _async, to, func, args, kwargs, timeout)
+        return future
     promise = Promise(devices=agent.devices)
-    _promise(agent, promise, to, func, args, kwargs, timeout)
+    _async(agent, promise, to, func, args, kwargs, timeout)
     return promise.future
 
 
 @contextmanager
 def gather_futures() -> Iterator[list[torch.futures.Future[Any]]]:
-    """The futures that rpc_async gives this thread inside the block."""
+    """Yield a list that collects the futures which rpc_async gives this thread inside the block."""
     futures: list[torch.futures.Future[Any]] = []
-    before, _gathering.futures = _gathering.futures, futures
+    before, _gathered.futures = _gathered.futures, futures
     try:
         yield futures
     finally:
-        _gathering.futures = before
+        _gathered.futures = before
 
 
 def serve_calls(agent: Agent) -> None:
-    """Have this worker run the functions that others call."""
+    """Let this worker run the functions that others call."""
     agent.serve(CALL, partial(_serve_call, agent))
-    profiling.begin_profiling(agent)
+    begin_profiling(agent)
 
 
-def result_of(agent: Agent, call: Call, *, original: bool = False) -> Any:
-    """The result of a call that has ended. Raises: its error; original: of the class that was raised, if it can be."""
+def result_of(call: Call, *, original: bool = False) -> Any:
+    """Return the result of a call that has ended, or raise its error; `original`: see rebuild_error."""
     if call.reply is not None:
         return unpack(call.reply, Incoming(call.rank))
     if call.failure is not None:
@@ -107,10 +137,8 @@ def result_of(agent: Agent, call: Call, *, original: bool = False) -> Any:
 
 
 def time_limit(agent: Agent, timeout: float) -> float:
-    """The time limit of a call as it is made; 0: none. Raises: ValueError for anything but a number."""
-    if timeout == UNSET_RPC_TIMEOUT:
-        return agent.timeout
-    return checked_timeout("timeout", timeout)
+    """Return the seconds that a call made now may take; 0: no limit. Raises: ValueError for anything but a number."""
+    return agent.timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout("timeout", timeout)
 
 
 def pack_call(
@@ -120,35 +148,61 @@ def pack_call(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> Packed:
-    """A function and its arguments, on their way to a worker. Raises: TypeError, and what pickle raises."""
+    """Return a function and its arguments as they travel. Raises: TypeError, and what pickle raises."""
     if not callable(func):
         raise WrongTypeError("function should be callable.")
     outgoing = Outgoing(
         rank,
         cloudpickle=agent.options.cloudpickle,
-        context=autograd_hooks.current_context(),
+        context=this_thread.context,
         about=func,
         records=torch.is_grad_enabled(),
-        device_map=agent.devices.of_requests(rank),
+        device_map=agent.devices.requests.get(rank, NO_MAP),
         what=f"Request to {agent.workers[rank].name}",
     )
     return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
 
 
 def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
-    """A value on its way to who has asked for it, in the context of the request. Raises: what pickle raises."""
+    """Return a value as it travels to the caller of a request, in the request's context. Raises: what pickle raises."""
     outgoing = Outgoing(
         request.source,
         cloudpickle=agent.options.cloudpickle,
         context=request.packed.context,
         about=request.about,
-        device_map=agent.devices.of_answers(request.source),
+        device_map=agent.devices.replies.get(request.source, NO_MAP),
         what=f"Response to {agent.workers[request.source].name}",
     )
     return pack(value, outgoing)
 
 
-def _call(
+def run_when_confirmed(
+    agent: Agent,
+    request: Request,
+    rrefs: Sequence[Any],
+    function: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    answer: Callable[[Request, Any], None],
+    fail: Callable[[Request, BaseException], None],
+) -> None:
+    """Run the function of a request as soon as the owners of the RRefs among its arguments know of them.
+
+    Args:
+        function: The function, its positional and its keyword arguments.
+        answer: Gets the request, or the recorded one in its place, and the result.
+        fail: Gets the same request and the exception.
+    """
+    func, args, kwargs = function
+    if agent.is_recorded:
+        request, func = recorded_request(agent, request, func)
+    request.answers_last = not is_async(func)
+    start = partial(run, func, args, kwargs, partial(answer, request), partial(fail, request))
+    if rrefs:
+        agent.when_confirmed(rrefs, bind_context(request.packed.context, start))
+    else:
+        start()
+
+
+def _sync(
     agent: Agent,
     to: Destination,
     func: Callable[..., Any],
@@ -158,10 +212,10 @@ def _call(
 ) -> Any:
     call = _start(agent, to, func, args, kwargs, timeout, None)
     agent.wait(call)
-    return result_of(agent, call)
+    return result_of(call)
 
 
-def _promise(
+def _async(
     agent: Agent,
     promise: Promise,
     to: Destination,
@@ -170,12 +224,12 @@ def _promise(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
 ) -> None:
-    then: Callable[[Call], None] = partial(_fulfil, agent, promise)
-    if autograd_hooks.current_context() != NO_CONTEXT or not torch.is_grad_enabled():
-        then = autograd_hooks.keep_context(then)
+    then: Callable[[Call], None] = partial(_fulfil, promise)
+    if this_thread.context != NO_CONTEXT or not torch.is_grad_enabled():
+        then = bind_caller(then)
     _start(agent, to, func, args, kwargs, timeout, then)
-    if _gathering.futures is not None:
-        _gathering.futures.append(promise.future)
+    if _gathered.futures is not None:
+        _gathered.futures.append(promise.future)
 
 
 def _start(
@@ -193,31 +247,24 @@ def _start(
     return agent.request(rank, CALL, packed, timeout=limit, then=then, now=then is not None)
 
 
-def _fulfil(agent: Agent, promise: Promise, call: Call) -> None:
+def _fulfil(promise: Promise, call: Call) -> None:
     try:
-        value = result_of(agent, call)
+        value = result_of(call)
     except Exception as caught:
         error = caught
     else:
         promise.set_result(value)
         return
-    # Callbacks run in there: what they raise has not come up while this was handled.
+    # Outside of the except block: what the user's callbacks raise in there must not be chained to this error.
     promise.set_error(error)
 
 
 def _serve_call(agent: Agent, request: Request) -> None:
-    """Serve a call: in a thread of its own time."""
+    """Serve a call. In a pool thread."""
     incoming = Incoming(request.source)
-    func, args, kwargs = unpack(request.packed, incoming)
-    request.about = func
-    if is_recorded(agent.fabric.recorder):
-        request, func = observed_request(agent, request, func, args)
-    request.answers_last = not is_async(func)
-    start = partial(run, func, args, kwargs, partial(_answer, agent, request), request.fail)
-    if incoming.rrefs:
-        rrefs.when_confirmed(incoming.rrefs, autograd_hooks.bind_context(request.packed.context, start))
-    else:
-        start()
+    function = unpack(request.packed, incoming)
+    request.about = function[0]
+    run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent), _fail)
 
 
 def _answer(agent: Agent, request: Request, value: Any) -> None:
@@ -229,3 +276,7 @@ def _answer(agent: Agent, request: Request, value: Any) -> None:
         request.fail(unsendable)
     else:
         request.answer(packed)
+
+
+def _fail(request: Request, error: BaseException) -> None:
+    request.fail(error)

@@ -1,52 +1,67 @@
-"""The futures of rpc_async: torch's own, completed with what the reply brings.
+"""The futures of rpc_async, and functions that answer their caller later (async_execution).
 
-torch knows two kinds of failed futures. One is made in C++: `torch.futures.wait_all` leaves at once when it meets it,
-but it is always a RuntimeError, and Python reaches it only by raising in a callback of `then`. The other one keeps a
-Python exception as its value and raises it in `wait`, so `wait_all` sees it only after all others. Here RuntimeErrors
-are of the first kind and other classes of the second.
+    @rpc.functions.async_execution
+    def sum_of_two(to, x):
+        return rpc.rpc_async(to, torch.add, (x, 1)).then(lambda future: future.wait() + 1)
+
+The worker runs the function, gets a future from it, and sends the reply when that completes. No thread waits for it.
+
+torch knows two kinds of failed futures. One is made in C++: `torch.futures.wait_all` returns at once when it meets it,
+but it is always a RuntimeError, and Python makes it only by raising in a callback of `then`. The other keeps a Python
+exception as its value and raises it in `wait`, so `wait_all` sees it only after all others. Here RuntimeErrors use the
+first kind and other classes the second.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
+from hvlike.errors import RpcError
 from hvlike.rpc.wire.devices import DeviceMaps
 
 logger = logging.getLogger("hvlike")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_MARK = "_wrapped_async_rpc_function"
+"""The attribute with which torch's decorator marks a function, so its functions are served too."""
+
 
 class Promise:
-    """The side of a torch future that completes it.
+    """The side of a torch future that completes it; `future` is what the user waits for.
 
-    future: what the user waits for. Callbacks that he adds run in the thread that completes it and may block.
+    The user's callbacks run in the thread that completes it, and may block.
     """
 
     __slots__ = ("_base", "_devices", "_error", "_value", "future")
 
     def __init__(self, through: Callable[[Any], Any] | None = None, devices: DeviceMaps | None = None) -> None:
-        """through: given a future that completes first, makes the one which `future` follows.
+        """Make the future.
 
-        devices: where the value may be; whoever takes it has his streams wait for those that have made it.
+        Args:
+            through: Gets a future that completes first, and returns the one that `future` follows.
+            devices: The streams of who takes the value wait for the streams of these devices that computed it.
         """
         self._devices = devices
         self._value: Any = None
         self._error: Exception | None = None
         self._base: Any = torch._C.Future([])
         before = self._base if through is None else through(self._base)
-        # What a callback of `then` raises, and only that, fails a future in C++.
+        # Only what a callback of `then` raises fails a future in C++.
         self.future = cast("torch.futures.Future[Any]", before.then(self._outcome))
 
     def set_result(self, value: Any) -> None:
         """Complete the future, once, from any thread; runs its callbacks."""
         self._value = value
-        marks = None if self._devices is None else self._devices.marks()
-        if marks is not None:
-            # Called in the thread that takes the value, in callbacks too.
-            self.future._set_unwrap_func(lambda _: marks.follow())
+        events = None if self._devices is None else self._devices.ready_events()
+        if events is not None:
+            # Called in the thread that takes the value, also in callbacks.
+            self.future._set_unwrap_func(lambda _: events.follow())
         self._complete()
 
     def set_error(self, error: Exception) -> None:
@@ -54,9 +69,9 @@ class Promise:
         if isinstance(error, RuntimeError):
             self._error = error
         else:
-            # Without its traceback: that may hold this very promise, and no collector sees into torch's futures.
-            self._value = _twin(error)
-            self.future._set_unwrap_func(_raise_anew)
+            # A copy without the traceback: it may hold this promise, and the collector does not see into torch futures.
+            self._value = _copy_error(error)
+            self.future._set_unwrap_func(_raise_copy)
         self._complete()
 
     def _outcome(self, _: Any) -> Any:
@@ -74,17 +89,98 @@ class Promise:
             logger.debug("a future of rpc_async was completed before its reply came: %s", refusal)
 
 
-def _raise_anew(value: Any) -> Any:
-    """Raise an equal exception: the traceback of one that the future keeps would keep its waiters' frames alive."""
+def _raise_copy(value: Any) -> Any:
+    """Raise a copy: the traceback of the exception in the future would keep the frames of its waiters alive."""
     if isinstance(value, Exception):
-        raise _twin(value) from None
+        raise _copy_error(value) from None
     return value
 
 
-def _twin(error: Exception) -> Exception:
+def _copy_error(error: Exception) -> Exception:
     try:
-        twin = type(error)(*error.args)
+        copy = type(error)(*error.args)
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
-    twin.__dict__.update(error.__dict__)
-    return twin
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
+def async_execution(function: Function) -> Function:
+    """Mark a function that returns a torch.futures.Future: its caller gets the value of the future.
+
+    Called directly, the function works as before and returns its future. Local, does not block.
+
+    Args:
+        function: A function or a method. With staticmethod or classmethod, the order of the decorators does not matter.
+
+    Returns:
+        The function itself, or a wrapper if the mark cannot be set on it.
+
+    Example:
+        @rpc.functions.async_execution
+        def add_on(to, x):
+            return rpc.rpc_async(to, torch.add, (x, 1))
+
+    Source: torch.distributed.rpc.functions.async_execution.
+    """
+    inner: Any = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    try:
+        setattr(inner, _MARK, inner)
+    except (AttributeError, TypeError):
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        setattr(call, _MARK, function)
+        return call  # type: ignore[return-value]
+    return function
+
+
+def is_async(function: Any) -> bool:
+    """True if async_execution has marked the function; also for a partial of it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return callable(getattr(function, _MARK, None))
+
+
+def run(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    answer: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Run a function for a caller: `answer` gets what it returns, `fail` what it raises; later if it is marked.
+
+    Never raises; `answer` and `fail` must not raise either.
+    """
+    try:
+        returned = func(*args, **kwargs)
+        if is_async(func):
+            _answer_later(returned, answer, fail)
+            return
+    except BaseException as error:
+        fail(error)
+    else:
+        answer(returned)
+
+
+def _answer_later(returned: Any, answer: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
+    """Call `answer` with the value of the future, or `fail` with its error, in the thread that completes it."""
+    if not isinstance(returned, torch._C.Future):
+        kind = type(returned)
+        raise RpcError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+            f"but got {kind.__module__}.{kind.__qualname__}."
+        )
+
+    def completed(future: Any) -> None:
+        try:
+            value = future.wait()
+        except BaseException as error:
+            fail(error)
+        else:
+            answer(value)
+
+    returned.add_done_callback(completed)

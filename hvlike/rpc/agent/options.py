@@ -1,4 +1,4 @@
-"""The options of init_rpc."""
+"""The options of init_rpc, and the numbers of rpc.constants."""
 
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ from typing import Any
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from hvlike.rpc.wire.devices import DeviceMap, DeviceOffer, device_of, parse_map
+
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+"""Seconds after which a call without a timeout of its own fails."""
+
+UNSET_RPC_TIMEOUT = -1.0
+"""As the timeout of a call: use the default of the moment the call is made."""
+
+DEFAULT_NUM_WORKER_THREADS = 16
+"""How many functions of callers run at a time on one worker."""
+
+DEFAULT_INIT_METHOD = "env://"
+"""Accepted for compatibility with torch and ignored: MPI has connected the ranks."""
+
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+"""Seconds that a graceful shutdown waits; 0: no limit."""
 
 
 class BackendType(enum.Enum):
-    """What torch programs pass as `backend`: messages go over MPI with either.
+    """What torch programs pass as `backend`. Messages go over MPI with either.
 
     Source: torch.distributed.rpc.BackendType.
     """
@@ -29,14 +43,18 @@ class BackendType(enum.Enum):
 
 
 class RpcBackendOptions:
-    """How RPC shall work on this worker.
+    """How RPC works on this worker.
 
-    num_worker_threads: how many functions run for callers at a time.
-    rpc_timeout: seconds until a call without a timeout of its own fails; 0: never.
-    init_method: taken and not used; the ranks of an MPI job know each other.
-    cloudpickle: send functions and classes that cannot be imported by name (lambdas, local ones) with the package
-        cloudpickle.
-    Raises: UsageError (a ValueError).
+    Args:
+        num_worker_threads: How many functions of callers run at a time on this worker; at least 1.
+        rpc_timeout: Seconds until a call without a timeout of its own fails; 0: never.
+        init_method: Accepted and ignored: the ranks of an MPI job know each other.
+        cloudpickle: Send functions and classes that cannot be imported by name (lambdas, local ones) with the package
+            cloudpickle.
+
+    Raises:
+        UsageError: (a ValueError) For a wrong value.
+
     Source: torch.distributed.rpc.RpcBackendOptions.
     """
 
@@ -53,13 +71,17 @@ class RpcBackendOptions:
         self.init_method = init_method
         self.cloudpickle = cloudpickle
         self.device_maps: dict[str, DeviceMap] = {}
-        """Where tensors of this worker's GPUs go, by the name of the worker that gets them."""
+        """Where this worker's GPU tensors go, by the name of the receiving worker."""
         self.devices: list[torch.device] = []
-        """GPUs that functions called here use, beside those in the maps."""
+        """GPUs that functions called on this worker use, beside those in the maps."""
         self.check()
 
     def check(self) -> None:
-        """Refuse what cannot be meant; init_rpc asks again, since attributes can be set. Raises: UsageError."""
+        """Check the values; init_rpc does it again, because attributes can be set.
+
+        Raises:
+            UsageError: (a ValueError) For a wrong value.
+        """
         threads = self.num_worker_threads
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise UsageError(f"RpcBackendOptions: num_worker_threads must be an int of at least 1, got {threads!r}.")
@@ -68,7 +90,11 @@ class RpcBackendOptions:
             raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
 
     def offer(self) -> DeviceOffer:
-        """What the other workers have to know of the GPUs here; does not start CUDA."""
+        """Return what the other workers have to know about the GPUs here. Does not start CUDA.
+
+        Returns:
+            The number of GPUs, and the device maps.
+        """
         return DeviceOffer(torch.cuda.device_count(), self.device_maps)
 
     def __repr__(self) -> str:
@@ -79,13 +105,23 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The same, under the name and with the arguments that torch programs use.
+    """RpcBackendOptions with the name and the arguments that torch programs use.
 
-    device_maps: {worker: {device here: device there}}, GPUs as numbers, texts or torch.devices: where tensors in calls
-    to that worker arrive; its results come back the other way round. Without a map for it a tensor of a GPU is refused.
-    devices: GPUs of this worker that called functions use beside those in maps.
-    _transports, _channels: taken and not used.
-    Raises: UsageError (a ValueError).
+    Args:
+        num_worker_threads: How many functions of callers run at a time on this worker; at least 1.
+        rpc_timeout: Seconds until a call without a timeout of its own fails; 0: never.
+        init_method: Accepted and ignored: the ranks of an MPI job know each other.
+        device_maps: {worker name: {device here: device there}}, GPUs as int, str or torch.device. Where tensors in
+            calls to that worker arrive; tensors in its results travel the other way round. A GPU tensor without a map
+            is refused.
+        devices: GPUs that functions called on this worker use, beside those in the maps.
+        cloudpickle: Send functions and classes that cannot be imported by name with the package cloudpickle.
+        _transports: Accepted and ignored.
+        _channels: Accepted and ignored.
+
+    Raises:
+        UsageError: (a ValueError) For a wrong value.
+
     Source: torch.distributed.rpc.TensorPipeRpcBackendOptions.
     """
 
@@ -112,20 +148,32 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Say where tensors of this worker's GPUs go on the worker `to`; adds to what was said before.
+        """Set where this worker's GPU tensors go on another worker. Adds to the map set before.
 
-        Raises: UsageError for what is no GPU, and where the whole is not one to one.
+        Args:
+            to: Name of the other worker.
+            device_map: {device here: device there}, GPUs as int, str or torch.device.
+
+        Raises:
+            UsageError: (a ValueError) For anything but a GPU, and if the whole map is not one to one.
         """
         what = f"TensorPipeRpcBackendOptions: device map to worker {to!r}"
         self.device_maps[to] = parse_map(what, device_map, self.device_maps.get(to, {}))
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Say which GPUs functions use that are called here. Raises: UsageError for what is no GPU."""
+        """Set which GPUs the functions called on this worker use.
+
+        Args:
+            devices: GPUs as int, str or torch.device.
+
+        Raises:
+            UsageError: (a ValueError) For anything but a GPU.
+        """
         self.devices = [device_of("TensorPipeRpcBackendOptions: devices", each) for each in devices]
 
 
 def checked_timeout(what: str, seconds: object) -> float:
-    """Seconds as a float. Raises: UsageError that begins with `what` for anything but a number of at least 0."""
+    """Return seconds as a float. Raises: UsageError that begins with `what` unless it is a number of at least 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or math.isnan(seconds) or seconds < 0:
         raise UsageError(f"{what} must be a number of seconds, 0 for no limit, got {seconds!r}.")
     return float(seconds)
@@ -134,9 +182,12 @@ def checked_timeout(what: str, seconds: object) -> float:
 def settle_options(
     backend: object, options: object, num_worker_threads: int | None, rpc_timeout: float | None
 ) -> RpcBackendOptions:
-    """The options that init_rpc goes by, a copy of those given, with the two arguments in their place.
+    """Return a copy of the options, with the two arguments in their place if they are given.
 
-    backend: a BackendType, also torch's, or None. options: RpcBackendOptions, or None for the defaults.
+    Args:
+        backend: A BackendType, also torch's, or None.
+        options: RpcBackendOptions, or None for the defaults.
+
     Raises: UsageError (a ValueError).
     """
     if backend is not None and getattr(backend, "name", None) not in BackendType.__members__:

@@ -1,6 +1,6 @@
 """Where an incoming message belongs: to which session, and to which pending call.
 
-A worker may have ended its session already, or not yet begun the session of the sender. Messages for a future session
+A worker may have ended its session already, or not yet begun the session of the sender. Messages for a later session
 wait for it; a request for a session that has ended here is refused, so that its caller does not wait; other messages of
 old sessions are dropped.
 """
@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
-from hvlike.rpc.wire.message import Call
+from hvlike.rpc.wire.message import Packed
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.topics import Topic
 
 REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
-"""What a message is; these are counted, the following are not."""
+"""Message types of calls. Each is counted, for the detection of the session's end."""
 STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
-"""What do you do? This is what I do. I am gone. The last two: see termination.py."""
+"""Message types of the shutdown, which are not counted; see shutdown.py and termination.py."""
+
+_UNUSED_DEADLINES = 1000
 
 Receive = Callable[[int, int, Any, list[torch.Tensor]], None]
-"""What an agent does with a message: sender, what it is, the rest of it, storages. In the loop."""
+"""The agent's handler of a message: sender, message type, the rest of it, storages. Runs in the loop."""
 
 
 class SessionRouter:
@@ -39,7 +41,7 @@ class SessionRouter:
         fabric.channel.listen(Topic.RPC, self._deliver)
 
     def begin(self, session: int, receive: Receive) -> None:
-        """Messages of `session` go to `receive` from now on, those that have waited at once. From any thread."""
+        """Give messages of `session` to `receive` from now on, those that wait at once. From any thread."""
 
         def connect() -> None:
             self._session = session
@@ -59,24 +61,43 @@ class SessionRouter:
         self._fabric.loop.perform(disconnect)
 
     def send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
-        """Send (session, what, ...) to a worker. In the loop."""
+        """Send (session, message type, ...) to a worker. In the loop."""
         self._fabric.channel.send(rank, Topic.RPC, message, storages, kind="rpc")
 
     def _deliver(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         session, what, *rest = message
-        if session > self._session:
-            self._waiting.append((source, message, storages))
-        elif session == self._session and self._receive is not None:
+        if session == self._session and self._receive is not None:
             self._receive(source, what, rest, storages)
+        elif session > self._session:
+            self._waiting.append((source, message, storages))
         elif what == REQUEST:
             self.send(source, (session, REFUSAL, rest[0]), [])
 
 
-_SLACK = 1000
+class Call:
+    """A request on the worker that sends it, and later its reply."""
+
+    __slots__ = ("done", "error", "failure", "kind", "rank", "reply", "then", "timeout")
+
+    def __init__(self, rank: int, kind: int, timeout: float, then: Callable[[Call], None] | None) -> None:
+        self.rank = rank
+        """The worker that serves it."""
+        self.kind = kind
+        self.timeout = timeout
+        """Seconds; 0: none."""
+        self.then = then
+        """Runs in a pool thread when the call has ended."""
+        self.done = False
+        self.reply: Packed | None = None
+        """The result, if the function returned."""
+        self.failure: Any = None
+        """The Description of the exception, if the function raised."""
+        self.error: Exception | None = None
+        """Why there is no reply: the time limit, a lost worker, a shutdown."""
 
 
 class PendingCalls:
-    """The calls of one worker that have no answer yet, by number. In the loop, but for `add` and `take_all`."""
+    """The calls of one worker that have no reply yet, by number. In the loop, except `add` and `take_all`."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
@@ -87,31 +108,31 @@ class PendingCalls:
         return len(self._calls)
 
     def add(self, call: Call) -> int:
-        """Number a call. From any thread."""
+        """Add a call and return its number. From any thread."""
         number = next(self._numbers)
         self._calls[number] = call
         return number
 
     def limit(self, number: int, deadline: float) -> None:
-        """The call ends at `deadline`, in seconds of time.monotonic(), unless it is answered before."""
+        """Let the call expire at `deadline`, in seconds of time.monotonic()."""
         heapq.heappush(self._deadlines, (deadline, number))
-        if len(self._deadlines) > 2 * len(self._calls) + _SLACK:
-            # Answered calls leave theirs behind: thousands a second, each for a minute.
+        if len(self._deadlines) > 2 * len(self._calls) + _UNUSED_DEADLINES:
+            # Answered calls leave their deadlines behind: thousands a second, each for a minute.
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
             heapq.heapify(self._deadlines)
 
     def take(self, number: int) -> Call | None:
-        """The call `number`, which ends now; None if it has ended."""
+        """Remove and return a call; None if it has ended already."""
         return self._calls.pop(number, None)
 
     def take_all(self, ranks: set[int] | None = None) -> list[Call]:
-        """All calls, or those to `ranks`, which end now."""
+        """Remove and return all calls, or those to `ranks`."""
         numbers = [number for number, call in list(self._calls.items()) if ranks is None or call.rank in ranks]
         ended = [self._calls.pop(number, None) for number in numbers]
         return [call for call in ended if call is not None]
 
     def take_expired(self, now: float) -> list[Call]:
-        """The calls whose time is over at `now`, which end now."""
+        """Remove and return the calls whose deadline has passed at `now`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             call = self._calls.pop(heapq.heappop(self._deadlines)[1], None)
@@ -120,13 +141,13 @@ class PendingCalls:
         return expired
 
     def next_deadline(self) -> float:
-        """When the next call's time is over, as far as one has not ended; infinity when none is limited."""
+        """Return the earliest deadline of a call without a reply; infinity if there is none."""
         while self._deadlines and self._deadlines[0][1] not in self._calls:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def ranks(self) -> dict[int, int]:
-        """How many calls wait for each worker."""
+        """Return how many calls wait for each worker."""
         waiting: dict[int, int] = {}
         for call in list(self._calls.values()):
             waiting[call.rank] = waiting.get(call.rank, 0) + 1

@@ -1,12 +1,12 @@
 """When is a session over? Not when all workers have called shutdown: a call in flight may start another one.
 
-Every worker counts the messages it has sent and received. Once it has nothing to do it reports its counts to the
-coordinator, the lowest worker present, and again after every verdict. When two waves of reports in a row have the
-same totals, and as many messages were received as sent, none was on its way in between, and no worker that was idle
-can have been woken: the session is quiet. Workers that have left without waiting are left out of the counts.
+Every worker counts the messages that it has sent and received. When it has nothing to do, it reports its counts to the
+coordinator, the lowest present rank, and again after every result. If two waves of reports in a row have the same
+totals, and as many messages were received as sent, then no message was in flight in between and no idle worker can have
+been woken: the session is over. Workers that have left without waiting are not counted.
 
-Nothing here waits: it reacts to messages, and to the worker's becoming idle, so a worker in shutdown goes on serving
-as fast as ever.
+Nothing here waits: the protocol reacts to messages, and to the worker becoming idle, so a worker in shutdown serves as
+fast as ever.
 
 Source: F. Mattern, Algorithms for distributed termination detection, 1987 (the four-counter method).
 """
@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 
 
 class Report(NamedTuple):
-    """What an idle worker says of itself."""
+    """The counts of an idle worker."""
 
     sent: int
     received: int
     present: frozenset[int]
-    """The workers it counts: those it has not seen leave."""
+    """The workers it counts: those that it has not seen leave."""
 
 
 class Wave(NamedTuple):
@@ -35,33 +35,33 @@ class Wave(NamedTuple):
 
 
 class Worker(Protocol):
-    """What the detection needs of the worker it runs on."""
+    """What the detection needs from its worker."""
 
     rank: int
 
     @property
     def is_idle(self) -> bool:
-        """True when nothing is in flight from here and nothing is being served here."""
+        """True if this worker waits for nothing and serves nothing."""
 
     @property
     def present(self) -> set[int]:
         """The workers that are not known to be gone."""
 
     def counts(self, ranks: Collection[int]) -> tuple[int, int]:
-        """Messages sent to `ranks` and received from them."""
+        """Return how many messages were sent to `ranks`, and received from them."""
 
     def send_report(self, rank: int, wave: Wave, report: Report) -> None:
-        """Have `hear_report` called on the worker `rank`."""
+        """Call `hear_report` on the worker `rank`."""
 
-    def send_verdict(self, rank: int, wave: Wave, over: bool) -> None:
-        """Have `hear_verdict` called on the worker `rank`."""
+    def send_result(self, rank: int, wave: Wave, over: bool) -> None:
+        """Call `hear_result` on the worker `rank`."""
 
-    def later(self, look: Callable[[], None], waves: int) -> None:
-        """Call `look` in a moment; waves: how many have failed so far."""
+    def later(self, check: Callable[[], None], waves: int) -> None:
+        """Call `check` after a pause; `waves` is how many have failed so far."""
 
 
 class Termination:
-    """The detection on one worker; everything in the loop."""
+    """The detection on one worker. All methods run in the loop."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -72,13 +72,13 @@ class Termination:
         self._reports: dict[Wave, dict[int, Report]] = {}
 
     def begin(self, phase: str, ended: Callable[[], None]) -> None:
-        """This worker has come to the end of `phase`; `ended` is called when all have and the session is quiet."""
+        """This worker has come to the end of `phase`; calls `ended` when all have and the session is quiet."""
         self._ended = ended
         self._begin_wave(Wave(phase, 0, min(self._worker.present)))
-        self.look()
+        self.check()
 
-    def look(self) -> None:
-        """Go on if that is possible: this worker may have become idle, or another one have left."""
+    def check(self) -> None:
+        """Go on if possible: this worker may have become idle, or another one may have left."""
         if self._wave is None:
             return
         worker = self._worker
@@ -98,11 +98,11 @@ class Termination:
             self._judge(self._wave, [reports[rank] for rank in sorted(present)])
 
     def hear_report(self, source: int, wave: Wave, report: Report) -> None:
-        """Another worker has reported; perhaps before this one has come so far."""
+        """Another worker has reported, perhaps before this one has come so far."""
         self._reports.setdefault(wave, {})[source] = report
-        self.look()
+        self.check()
 
-    def hear_verdict(self, wave: Wave, over: bool) -> None:
+    def hear_result(self, wave: Wave, over: bool) -> None:
         """The coordinator has judged a wave."""
         if wave != self._wave:
             return
@@ -114,7 +114,7 @@ class Termination:
             before = self._before
             self._begin_wave(wave._replace(number=wave.number + 1))
             self._before = before
-            self._worker.later(self.look, wave.number)
+            self._worker.later(self.check, wave.number)
 
     def _judge(self, wave: Wave, reports: list[Report]) -> None:
         now = totals(reports)
@@ -122,8 +122,8 @@ class Termination:
         self._before = now
         del self._reports[wave]
         for rank in self._worker.present - {self._worker.rank}:
-            self._worker.send_verdict(rank, wave, over)
-        self.hear_verdict(wave, over)
+            self._worker.send_result(rank, wave, over)
+        self.hear_result(wave, over)
 
     def _begin_wave(self, wave: Wave) -> None:
         self._wave = wave
@@ -132,12 +132,12 @@ class Termination:
 
 
 def totals(reports: list[Report]) -> tuple[int, int] | None:
-    """Messages sent and received in all; None where the workers differ about who is there."""
+    """Return the messages sent and received in all; None if the workers differ about who is present."""
     if any(report.present != reports[0].present for report in reports):
         return None
     return sum(report.sent for report in reports), sum(report.received for report in reports)
 
 
 def is_quiet(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
-    """True when two waves with these totals prove that nothing is on its way."""
+    """True if two waves with these totals prove that no message is in flight."""
     return now is not None and before == now and now[0] == now[1]

@@ -1,12 +1,11 @@
 """The lifetime protocol of RRefs on one worker, pure: events in, messages out.
 
-(G1) The owner hears of the end of every fork, sent only once the fork was confirmed. (G2) A fork that vouches for a
+(G1) The owner hears of the end of every fork, sent only after the fork was confirmed. (G2) A fork that vouches for a
 child is not deleted before the owner knows of the child. Messages may overtake each other; each arrives once.
 
-An owned value stays in the owner's table while a fork of it is known, while a message of the owner to itself
-carries it,
-or until it is computed. RRef objects on the owner hold the value themselves, so a value lives as long as the table or
-such an object has it, and a local RRef that was never sent is not in the table at all.
+An owned value stays in the owner's table while a fork of it is known, while a message of the owner to itself carries
+it, or until it is computed. RRef objects on the owner hold the value themselves: it lives as long as the table or such
+an object has it, and a local RRef that was never sent is not in the table at all.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from hvlike.rpc.rrefs.records import (
 
 
 class OwnerTable:
-    """Owner's side of the lifetime protocol."""
+    """The owner's side: takes events, adds what follows to its effects."""
 
     def __init__(self, rank: int, effects: Effects) -> None:
         self.effects = effects
         self.entries: dict[GlobalId, OwnedValue] = {}
         gone = WorkerLostError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
         self.no_creations: dict[int, Exception] = {rank: gone}
-        """Workers whose creations cannot be still to come, and why: this one, and those that are lost."""
+        """Workers from which no creation can come any more, and why: this one, and those that are lost."""
 
     def find(self, rref: GlobalId) -> OwnedValue:
-        """The entry of that name; one that waits for its creation where a message about it has overtaken that."""
+        """Return the entry of a name; a new one if this message has overtaken the creation."""
         entry = self.entries.get(rref)
         if entry is None:
             entry = self.entries[rref] = OwnedValue(rref)
@@ -53,7 +52,7 @@ class OwnerTable:
         return entry
 
     def create(self, rref: GlobalId) -> OwnedValue:
-        """A function is going to make its value."""
+        """A function is about to make the value."""
         entry = self.entries.get(rref)
         if entry is None:
             entry = self.entries[rref] = OwnedValue(rref)
@@ -61,7 +60,7 @@ class OwnerTable:
         return entry
 
     def settle(self, entry: OwnedValue, value: Any, failure: Any) -> None:
-        """The value is there, or will never be. Those who wait are ready. The second time does nothing."""
+        """The value is computed, or will never be. A second call does nothing."""
         if entry.settled:
             return
         entry.value, entry.failure = value, failure
@@ -71,31 +70,31 @@ class OwnerTable:
         self._free_unneeded(entry)
 
     def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
-        """Have `then` called when the value is there or will never be; now if that is so."""
+        """Call `then` when the entry is settled; now if it is."""
         if entry.settled:
             self.effects.answers.append(then)
         else:
             entry.waiting.append(then)
 
     def share(self, entry: OwnedValue, fork: GlobalId, rank: int) -> None:
-        """A fork goes to another worker: known from now on."""
+        """A fork is sent to another worker: known from now on."""
         if rank not in self.no_creations:
             self.entries[entry.id] = entry
             self._holder(entry, fork, rank).registered = True
 
     def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
-        """The message with that fork, or with that reservation, was not sent after all."""
+        """The message with that fork or reservation was not sent."""
         entry.holders.pop(fork, None)
         entry.reserved.discard(fork)
         self._free_unneeded(entry)
 
     def reserve(self, entry: OwnedValue, reservation: GlobalId) -> None:
-        """The owner sends the RRef to itself: no fork, but it has to be found when the message is opened."""
+        """The owner sends the RRef to itself: no fork, but the entry must be found when the message is opened."""
         self.entries[entry.id] = entry
         entry.reserved.add(reservation)
 
     def claim(self, rref: GlobalId, reservation: GlobalId) -> OwnedValue:
-        """The owner's message to itself has been opened."""
+        """The owner's message to itself was opened."""
         entry = self.find(rref)
         entry.reserved.discard(reservation)
         self._free_unneeded(entry)
@@ -110,25 +109,25 @@ class OwnerTable:
         return entry
 
     def answer_registration(self, rref: GlobalId, fork: GlobalId, rank: int) -> None:
-        """A user that got its fork from another user asks for it to be registered."""
+        """A user that got its fork from another user asks the owner to register it."""
         self.register(rref, fork, rank)
         self.effects.notices.append(Notice(rank, REGISTERED, (tuple(fork),)))
 
     def fetched(self, rref: GlobalId, fork: GlobalId, rank: int) -> OwnedValue:
-        """A user asks for the value through its fork."""
+        """A user fetches the value through its fork."""
         entry = self.find(rref)
         self._holder(entry, fork, rank).fetches += 1
         self._end_holder(entry, fork)
         return entry
 
     def delete(self, rref: GlobalId, fork: GlobalId, rank: int, fetches: int) -> None:
-        """A fork is gone after so many fetches."""
+        """A fork was deleted after so many fetches."""
         entry = self.find(rref)
         self._holder(entry, fork, rank).deleted = fetches
         self._end_holder(entry, fork)
 
     def forget(self, rank: int, failure: Exception) -> None:
-        """Worker `rank` is gone, its forks with it; creations that it has not sent fail with `failure`."""
+        """Worker `rank` is gone with its forks; creations that it has not sent fail with `failure`."""
         self.no_creations[rank] = failure
         for entry in list(self.entries.values()):
             for fork in [fork for fork, holder in entry.holders.items() if holder.rank == rank]:
@@ -154,7 +153,7 @@ class OwnerTable:
 
 
 class ForkTable:
-    """User's side of the lifetime protocol."""
+    """The user's side: takes events, adds what follows to its effects."""
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
@@ -179,16 +178,16 @@ class ForkTable:
         return fork
 
     def confirm(self, fork: Fork) -> None:
-        """The owner knows of it. The second time does nothing."""
+        """The owner knows of it. A second call does nothing."""
         if fork.confirmed:
             return
         fork.confirmed = True
         if fork.sender is not None and fork.parent is not None:
             self._tell(fork.sender, ACCEPTED, (tuple(fork.parent), tuple(fork.id)))
-        for gathering in fork.waiting:
-            gathering.missing -= 1
-            if not gathering.missing:
-                self.effects.starts.append(gathering.then)
+        for wait in fork.waiting:
+            wait.missing -= 1
+            if not wait.missing:
+                self.effects.starts.append(wait.then)
         fork.waiting.clear()
         self._delete_finished(fork)
 
@@ -200,9 +199,9 @@ class ForkTable:
     def when_confirmed(self, forks: Sequence[Fork], then: Callable[[], None]) -> bool:
         """True if all are confirmed; else `then` may start when they are."""
         missing = [fork for fork in forks if not fork.confirmed]
-        gathering = ConfirmationWait(len(missing), then)
+        wait = ConfirmationWait(len(missing), then)
         for fork in missing:
-            fork.waiting.append(gathering)
+            fork.waiting.append(wait)
         return not missing
 
     def fetch(self, fork: Fork) -> None:
@@ -210,18 +209,18 @@ class ForkTable:
         fork.fetches += 1
 
     def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
-        """A child goes to worker `rank`: the fork stays until that worker has told us that the owner knows."""
+        """A child goes to worker `rank`: the fork stays until that worker has said that the owner knows."""
         if rank not in self.lost:
             fork.children[child] = rank
 
     def accepted(self, parent: GlobalId, child: GlobalId) -> None:
-        """The owner knows of the child, or the message with it was not sent after all."""
+        """The owner knows of the child, or the message with it was not sent."""
         fork = self.forks.get(parent)
         if fork is not None and fork.children.pop(child, None) is not None:
             self._delete_finished(fork)
 
     def drop(self, fork: Fork) -> None:
-        """Nobody holds it any more. The second time does nothing."""
+        """Nobody holds it any more. A second call does nothing."""
         fork.dropped = True
         self._delete_finished(fork)
 
@@ -255,11 +254,11 @@ class Lifetime:
         self._numbers = count()
 
     def new_id(self) -> GlobalId:
-        """A name of this worker for an RRef or a fork. Safe from any thread."""
+        """Return a new name for an RRef or a fork. From any thread."""
         return GlobalId(self.rank, next(self._numbers))
 
     def take_effects(self) -> Effects:
-        """What has followed from the events since the last time."""
+        """Return what has followed from the events since the last call."""
         effects = self._effects
         self._effects = self.owned.effects = self.used.effects = Effects()
         return effects
@@ -284,14 +283,14 @@ class Lifetime:
         return Ticket(held.id, self.rank, child, None)
 
     def unsend(self, held: OwnedValue | Fork, ticket: Ticket) -> None:
-        """The message was not built to its end."""
+        """The message was not sent."""
         if isinstance(held, Fork):
             self.used.accepted(held.id, ticket.child)
         else:
             self.owned.unshare(held, ticket.child)
 
     def receive(self, ticket: Ticket, source: int) -> OwnedValue | Fork:
-        """A message with an RRef is being opened: its entry on its owner, a new fork elsewhere."""
+        """A message with an RRef is opened: its entry on its owner, a new fork elsewhere."""
         if ticket.owner != self.rank:
             return self.used.receive(ticket, source)
         if ticket.parent is None:

@@ -1,4 +1,4 @@
-"""The records of the RRef lifetime protocol: names, messages, the owner's values and the users' forks."""
+"""The records of the RRef lifetime protocol: names, notices, the owner's values and the users' forks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from hvlike.rpc.wire.devices import ReadyEvents
 
 
 class GlobalId(NamedTuple):
-    """Rank and counter of the worker that gave the name. Travels as a plain tuple, which is equal to it."""
+    """Name of an RRef or a fork, unique in a session. It travels as a plain tuple, which is equal to it."""
 
     created_on: int
+    """Rank of the worker that made the name."""
     local_id: int
+    """Counter of that worker."""
 
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
 
 
 class Ticket(NamedTuple):
-    """What an RRef is while it travels: the child that the receiver is to have, and who vouches for it meanwhile.
+    """An RRef while it travels: the child fork that the receiver is to have, and who vouches for it meanwhile.
 
     Hand-over | parent             | the receiver
-    ----------+--------------------+---------------------------------------------------------------------------------
-    owner to  | none               | has the child, which the owner knows since the message was built
+    ----------+--------------------+-------------------------------------------------------------------------------
+    owner to  | none               | has the child, which the owner knows since it packed the message
     user      |                    |
-    user to   | the sender's fork  | takes the value out of its table, tells the sender
+    user to   | the sender's fork  | takes the value from its table and tells the sender
     owner     |                    |
-    user to   | the sender's fork  | has the owner register the child; on its answer the child is confirmed and the
-    user      |                    | sender told
-    owner to  | none               | takes the value out of its table: the child was a reservation, not a fork
+    user to   | the sender's fork  | asks the owner to register the child; on the reply the child is confirmed, and it
+    user      |                    | tells the sender
+    owner to  | none               | takes the value from its table: the child was a reservation, not a fork
     itself    |                    |
 
-    A parent that vouches for a child is kept from being deleted until the sender has been told.
+    A parent that vouches for a child is not deleted before the sender has been told.
     """
 
     rref: GlobalId
@@ -42,12 +44,12 @@ class Ticket(NamedTuple):
     parent: GlobalId | None
 
     def pack(self) -> tuple[int, ...]:
-        """The numbers that travel."""
+        """Return the numbers that travel."""
         return (*self.rref, self.owner, *self.child, *(self.parent or ()))
 
     @classmethod
     def unpack(cls, numbers: tuple[int, ...]) -> Ticket:
-        """The ticket of these numbers."""
+        """Return the ticket of these numbers."""
         parent = GlobalId(*numbers[5:]) if len(numbers) > 5 else None
         return cls(GlobalId(*numbers[:2]), numbers[2], GlobalId(*numbers[3:5]), parent)
 
@@ -55,16 +57,16 @@ class Ticket(NamedTuple):
 REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED = 30, 31, 32, 33, 34
 """Kinds of notices.
 
-REGISTER    user -> owner      this worker has the fork now        (RRef, fork)
-REGISTERED  owner -> user      the owner knows it                  (fork,)
-ACCEPTED    receiver -> sender the parent need not vouch any more  (parent, child)
-DELETE      user -> owner      the fork is gone; so many fetches were made through it  (RRef, fork, fetches)
-DROPPED     user -> itself     from the finaliser                  (fork,)
+REGISTER    user -> owner       this worker has the fork now                               (RRef, fork)
+REGISTERED  owner -> user       the owner knows the fork                                   (fork,)
+ACCEPTED    receiver -> sender  the parent need not vouch for the child any more           (parent, child)
+DELETE      user -> owner       the fork is gone; so many fetches were made through it     (RRef, fork, fetches)
+DROPPED     user -> itself      from the finalizer of the RRef object                      (fork,)
 """
 
 
 class Notice(NamedTuple):
-    """A message without an answer, for Agent.notify."""
+    """A message without a reply, for Agent.notify."""
 
     rank: int
     kind: int
@@ -73,22 +75,22 @@ class Notice(NamedTuple):
 
 @dataclass
 class Effects:
-    """Messages to send, work that may start, and values nobody refers to any more."""
+    """What follows from an event of the protocol: collected under the lock, carried out without it."""
 
     notices: list[Notice] = field(default_factory=list)
     answers: list[Callable[[], None]] = field(default_factory=list)
     """What waited for a value: quick, holds no lock."""
     starts: list[Callable[[], None]] = field(default_factory=list)
-    """What waited for the confirmation of its arguments: functions of callers."""
+    """Functions of callers that waited for the confirmation of their arguments."""
     freed: list[Any] = field(default_factory=list)
-    """Entries: their values may have finalisers of the user's, which run where the last reference is let go."""
+    """OwnedValues: a user's finalizer runs where the last reference is dropped."""
 
 
 class KnownFork:
-    """One fork as the owner knows it.
+    """A fork as the owner knows it.
 
-    Messages overtake each other, so its registration, the fetches made through it and its deletion may come in any
-    order. It is over when it has been registered, and deleted, and every fetch that the deletion counts has come.
+    Messages overtake each other: its registration, the fetches made through it and its deletion come in any order. It
+    is over when it was registered and deleted, and every fetch that the deletion counts has come.
     """
 
     __slots__ = ("deleted", "fetches", "rank", "registered")
@@ -98,9 +100,9 @@ class KnownFork:
         """The worker that has the fork."""
         self.registered = False
         self.fetches = 0
-        """Fetches through it that have come."""
+        """How many fetches through it have come."""
         self.deleted: int | None = None
-        """Fetches that were made through it, once its end is known."""
+        """How many fetches were made through it, once it was deleted."""
 
     @property
     def is_over(self) -> bool:
@@ -108,21 +110,20 @@ class KnownFork:
 
 
 class OwnedValue:
-    """What an owner keeps of an RRef. Changed only by the owner table, read by anybody.
+    """What an owner keeps of an RRef. Only the OwnerTable changes it.
 
     settled  failure   value
-    no       -         still computed, or the message that creates it has not come yet
-    yes      None      there
+    no       -         not computed yet, or the message that creates it has not come yet
+    yes      None      computed
     yes      else      never: the function raised
     """
 
     __slots__ = (
         "created",
-        "creator",
+        "events",
         "failure",
         "holders",
         "id",
-        "marks",
         "reserved",
         "settled",
         "value",
@@ -130,23 +131,23 @@ class OwnedValue:
         "what",
     )
 
-    def __init__(self, rref: GlobalId, what: str = "") -> None:
+    def __init__(self, rref: GlobalId) -> None:
         self.id = rref
-        self.what = what
-        """The function that makes the value; empty where RRef(value) was given it."""
+        self.what = ""
+        """The function that makes the value; empty for RRef(value)."""
         self.created = False
         """False while the owner has only heard of it from others."""
         self.settled = False
         self.value: Any = None
-        self.marks: ReadyEvents | None = None
-        """Where in the streams of this worker's GPUs the value is there."""
+        self.events: ReadyEvents | None = None
+        """When the value is ready in the streams of this worker's GPUs."""
         self.failure: Any = None
-        """remote_error.describe's account of the exception, or an exception to raise as it is."""
+        """The Description of the exception, or an exception to raise as it is."""
         self.holders: dict[GlobalId, KnownFork] = {}
         self.reserved: set[GlobalId] = set()
         """Messages of the owner to itself that carry this RRef."""
         self.waiting: list[Callable[[], None]] = []
-        """To be called when it is settled, in the thread that settles it."""
+        """Called by the thread that settles it."""
 
     @property
     def is_needed(self) -> bool:
@@ -176,7 +177,6 @@ class Fork:
         "confirmed",
         "deleted",
         "dropped",
-        "failure",
         "fetches",
         "id",
         "owner",
@@ -193,18 +193,17 @@ class Fork:
         """Rank."""
         self.confirmed = False
         self.dropped = False
-        """True when nobody holds it any more, or shutdown has taken it away."""
+        """True when no RRef object holds it any more, or shutdown has taken it away."""
         self.deleted = False
-        """True when the owner has been told so."""
-        self.failure: Exception | None = None
-        """Why the creation was not acknowledged; raised wherever the RRef is used."""
+        """True when the owner has been told."""
         self.fetches = 0
         """How often the value was asked for through it."""
         self.children: dict[GlobalId, int] = {}
-        """Forks sent on that the owner may not know yet, with the rank they were sent to."""
+        """Forks sent on that the owner may not know yet, with the rank that they were sent to."""
         self.sender: int | None = None
+        """Rank that sent it, if that is a user: to be told when the owner knows this fork."""
         self.parent: GlobalId | None = None
-        """Who sent it and with which fork, until he has been told that he need not vouch for it any more."""
+        """The sender's fork."""
         self.waiting: list[ConfirmationWait] = []
         """What starts when it is confirmed."""
 

@@ -1,4 +1,4 @@
-"""The RRefs of this worker in an RPC session: the lifetime protocol with a lock, and the agent to send through.
+"""The RRefs of this worker in an RPC session: the lifetime protocol with a lock, the agent to send through, statistics.
 
 Lock order: the session's lock is the innermost; no user code runs and no message is sent under it. One thread can take
 it twice, because the garbage collector may run a user's finalizer anywhere.
@@ -8,21 +8,46 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import Agent
 from hvlike.rpc.rrefs.lifetime import Lifetime
-from hvlike.rpc.rrefs.records import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Effects, Fork, OwnedValue
-
-if TYPE_CHECKING:
-    from hvlike.rpc.rrefs.rref import RRef
-
+from hvlike.rpc.rrefs.records import ACCEPTED, DELETE, DROPPED, REGISTER, REGISTERED, Fork, GlobalId, OwnedValue
+from hvlike.rpc.wire.autograd_hooks import autograd_hooks
+from hvlike.rpc.wire.message import CALL, FETCH, Packed
+from hvlike.rpc.wire.pickler import Incoming, discard
 
 R = TypeVar("R")
 
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+
+
+@dataclass(frozen=True)
+class LiveRRef:
+    """A value that this worker keeps because other workers may ask for it."""
+
+    id: GlobalId
+    """Name of the RRef: the rank that made it, and that rank's counter."""
+    owner: str
+    """Name of this worker."""
+    creator: str
+    """Name of the worker that called remote() or RRef()."""
+    what: str
+    """The function that makes the value; for RRef(value) the type of the value."""
+    settled: bool
+    """False while the value is computed."""
+    forks: int
+    """How many RRefs of other workers the owner knows of."""
+    holders: tuple[str, ...]
+    """The names of the workers that hold them."""
+
+    def __str__(self) -> str:
+        made = f"{self.what or 'a value still unknown'}, made for {self.creator}"
+        held = f"held by {', '.join(self.holders)} ({self.forks} in all)" if self.holders else "still computed"
+        return f"{self.id} on {self.owner} ({made}): {held}"
 
 
 class RRefSession:
@@ -34,26 +59,35 @@ class RRefSession:
         self.lifetime = Lifetime(agent.rank)
         self.is_over = False
         """True from shutdown on: RRefs of this session cannot be used any more."""
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
+            agent.hear(kind, partial(self._hear, kind))
+        agent.when_confirmed = self.when_confirmed
+        agent.when_lost.append(partial(self._perform_in_loop, self.lifetime.forget))
+        agent.unwanted = _drop_reply
+
+    # -- events -------------------------------------------------------------------------------------
 
     def perform(self, event: Callable[..., R], *args: Any) -> R:
         """Let the protocol take an event. Not in the loop."""
-        with self.lock:
+        with self._lock:
             result = event(*args)
             effects = self.lifetime.take_effects()
-        self._tell(effects)
+        for notice in effects.notices:
+            self.agent.notify(*notice)
         for start in effects.starts:
             self.agent.submit(start, limited=True)
         for answer in effects.answers:
             answer()
         return result
 
-    def perform_in_loop(self, event: Callable[..., object], *args: Any) -> None:
-        """The same where nothing may block and no code of the user may run."""
-        with self.lock:
+    def _perform_in_loop(self, event: Callable[..., object], *args: Any) -> None:
+        """Do the same in the loop, where nothing may block and no user code may run."""
+        with self._lock:
             event(*args)
             effects = self.lifetime.take_effects()
-        self._tell(effects)
+        for notice in effects.notices:
+            self.agent.notify(*notice)
         for start in effects.starts:
             self.agent.submit(start, limited=True)
         for answer in effects.answers:
@@ -61,25 +95,37 @@ class RRefSession:
         if effects.freed:
             self.agent.submit(effects.freed.clear)
 
-    def listen(self) -> None:
-        """Take notices from the other workers."""
-        for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
-            self.agent.hear(kind, partial(self._hear, kind))
+    def _hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
+        self._perform_in_loop(self.lifetime.hear, kind, source, value)
 
-    def finalise(self, fork: Fork) -> None:
-        """The RRef object of this fork is gone. Safe in a finaliser: only puts it down."""
+    # -- forks --------------------------------------------------------------------------------------
+
+    def finalize(self, fork: Fork) -> None:
+        """The RRef object of this fork is gone. Safe in a finalizer: only queues a notice."""
         if not self.is_over:
             self.agent.notify(self.rank, DROPPED, (tuple(fork.id),))
 
+    def when_confirmed(self, rrefs: Sequence[Any], then: Callable[[], None]) -> None:
+        """Call `then` when the owners of these RRefs know of them: now, or in a pool thread. Does not block."""
+        forks = [rref.held for rref in rrefs if isinstance(rref.held, Fork)]
+        if all(fork.confirmed for fork in forks) or self.perform(self.lifetime.used.when_confirmed, forks, then):
+            then()
+
+    def release_all(self) -> None:
+        """Take away all RRefs of other workers' values, held or not, and tell their owners. Not in the loop."""
+        self.perform(self.lifetime.drop_all)
+
+    # -- owned values -------------------------------------------------------------------------------
+
     def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
-        """Call `then` when the value of `entry` is there or will never be: now, or in the thread that settles it."""
+        """Call `then` when the entry is settled: now, or in the thread that settles it."""
         if entry.settled:
             then()
         else:
             self.perform(self.lifetime.owned.when_settled, entry, then)
 
     def wait(self, entry: OwnedValue, seconds: float | None = None) -> bool:
-        """Block until `entry` is settled; False when the time is over before."""
+        """Block until the entry is settled; False if the time was over before."""
         if not entry.settled:
             settled = threading.Event()
             self.when_settled(entry, settled.set)
@@ -87,21 +133,21 @@ class RRefSession:
         return True
 
     def settle(self, entry: OwnedValue, value: Any = None, failure: Any = None) -> None:
-        """The value is there, or will never be; in the thread that has made it."""
+        """The value is computed, or will never be. In the thread that computed it."""
         if failure is None:
-            entry.marks = self.agent.devices.marks()
+            entry.events = self.agent.devices.ready_events()
         self.perform(self.lifetime.owned.settle, entry, value, failure)
 
     def local(self, value: Any) -> OwnedValue:
-        """The entry of a value that is there; in no table before it is sent."""
+        """Return the entry of a value that exists; it is in no table before it is sent."""
         entry = OwnedValue(self.lifetime.new_id())
         entry.created = entry.settled = True
         entry.value = value
-        entry.marks = self.agent.devices.marks()
+        entry.events = self.agent.devices.ready_events()
         return entry
 
     def end(self) -> None:
-        """RRefs of this session raise from now on, values that are not there will never be."""
+        """From now on RRefs of this session raise, and values that are not computed will never be."""
         self.is_over = True
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
         for entry in list(self.lifetime.owned.entries.values()):
@@ -109,54 +155,79 @@ class RRefSession:
         self.lifetime.owned.entries.clear()
         self.lifetime.used.forks.clear()
 
-    def _hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
-        self.perform_in_loop(self.lifetime.hear, kind, source, value)
+    # -- statistics ---------------------------------------------------------------------------------
 
-    def _tell(self, effects: Effects) -> None:
-        for notice in effects.notices:
-            self.agent.notify(*notice)
+    def live(self) -> list[LiveRRef]:
+        """Return the values in this worker's table, ordered by name."""
+        with self._lock:
+            entries = sorted(self.lifetime.owned.entries.values(), key=lambda entry: entry.id)
+            return [self._describe(entry) for entry in entries]
+
+    def debug_info(self) -> dict[str, str]:
+        """Return counts under torch's names; num_user_rrefs is hvlike's own."""
+        with self._lock:
+            entries = list(self.lifetime.owned.entries.values())
+            forks = list(self.lifetime.used.forks.values())
+            return {
+                "num_owner_rrefs": str(len(entries)),
+                "num_forks": str(sum(len(entry.holders) for entry in entries)),
+                "num_pending_users": str(sum(not fork.confirmed for fork in forks)),
+                "num_user_rrefs": str(len(forks)),
+                "num_pending_futures": str(sum(len(entry.waiting) for entry in entries)),
+            }
+
+    def _describe(self, entry: OwnedValue) -> LiveRRef:
+        workers = self.agent.workers
+        what = entry.what
+        if not what and entry.settled:
+            what = f"{type(entry.value).__module__}.{type(entry.value).__qualname__}"
+        return LiveRRef(
+            id=entry.id,
+            owner=self.agent.me.name,
+            creator=workers[entry.id.created_on].name,
+            what=what,
+            settled=entry.settled,
+            forks=len(entry.holders),
+            holders=tuple(workers[rank].name for rank in sorted({each.rank for each in entry.holders.values()})),
+        )
+
+
+def _drop_reply(kind: int, source: int, packed: Packed) -> None:
+    """Drop a reply whose call has ended without it: release its RRefs; no gradients will come for its tensors."""
+    if packed.note is not None:
+        autograd_hooks().unwanted(packed.note, source)
+    if kind in (CALL, FETCH):
+        discard(packed, Incoming(source))
 
 
 class _Process:
     session: RRefSession | None = None
+    checks_leaks = False
 
 
-def begin_session(agent: Agent) -> RRefSession:
-    """Begin a session, before the agent takes messages."""
-    session = _Process.session = RRefSession(agent)
-    session.listen()
-    return session
-
-
-def end_session() -> None:
-    """End the session."""
-    session, _Process.session = _Process.session, None
-    if session is not None:
-        session.end()
+def set_session(session: RRefSession | None) -> None:
+    """Make `session` the one of this process; None after shutdown."""
+    _Process.session = session
 
 
 def current_session() -> RRefSession:
-    """The running session. Raises: RuntimeError before init_rpc and after shutdown."""
+    """Return the running session. Raises: RuntimeError before init_rpc and after shutdown."""
     session = _Process.session
     if session is None:
         raise RpcError(NO_AGENT)
     return session
 
 
-def running_session() -> RRefSession | None:
-    """The running session, if one does."""
-    return _Process.session
+def live_rrefs() -> list[LiveRRef]:
+    """Return the values that this worker keeps for others; empty outside of a session."""
+    return _Process.session.live() if _Process.session is not None else []
 
 
-def when_confirmed(rrefs: Sequence[RRef[Any]], then: Callable[[], None]) -> None:
-    """Call `then` when all RRefs are confirmed by their owners: now if they are, else in a thread of its own time.
+def set_leak_checking(on: bool) -> None:
+    """Let shutdown raise if RRefs are left over; off by default."""
+    _Process.checks_leaks = on
 
-    rrefs: those met in one message. Does not block, holds no thread.
-    """
-    forks = [rref.held for rref in rrefs if isinstance(rref.held, Fork)]
-    if all(fork.confirmed for fork in forks):
-        then()
-        return
-    session = current_session()
-    if session.perform(session.lifetime.used.when_confirmed, forks, then):
-        then()
+
+def checks_leaks() -> bool:
+    """True if shutdown raises for RRefs that are left over."""
+    return _Process.checks_leaks

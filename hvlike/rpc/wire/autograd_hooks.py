@@ -1,13 +1,12 @@
 """The interface between RPC and distributed autograd: what autograd adds to messages.
 
-RPC knows only the id of a context, and keeps it per thread: a request carries the context id of its caller's thread,
-the function runs under that id, and the reply carries the id of the request, whichever thread sends it. hvlike.autograd
-installs the rest here.
+RPC knows only the id of a context and keeps it per thread. A request carries the context id of its caller's thread, the
+function runs under that id, and the reply carries the id of the request, whichever thread sends it. hvlike.autograd
+installs its AutogradHooks here when it is imported; hvlike.rpc imports it.
 """
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,112 +20,81 @@ from hvlike.errors import RpcError
 if TYPE_CHECKING:
     from hvlike.rpc.agent.agent import Agent
 
-
 T = TypeVar("T")
 
 NO_CONTEXT = -1
 NO_MESSAGE = 0
-"""Stands for the number of a message none of whose tensors requires grad."""
+"""Stands for the id of a message in which no tensor requires grad."""
 
 Note = tuple[int, int]
-"""What a message says of autograd: context, message."""
+"""What a message says about autograd: (context id, message id)."""
 
 
 class AutogradHooks(Protocol):
-    """What distributed autograd does for RPC on one worker. From any thread; nothing here blocks."""
+    """What distributed autograd does for RPC on one worker. Called from any thread; no method but `backward` blocks."""
 
     def begin(self, agent: Agent) -> None:
-        """A session of RPC begins: before the agent takes messages."""
+        """A session begins; the agent does not receive messages yet."""
 
     def end(self) -> None:
         """The session has ended on this worker."""
 
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
-        """A message to a worker is packed. graded: its tensors that require grad. about: the function, for reports.
+        """A message to `rank` is packed. Returns None if the context does not exist any more.
 
-        None: there is no such context any more, the message says nothing of it.
+        Args:
+            about: The name of the function, for reports.
+            graded: The tensors of the message that require grad.
         """
 
     def left(self, note: Note) -> None:
-        """A message is put down for the loop, in which the calling thread waits or listens next: there is time then."""
+        """A message is queued for the loop. The calling thread waits next, so there is time for work ahead."""
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A message of a worker is opened: what stands in place of its tensors that require grad, which are leaves.
+        """A message from `rank` is opened. Returns what replaces `graded`, its tensors that require grad (leaves).
 
-        The context exists here from now on, unless it has been released.
+        Creates the context on this worker, unless it was released.
         """
 
     def unwanted(self, note: Note, rank: int) -> None:
-        """A message of a worker will never be opened. In a thread of its own time."""
+        """A message from `rank` will never be opened. Runs in a pool thread."""
 
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
-        """The gradients of this worker's leaves. Raises: RuntimeError for a context that is not here."""
+        """Return the gradients of this worker's leaves. Raises: RuntimeError for an unknown context."""
 
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
-        """Run backward from these tensors, see hvlike.autograd.backward. Blocks."""
-
-
-class _NoHooks:
-    """Stands in while hvlike.autograd is not there."""
-
-    def begin(self, agent: Agent) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
-        return None
-
-    def left(self, note: Note) -> None:
-        pass
-
-    def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
-        return graded
-
-    def unwanted(self, note: Note, rank: int) -> None:
-        pass
-
-    def gradients(self, context: int) -> dict[Tensor, Tensor]:
-        raise unknown_context(context)
-
-    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
-        raise unknown_context(context)
+        """Run hvlike.autograd.backward from these tensors. Blocks."""
 
 
 class _Process:
-    contexts: AutogradHooks = _NoHooks()
+    hooks: AutogradHooks
 
 
-class _OfThread(threading.local):
+class _ThisThread(threading.local):
     context = NO_CONTEXT
 
 
-_of_thread = _OfThread()
+this_thread = _ThisThread()
+"""`this_thread.context` is the context id of the calling thread."""
 
 
-def install_autograd_hooks(contexts: AutogradHooks) -> None:
-    """Have `contexts` look after the messages of this process."""
-    _Process.contexts = contexts
-
-
-def let_autograd_in() -> None:
-    """Have hvlike.autograd put itself in here, before a session: other workers may use it. It is above: by its name."""
-    importlib.import_module("hvlike.autograd")
+def install_autograd_hooks(hooks: AutogradHooks) -> None:
+    """Let `hooks` handle the messages of this process."""
+    _Process.hooks = hooks
 
 
 def autograd_hooks() -> AutogradHooks:
-    """What looks after the messages of this process."""
-    return _Process.contexts
+    """Return the hooks of this process."""
+    return _Process.hooks
 
 
 def current_context() -> int:
-    """The context of this thread."""
-    return _of_thread.context
+    """Return the context id of this thread."""
+    return this_thread.context
 
 
 class in_context:
-    """Make `context` the one of this thread while the block lasts; around every request that is served."""
+    """Context manager: run the block under another context id; around every request that is served."""
 
     __slots__ = ("_before", "_context")
 
@@ -134,38 +102,38 @@ class in_context:
         self._context = context
 
     def __enter__(self) -> None:
-        self._before, _of_thread.context = _of_thread.context, self._context
+        self._before, this_thread.context = this_thread.context, self._context
 
     def __exit__(self, *_: object) -> None:
-        _of_thread.context = self._before
+        this_thread.context = self._before
 
 
-def note_to(rank: int, about: str) -> Note | None:
-    """What a message without tensors says that this thread sends to a worker."""
-    context = current_context()
+def context_note(rank: int, about: str) -> Note | None:
+    """Return the note of a message without tensors that this thread sends to `rank`."""
+    context = this_thread.context
     return None if context == NO_CONTEXT else autograd_hooks().sent(context, rank, about, ())
 
 
 def bind_context(context: int, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, to be run inside of `context`, whichever background thread runs it."""
-    return work if context == NO_CONTEXT else partial(_run_inside, context, work)
+    """Return `work` bound to a context id, for whichever thread runs it."""
+    return work if context == NO_CONTEXT else partial(_run_in_context, context, work)
 
 
-def keep_context(work: Callable[[T], None]) -> Callable[[T], None]:
-    """`work`, to be run as if it were here: in the context and with the grad mode of the thread that calls this."""
-    return partial(_run_as, current_context(), torch.is_grad_enabled(), work)
+def bind_caller(work: Callable[[T], None]) -> Callable[[T], None]:
+    """Return `work` bound to the context id and the grad mode of the calling thread."""
+    return partial(_run_as_caller, this_thread.context, torch.is_grad_enabled(), work)
 
 
-def _run_inside(context: int, work: Callable[[], None]) -> None:
+def _run_in_context(context: int, work: Callable[[], None]) -> None:
     with in_context(context):
         work()
 
 
-def _run_as(context: int, graded: bool, work: Callable[[T], None], given: T) -> None:
-    with in_context(context), torch.set_grad_enabled(graded):
-        work(given)
+def _run_as_caller(context: int, grad_enabled: bool, work: Callable[[T], None], value: T) -> None:
+    with in_context(context), torch.set_grad_enabled(grad_enabled):
+        work(value)
 
 
 def unknown_context(context: int) -> RuntimeError:
-    """What is raised for a context that is not here."""
+    """Return the error for a context that this worker does not have."""
     return RpcError(f"Could not find autograd context with id: {context}")

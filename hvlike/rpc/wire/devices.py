@@ -1,7 +1,7 @@
 """GPU tensors in messages: device maps, CUDA events that say when a value is ready, and copies through host memory.
 
 worker0   device_maps={"worker1": {0: 1}}      requests   cuda:0 of worker0 -> cuda:1 of worker1
-                                               answers    cuda:1 of worker1 -> cuda:0 of worker0
+                                               replies    cuda:1 of worker1 -> cuda:0 of worker0
 
 The sending thread copies a GPU tensor to host memory on its current stream and waits for the copy. The receiving thread
 copies it to the target device on its own current stream.
@@ -19,23 +19,23 @@ from hvlike.backends.cuda.runtime import Event, runtime_of
 from hvlike.errors import RpcError, UsageError
 
 DeviceMap: TypeAlias = dict[torch.device, torch.device]
-"""From devices of the sender to those of the receiver; one to one."""
+"""Devices of the sender -> devices of the receiver, one to one."""
 
 
 class DeviceOffer(NamedTuple):
-    """What a worker tells the others of its GPUs."""
+    """What a worker tells the others about its GPUs."""
 
     gpus: int
     """How many it has."""
     maps: dict[str, DeviceMap]
-    """By the names of the workers that it calls."""
+    """Its device map for each worker that it calls, by name."""
 
 
 NO_DEVICES = DeviceOffer(0, {})
 
 
 def device_of(what: str, given: object) -> torch.device:
-    """The GPU that is meant by a number, a text or a torch.device. Raises: UsageError that begins with `what`."""
+    """Return the GPU named by an int, a str or a torch.device. Raises: UsageError that begins with `what`."""
     try:
         if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
             raise RuntimeError("expected a number, 'cuda:<number>' or a torch.device")
@@ -51,7 +51,7 @@ def device_of(what: str, given: object) -> torch.device:
 
 
 def parse_map(what: str, given: Mapping[Any, Any], before: Mapping[torch.device, torch.device]) -> DeviceMap:
-    """What `given` adds to a map. Raises: UsageError that begins with `what` unless the whole is one to one."""
+    """Return the map `before` with `given` added. Raises: UsageError that begins with `what` if not one to one."""
     if not isinstance(given, Mapping):
         raise UsageError(f"{what}: expected a dict from devices here to devices there, got {type(given).__name__}.")
     whole = dict(before)
@@ -59,26 +59,22 @@ def parse_map(what: str, given: Mapping[Any, Any], before: Mapping[torch.device,
         here, there = device_of(what, source), device_of(what, target)
         known = whole.get(here, there)
         if known != there or any(each == there for other, each in whole.items() if other != here):
+            shown = ", ".join(f"{source}: {target}" for source, target in (before or whole).items())
             raise UsageError(
                 f"{what}: `set_device_map` only supports 1-to-1 mapping, trying to map {here} to {there} beside "
-                f"{shown(before or whole)}."
+                f"{{{shown}}}."
             )
         whole[here] = there
     return whole
 
 
-def shown(device_map: Mapping[torch.device, torch.device]) -> str:
-    """{cuda:0: cuda:1}"""
-    return "{" + ", ".join(f"{source}: {target}" for source, target in device_map.items()) + "}"
-
-
 def inverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
-    """The way back."""
+    """Return the map of the opposite direction."""
     return {target: source for source, target in device_map.items()}
 
 
 def check_offers(names: Sequence[str], offers: Sequence[DeviceOffer]) -> str:
-    """What is wrong with the maps of all workers, the same text on each; empty where nothing is."""
+    """Return what is wrong with the maps of all workers (the same text on each), or an empty string."""
     place = {name: rank for rank, name in enumerate(names)}
     wrong = []
     for name, offer in zip(names, offers, strict=True):
@@ -97,12 +93,12 @@ def _missing(what: str, devices: Iterable[torch.device], count: int, owner: str)
 
 
 class ReadyEvents:
-    """The points in some streams at which a value was there."""
+    """Events in the current streams of some devices: what was queued before them is the value."""
 
     __slots__ = ("_events",)
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Mark what this thread has asked of these devices so far, in its current streams."""
+        """Record an event in this thread's current stream of each device."""
         self._events: list[tuple[torch.device, Event]] = []
         for device in devices:
             runtime = runtime_of(device.type)
@@ -110,7 +106,7 @@ class ReadyEvents:
                 self._events.append((device, runtime.record(runtime.current_stream(device))))
 
     def follow(self) -> None:
-        """What this thread asks of the devices from now on is done after these points. The host does not wait."""
+        """Make this thread's current streams wait for the events. The host does not wait."""
         for device, event in self._events:
             runtime = runtime_of(device.type)
             if runtime is not None:
@@ -118,50 +114,44 @@ class ReadyEvents:
 
 
 class DeviceMaps:
-    """What one worker knows of the device maps of a session."""
+    """The device maps of a session, as one worker uses them."""
 
     def __init__(
         self, rank: int, names: Sequence[str], offers: Sequence[DeviceOffer], extra: Iterable[torch.device]
     ) -> None:
-        """offers: of all workers, by rank. extra: devices that are used here beside those in the maps."""
+        """`names` and `offers` are by rank; `extra` devices are used here beside those in the maps."""
         me = names[rank]
         maps = offers[rank].maps
         itself = {torch.device("cuda", index): torch.device("cuda", index) for index in range(offers[rank].gpus)}
-        self._requests: dict[int, DeviceMap] = {other: maps[name] for other, name in enumerate(names) if name in maps}
-        self._answers: dict[int, DeviceMap] = {
+        self.requests: dict[int, DeviceMap] = {other: maps[name] for other, name in enumerate(names) if name in maps}
+        """Where tensors in arguments go, by the callee's rank."""
+        self.replies: dict[int, DeviceMap] = {
             other: inverse(offer.maps[me]) for other, offer in enumerate(offers) if me in offer.maps
         }
-        # What a worker tells itself stays where it is, unless it says otherwise.
-        self._requests.setdefault(rank, itself)
-        self._answers.setdefault(rank, itself)
+        """Where tensors in results go, by the caller's rank."""
+        # Tensors that a worker sends to itself stay on their device, unless its maps say otherwise.
+        self.requests.setdefault(rank, itself)
+        self.replies.setdefault(rank, itself)
         used: dict[torch.device, None] = dict.fromkeys(extra)
-        for device_map in (*self._requests.values(), *self._answers.values()):
+        for device_map in (*self.requests.values(), *self.replies.values()):
             if device_map is not itself:
                 used.update(dict.fromkeys(device_map))
         self.used = tuple(used)
-        """The devices of this worker that values are followed on."""
+        """The devices of this worker on which values may still be computed when they are handed over."""
 
-    def of_requests(self, rank: int) -> Mapping[torch.device, torch.device]:
-        """Where tensors go that are sent to a worker as arguments."""
-        return self._requests.get(rank, {})
-
-    def of_answers(self, rank: int) -> Mapping[torch.device, torch.device]:
-        """Where tensors go that are sent to a worker as results."""
-        return self._answers.get(rank, {})
-
-    def marks(self) -> ReadyEvents | None:
-        """Marks of now; None where no device is used."""
+    def ready_events(self) -> ReadyEvents | None:
+        """Record events on the used devices; None if there are no such devices."""
         return ReadyEvents(self.used) if self.used else None
 
 
-def follow(marks: ReadyEvents | None) -> None:
-    """Let this thread's streams come after the marks, if there are any."""
-    if marks is not None:
-        marks.follow()
+def follow(events: ReadyEvents | None) -> None:
+    """Make this thread's streams wait for the events, if there are any."""
+    if events is not None:
+        events.follow()
 
 
 def target_device(tensor: Tensor, device_map: Mapping[torch.device, torch.device], what: str) -> torch.device:
-    """Where a tensor of a GPU goes. what: "Request" or "Response", and to whom. Raises: RuntimeError without a map."""
+    """Return where a GPU tensor goes. Raises: RuntimeError without a map; `what` names the message and its receiver."""
     target = device_map.get(tensor.device)
     if target is None:
         known = f"; it has {sorted(map(str, device_map))}" if device_map else ""
@@ -175,10 +165,10 @@ def target_device(tensor: Tensor, device_map: Mapping[torch.device, torch.device
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, with the same strides where they leave no gaps. Waits for the device."""
+    """Return a copy in host memory, with the same strides where they leave no gaps. Waits for the device."""
     return tensor.detach().to("cpu")
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on a device, in the current stream; the tensor may be changed afterwards."""
+    """Return a copy on a device, made on the current stream; the tensor may change afterwards."""
     return tensor.to(device)

@@ -23,14 +23,19 @@ from hvlike.rpc.wire.single_tensor import Body
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The name and the rank of a worker; a value: equal where both are, usable as a key, sendable.
+    """The name and the rank of a worker. A value: comparable, hashable, and sendable through RPC.
 
-    name: as given to init_rpc. id: its rank.
+    Args:
+        name: As given to init_rpc.
+        id: The rank.
+
     Source: torch.distributed.rpc.WorkerInfo.
     """
 
     name: str
+    """As given to init_rpc."""
     id: int
+    """The rank."""
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
@@ -42,29 +47,29 @@ class WorkerInfo:
 logger = logging.getLogger("hvlike")
 
 KEPT = {"ValueError": ValueError, "TypeError": TypeError}
-"""Classes that a caller sees; every other one comes as a RuntimeError."""
+"""The exception classes that a caller gets as they are; every other one becomes a RuntimeError."""
 
 _ESCAPE = re.compile(r"""\\(?:([\\'"abfnrtv\n])|([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))""")
 _MEANING = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 
 
 class Description(NamedTuple):
-    """An exception on its way: strings only."""
+    """An exception as it travels: strings only."""
 
     name: str
     module: str
     qualname: str
     family: str
-    """The class that a caller sees: a key of KEPT, else "RuntimeError"."""
+    """The class that the caller gets: a key of KEPT, or "RuntimeError"."""
     obstacle: str
-    """Why no exception of its class can be made of one text; empty if it can."""
+    """Why the class cannot be called with one text; empty if it can."""
     text: str
 
 
 def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
-    """What the caller needs to know of an exception that a function has raised on this worker.
+    """Return the description of an exception that a function raised on this worker, and print its traceback to stderr.
 
-    Prints its traceback to what sys.stderr is now. Never raises, whatever the exception does when it is looked at.
+    Never raises, whatever the exception's own methods do.
     """
     said = f"On {worker}:\n{_representation(error)}\n{_traceback(error)}"
     _show(said)
@@ -77,10 +82,11 @@ def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
 
 
 def rebuild_error(description: Description, *, original: bool = False) -> Exception:
-    """The exception to raise at the caller.
+    """Return the exception to raise at the caller.
 
-    original: one of the class that was raised, where that can be found and built here (RRef.to_here). Else a
-        ValueError, a TypeError, or a RuntimeError, whose text begins with the name of that class.
+    Args:
+        original: Return an exception of the class that was raised, if this worker can find and build it (RRef.to_here).
+            Otherwise a ValueError, TypeError or RuntimeError whose text begins with the name of that class.
     """
     if description.obstacle:
         return RuntimeError(
@@ -95,10 +101,10 @@ def rebuild_error(description: Description, *, original: bool = False) -> Except
 
 
 def unescaped(text: str) -> str:
-    """The text with real line ends, quotes and backslashes in place of their escapes.
+    """Return the text with real line ends, quotes and backslashes in place of their escapes.
 
-    Taking all of it for escapes once more (`decode("unicode_escape")`) then changes no text of ASCII characters. NUL
-    stays an escape: it would end the text inside torch's futures.
+    After that `decode("unicode_escape")` changes no ASCII text. NUL stays an escape: it would end the text inside
+    torch's futures.
     """
     text = text.encode("utf-8", "replace").decode("utf-8").replace("\0", "\\x00")
     before = None
@@ -140,7 +146,7 @@ def _show(text: str) -> None:
 
 
 def _obstacle(cls: type[BaseException], text: str) -> str:
-    """Why `cls(text)` fails; empty if it does not, or if callers never see this class."""
+    """Return why `cls(text)` fails; empty if it works, or if callers never get this class."""
     if not issubclass(cls, Exception):
         return ""
     try:
@@ -151,7 +157,7 @@ def _obstacle(cls: type[BaseException], text: str) -> str:
 
 
 def _find(description: Description) -> type[Exception] | None:
-    """The class that was raised there, as it is here."""
+    """Return this worker's class of that name, if it has one."""
     try:
         found: object = importlib.import_module(description.module)
         for name in description.qualname.split("."):
@@ -163,50 +169,29 @@ def _find(description: Description) -> type[Exception] | None:
 
 
 CALL, REMOTE, FETCH = 1, 2, 3
-"""Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here. Other files add their own from 10 on."""
+"""Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here."""
 
 
 class Packed(NamedTuple):
     """A value as it travels."""
 
     body: Body
-    """A stream of pickle, protocol 5, and more behind it; see pickler.py."""
+    """A pickle stream of protocol 5 and what follows it; see pickler.py."""
     storages: list[torch.Tensor]
-    """One-dimensional contiguous CPU tensors of bytes, sent out of band and received straight into fresh memory."""
+    """1-dimensional contiguous uint8 CPU tensors, sent out of band and received straight into new memory."""
     note: Note | None = None
-    """What it says of autograd, where it was made inside of a context."""
+    """What the message says about autograd, if it was packed inside a context."""
 
     @property
     def context(self) -> int:
-        """The context that it was made in."""
+        """The id of the context in which it was packed."""
         return NO_CONTEXT if self.note is None else self.note[0]
 
 
-class Call:
-    """A request as its sender sees it, and in time its reply."""
-
-    __slots__ = ("done", "error", "failure", "kind", "rank", "reply", "then", "timeout")
-
-    def __init__(self, rank: int, kind: int, timeout: float, then: Callable[[Call], None] | None) -> None:
-        self.rank = rank
-        """The worker that serves it."""
-        self.kind = kind
-        self.timeout = timeout
-        """Seconds; 0: none."""
-        self.then = then
-        self.done = False
-        self.reply: Packed | None = None
-        """The result, where the function returned."""
-        self.failure: Any = None
-        """What remote_error.describe made there of the exception, where it raised."""
-        self.error: Exception | None = None
-        """Why there is no answer: the time limit, a worker that is gone, a shutdown."""
-
-
 class Request:
-    """A request as the worker that serves it sees it; exactly one of `answer` and `fail` is called, once."""
+    """A request on the worker that serves it. Exactly one of `answer` and `fail` is called, once."""
 
-    __slots__ = ("_respond", "about", "answers_last", "came", "kind", "number", "packed", "source")
+    __slots__ = ("about", "answers_last", "came", "kind", "number", "packed", "respond", "source")
 
     def __init__(
         self,
@@ -226,18 +211,18 @@ class Request:
         self.came = came
         """When it arrived, in seconds of time.monotonic()."""
         self.about: object = ""
-        """The function it asks for, once that is known, or words; for reports (callables.described)."""
+        """The requested function, once it is known, or words; for reports (see describe_subject)."""
         self.answers_last = False
-        """The answer is the last thing that the handler does, in its own thread, which sends it when it listens again.
+        """True if answering is the last thing the handler does in its thread.
 
-        So what the caller sends next finds this thread listening, and none has to be woken for it.
+        The thread then sends the reply when it drives the loop again, and is there for the caller's next message.
         """
-        self._respond = respond
+        self.respond = respond
 
     def answer(self, packed: Packed) -> None:
-        """Send the result; from any thread. The storages must not change until they have left."""
-        self._respond(self, packed)
+        """Send the result. From any thread. The storages must not change until they are sent."""
+        self.respond(self, packed)
 
     def fail(self, error: BaseException | Description) -> None:
-        """Send an exception instead, or what describe has made of one earlier; from any thread."""
-        self._respond(self, error)
+        """Send an exception, or its description. From any thread."""
+        self.respond(self, error)

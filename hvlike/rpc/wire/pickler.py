@@ -1,19 +1,19 @@
 """Values as they travel: pickle protocol 5, with tensors and the memory of numpy arrays out of band.
 
-Whatever cannot be in the pickle stream itself is taken, when the stream is read, from the sequence of out-of-band
-buffers, in order of appearance: a tensor, the memory of an array, or the message's Incoming (which RRefs need). How
-to build that sequence stands in a table behind the stream:
+Whatever cannot be in the pickle stream is taken, while the stream is read, from the sequence of out-of-band buffers, in
+order of appearance: a tensor, the memory of an array, or the message's Incoming (which RRefs need). A table behind the
+stream says how to build that sequence:
 
     stream                      the value; tensors are references to "the next buffer"
-    memory                      the short pieces, as bytes; long ones go by themselves (tensors.Cargo)
-    table, its length, b"T"     only where there is any: one row each (tensors.Row; None: the Incoming; _Ahead;
-                                sparse.SparseRow, after the rows of its parts), the lengths of the short pieces, and
+    memory                      the short pieces, as bytes; long ones go by themselves (tensors.SentMemory)
+    table, its length, b"T"     only if there are items: one row each (tensors.Row; None: the Incoming; _Ahead;
+                                tensors.SparseRow, after the rows of its parts), the lengths of the short pieces, and
                                 which rows go to which device
-    record, its length, b"S"    instead of these where there is one simple tensor (single.py)
+    record, its length, b"S"    instead of both if there is one simple tensor (single_tensor.py)
     record, its length, b"B"    the same without a stream: the value is the tensor
 
-RRefs stand in the table themselves: a worker that cannot open the stream, or does not want it any more, still takes
-over what the sender keeps alive for it, and lets it go.
+RRefs stand in the table itself: a worker that cannot open the stream, or does not want it any more, still takes over
+what the sender keeps alive for it, and releases it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from hvlike.rpc.wire import autograd_hooks, single_tensor
-from hvlike.rpc.wire import tensors as sparse
-from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT
+from hvlike.rpc.wire import single_tensor
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks
 from hvlike.rpc.wire.message import Packed
 from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickler, describe_subject, missing_name
 from hvlike.rpc.wire.single_tensor import Body, join_parts, pack_tensor, unpack_tensor
@@ -40,6 +39,7 @@ from hvlike.rpc.wire.tensors import (
     SPARSE_PART,
     ReceivedMemory,
     SparseRow,
+    assemble_sparse,
     build,
     lay_out,
 )
@@ -47,29 +47,33 @@ from hvlike.rpc.wire.tensors import (
 T = TypeVar("T")
 NO_MAP: Mapping[torch.device, torch.device] = MappingProxyType({})
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
-"""The name of a class of carry_ahead and the numbers of an object."""
+"""The name of a class of carry_ahead, and the numbers of an object."""
 
 _PROTOCOL = 5
 _END = struct.Struct("<Ic")
 _STOP = pickle.STOP[0]
 _TABLE, _SINGLE, _BARE = b"T", b"S", b"B"
 _ARRAY_BYTES = 4096
-"""Smaller memory of arrays stays in the stream: a message of its own would cost more than two copies."""
+"""Smaller memory of arrays stays in the stream: sending it by itself would cost more than two copies."""
 _KEEP_BYTES = 1 << 12
-"""A pickler is used again after streams up to this size. A longer one leaves it a large memo, to be wiped after every
-message from then on: after 100 KiB of small objects that took 50 us each time."""
+"""A pickler is used again after streams up to this size. A longer stream leaves it a large memo that is wiped after
+every later message: 50 us each time after 100 KiB of small objects."""
 
-# As THE_TENSOR.
 _THE_INCOMING = pickle.PickleBuffer(bytearray(1))
+"""Stands for the message's Incoming in the stream; see THE_TENSOR."""
 
 
 class Outgoing:
-    """One message being built; made by the caller of `pack`.
+    """One message being packed.
 
-    destination: rank. cloudpickle: send lambdas and local functions too, by the package cloudpickle. context: that of
-    distributed autograd that it belongs to; about: the function that it calls or answers, or what to say of it;
-    records: whether gradients may come back for its tensors. device_map: where tensors of GPUs go; what: the message
-    in words, for those that have nowhere to go.
+    Args:
+        destination: Rank of the receiver.
+        cloudpickle: Send lambdas and local functions too, with the package cloudpickle.
+        context: Id of the autograd context that the message belongs to.
+        about: The function that it calls or answers, or words; for reports.
+        records: Whether gradients may come back for its tensors.
+        device_map: Where GPU tensors go.
+        what: The message in words, for the error about a GPU tensor that has nowhere to go.
     """
 
     __slots__ = (
@@ -105,11 +109,11 @@ class Outgoing:
         self.graded: list[Tensor] = []
         """The tensors of the message that require grad, each once, in order of appearance."""
         self.undo: list[Callable[[], None]] = []
-        """Called in reverse order where packing fails."""
+        """Called in reverse order if packing fails."""
 
 
 class Incoming:
-    """One message being opened; made by the caller of `unpack`. source: rank."""
+    """One message being opened; `source` is the sender's rank."""
 
     __slots__ = ("graded", "rrefs", "source")
 
@@ -118,22 +122,37 @@ class Incoming:
         self.graded: Sequence[Tensor] = []
         """The received copies of the sender's `Outgoing.graded`, in the same order.
 
-        Leaves that require grad; in a context of distributed autograd, what has come of these.
+        They are leaves that require grad, or in an autograd context what replaces them.
         """
         self.rrefs: list[Any] = []
-        """RRefs met; who restores them puts them here."""
+        """The RRefs in the message; the function that restores them adds them."""
 
 
 def pack(value: Any, outgoing: Outgoing) -> Packed:
-    """Return the value as it travels; its storages are the tensors' own memory, not copies; short ones are copied.
+    """Return the value as it travels. Its storages are the tensors' own memory; short ones are copied. Thread-safe.
 
-    Functions and classes travel by name. Safe from any number of threads.
-    Raises: what pickle raises (AttributeError, PicklingError, TypeError), RuntimeError for a tensor that is not on the
-    CPU and for a torch.futures.Future; `outgoing.undo` has then been called.
+    Raises: what pickle raises (AttributeError, PicklingError, TypeError), RuntimeError for a GPU tensor without a
+        device map and for a torch.futures.Future; `outgoing.undo` was called then.
     """
     try:
-        packed = (_pack_bare(value, outgoing) if type(value) is Tensor else None) or _pack_stream(value, outgoing)
-        return packed if outgoing.context == NO_CONTEXT else _noted(packed, outgoing)
+        packed = _pack_bare(value, outgoing) if type(value) is Tensor else None
+        if packed is None:
+            if outgoing.cloudpickle:
+                packed = MessagePickler(cloud_pickler).pack(value, outgoing)
+            else:
+                try:
+                    pickler = _idle.pop()
+                except IndexError:
+                    pickler = MessagePickler(Pickler)
+                packed = pickler.pack(value, outgoing)
+                if pickler.streamed <= _KEEP_BYTES:
+                    _idle.append(pickler)
+        if outgoing.context == NO_CONTEXT:
+            return packed
+        graded = outgoing.graded if outgoing.records else ()
+        about = describe_subject(outgoing.about)
+        note = autograd_hooks().sent(outgoing.context, outgoing.destination, about, graded)
+        return Packed(packed.body, packed.storages, note)
     except BaseException:
         for undo in reversed(outgoing.undo):
             undo()
@@ -141,16 +160,17 @@ def pack(value: Any, outgoing: Outgoing) -> Packed:
 
 
 def unpack(packed: Packed, incoming: Incoming) -> Any:
-    """Return the value that `pack` was given, its tensors on the received storages without a copy; once a message.
+    """Return the value that `pack` was given, its tensors on the received storages without a copy. Once per message.
 
-    Raises: RuntimeError where a name of the sender does not exist here, whatever the restoring of an object raises.
+    Raises: RuntimeError if the sender used a name that does not exist here, and what restoring an object raises.
     """
     body = packed.body
-    if body[-1] == _BARE[0]:
+    kind = body[-1]
+    if kind == _BARE[0]:
         return _single_arrival(packed, incoming)[0]
-    buffers = None if body[-1] == _STOP else _arrivals(packed, incoming)
+    buffers = None if kind == _STOP else _arrivals(packed, incoming)
     if buffers is None and packed.note is not None:
-        autograd_hooks.autograd_hooks().came(packed.note, incoming.source, ())
+        autograd_hooks().came(packed.note, incoming.source, ())
     try:
         return pickle.loads(body, buffers=buffers)
     except (AttributeError, ImportError) as error:
@@ -160,22 +180,15 @@ def unpack(packed: Packed, incoming: Incoming) -> Any:
         raise missing_name(error) from error
 
 
-def _pack_stream(value: Any, outgoing: Outgoing) -> Packed:
-    """A message of any value."""
-    if outgoing.cloudpickle:
-        return MessagePickler(cloud_pickler).pack(value, outgoing)
-    try:
-        walk = _idle.pop()
-    except IndexError:
-        walk = MessagePickler(Pickler)
-    packed = walk.pack(value, outgoing)
-    if walk.streamed <= _KEEP_BYTES:
-        _idle.append(walk)
-    return packed
+def discard(packed: Packed, incoming: Incoming) -> None:
+    """Drop a message unopened: its RRefs are taken over and released; no code of the user runs."""
+    body = packed.body
+    if body and body[-1] == _TABLE[0]:
+        _restore_ahead(table_of(body)[0], incoming)
 
 
 def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
-    """A message that is one simple tensor and nothing else, without a pickler; None: the tensor is not so simple."""
+    """Pack a message that is one simple tensor, without a pickler; None if the tensor is not simple."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     found = pack_tensor(tensor, 0, single_tensor.SHORT_RECORD_BYTES)
@@ -188,32 +201,17 @@ def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
     return Packed(body, [] if storage is None else [storage])
 
 
-def _noted(packed: Packed, outgoing: Outgoing) -> Packed:
-    graded = outgoing.graded if outgoing.records else ()
-    note = autograd_hooks.autograd_hooks().sent(
-        outgoing.context, outgoing.destination, describe_subject(outgoing.about), graded
-    )
-    return Packed(packed.body, packed.storages, note)
-
-
-def discard(packed: Packed, incoming: Incoming) -> None:
-    """Let a message go unopened: its RRefs are taken over and dropped; no code of the user runs."""
-    body = packed.body
-    if body and body[-1] == _TABLE[0]:
-        _restore_ahead(table_of(body)[0], incoming)
-
-
 def carry_ahead(
     cls: type[T], reduce: Callable[[T, Outgoing], tuple[int, ...]], restore: Callable[[tuple[int, ...], Incoming], T]
 ) -> None:
-    """Have instances of exactly `cls` travel as numbers that are read before the stream is, and even without it.
+    """Let instances of exactly `cls` travel as numbers that are read before the stream is, and even without it.
 
-    reduce: (object, message being built) -> numbers. restore: (those numbers, message being opened) -> object.
+    `reduce` returns the numbers of an object, `restore` the object of these numbers.
     """
 
-    def travel(walk: MessagePickler, obj: T) -> tuple[Any, ...]:
-        numbers = reduce(obj, walk.outgoing)
-        walk.ahead[len(walk.items)] = cls.__qualname__, numbers
+    def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
+        numbers = reduce(obj, pickler.outgoing)
+        pickler.ahead[len(pickler.items)] = cls.__qualname__, numbers
         return arrived, (_THE_INCOMING,)
 
     REDUCERS[cls] = travel
@@ -221,14 +219,13 @@ def carry_ahead(
 
 
 def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[[Any, Incoming], T]) -> None:
-    """Have instances of exactly `cls` travel as what `reduce` returns, and be restored from it by `restore`.
+    """Let instances of exactly `cls` travel as the picklable value that `reduce` returns for them.
 
-    reduce: (object, message being built) -> any picklable value. restore: (that value, message being opened) -> object,
-    a function at module level.
+    `restore`, a function at module level, returns the object of that value.
     """
 
-    def travel(walk: MessagePickler, obj: T) -> tuple[Any, ...]:
-        return restore, (reduce(obj, walk.outgoing), _THE_INCOMING)
+    def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
+        return restore, (reduce(obj, pickler.outgoing), _THE_INCOMING)
 
     REDUCERS[cls] = travel
 
@@ -247,82 +244,82 @@ class _Chunks:
 
 
 class MessagePickler:
-    """A pickler's way through a message, and what it finds there that travels beside the stream."""
+    """A pickler, and what it finds in a message that travels beside the stream. Packs one message at a time."""
 
     outgoing: Outgoing
     streamed: int
-    """Bytes of the stream, without what travels beside it."""
+    """Bytes of the last stream, without what travels beside it."""
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.items: list[tuple[Tensor, int] | None] = []
+        """The dense tensors with their flags, in order; None in the place of anything else."""
         self.ahead: dict[int, _Ahead | SparseRow] = {}
-        """The rows of what is no dense tensor, by place."""
+        """The rows of items that are no dense tensors, by place."""
         self.originals: dict[int, Tensor] = {}
-        """The tensors that travel as others, sparse ones and those of GPUs, by place."""
+        """The sparse tensors and GPU tensors, which travel as others, by place."""
         self.targets: dict[int, str] = {}
-        """The devices that tensors are put on where the message is opened, by place."""
+        """The devices that the receiver moves tensors to, by place."""
         self._chunks: list[bytes | memoryview] = []
         self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
         theirs = getattr(self._pickler, "reducer_override", None)
         self._pickler.reducer_override = self._reduce if theirs is None else lambda obj: self._reduce(obj, theirs)
 
     def pack(self, value: Any, outgoing: Outgoing) -> Packed:
-        """Walk through one value; after an error the walk is of no more use."""
+        """Pack one value. Do not use the object again after an error."""
         self.outgoing = outgoing
         self._pickler.dump(value)
         chunks, items = self._chunks, self.items
-        self.streamed = sum(memoryview(chunk).nbytes for chunk in chunks)
+        streamed = 0
+        for chunk in chunks:
+            streamed += memoryview(chunk).nbytes
+        self.streamed = streamed
         storages: list[Tensor] = []
         if items:
-            outgoing.graded += self._graded()
-        if (found := self._simple()) is not None:
-            record, elements, storage = found
-            if storage is not None:
-                storages.append(storage)
-            chunks += (elements, record, _END.pack(len(record), _SINGLE))
-        elif items:
-            rows, cargo = lay_out(items)
-            storages = cargo.storages
-            mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
-            table = pickle.dumps((mixed, [len(piece) for piece in cargo.short], self.targets or None), _PROTOCOL)
-            chunks += (*cargo.short, table, _END.pack(len(table), _TABLE))
-            self.ahead.clear()
-            self.originals.clear()
-            self.targets.clear()
+            only = items[0] if len(items) == 1 and not self.targets else None
+            simple = None
+            if only is not None and only[1] in (0, PARAMETER):
+                simple = pack_tensor(*only, single_tensor.SHORT_RECORD_BYTES)
+            if only is None or simple is None:
+                storages = self._add_table()
+            else:
+                record, elements, storage = simple
+                if only[0].requires_grad:
+                    outgoing.graded.append(only[0])
+                if storage is not None:
+                    storages.append(storage)
+                chunks += (elements, record, _END.pack(len(record), _SINGLE))
         body: Body = chunks[0] if len(chunks) == 1 else join_parts(chunks)
-        # Only now: long elements in the chunks are views of a tensor that these may be the last to hold.
+        # Only now: long elements in the chunks are views of a tensor that these lists may be the last to hold.
         items.clear()
         chunks.clear()
         self._pickler.clear_memo()
         del self.outgoing
         return Packed(body, storages)
 
-    def _simple(self) -> tuple[bytes, bytes | memoryview, Tensor | None] | None:
-        """What record_of makes of the only tensor; None where there are others, or it is not simple."""
-        only = self.items[0] if len(self.items) == 1 and not self.targets else None
-        return (
-            None
-            if only is None or only[1] not in (0, PARAMETER)
-            else pack_tensor(*only, single_tensor.SHORT_RECORD_BYTES)
-        )
-
-    def _graded(self) -> list[Tensor]:
-        """The tensors that require grad, those that travel as others too, in order of appearance."""
-        originals = self.originals
-        tensors = [
-            originals.get(place) if item is None or place in originals else item[0]
-            for place, item in enumerate(self.items)
-        ]
-        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    def _add_table(self) -> list[Tensor]:
+        """Add the memory and the table of all items to the chunks. Returns the storages that go by themselves."""
+        for place, item in enumerate(self.items):
+            # An item without a tensor of its own is an RRef, or a sparse tensor, which is among the originals.
+            tensor = self.originals.get(place) if item is None or place in self.originals else item[0]
+            if tensor is not None and tensor.requires_grad:
+                self.outgoing.graded.append(tensor)
+        rows, memory = lay_out(self.items)
+        mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
+        table = pickle.dumps((mixed, [len(piece) for piece in memory.short], self.targets or None), _PROTOCOL)
+        self._chunks += (*memory.short, table, _END.pack(len(table), _TABLE))
+        self.ahead.clear()
+        self.originals.clear()
+        self.targets.clear()
+        return memory.storages
 
     def _reduce(self, obj: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
-        """What the pickler asks for every object that is not a plain number, string or container."""
+        """The pickler calls this for every object that is not a plain number, string or container."""
         reduce = REDUCERS.get(type(obj))
         reduced = NotImplemented if reduce is None else reduce(self, obj)
         return otherwise(obj) if reduced is NotImplemented and otherwise is not None else reduced
 
     def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        """What the pickler asks for every buffer."""
+        """The pickler calls this for every buffer."""
         if buffer is THE_TENSOR:
             return False
         if buffer is _THE_INCOMING:
@@ -336,16 +333,16 @@ class MessagePickler:
 
 
 _idle: list[MessagePickler] = []
-"""Walks to be used again, by any thread."""
+"""Picklers to be used again, by any thread."""
 
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
-    """Build what the stream takes as buffers, in order of appearance."""
+    """Return what the stream takes as buffers, in order of appearance."""
     if packed.body[-1] == _SINGLE[0]:
         return _single_arrival(packed, incoming)
     rows, pieces, targets = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
-    hold = ReceivedMemory(pieces, packed.storages)
+    memory = ReceivedMemory(pieces, packed.storages)
     arrivals: list[Any] = []
     parts: list[Tensor] = []
     graded: list[int] = []
@@ -354,10 +351,10 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
             arrivals.append(ahead.get(place, incoming))
             continue
         if isinstance(row[0], str):
-            arrival = sparse.assemble_sparse(parts, row)
+            arrival = assemble_sparse(parts, row)
             parts.clear()
         else:
-            arrival = build(row, hold, targets.get(place) if targets else None)
+            arrival = build(row, memory, targets.get(place) if targets else None)
             if row[-1] & SPARSE_PART:
                 parts.append(arrival)
                 continue
@@ -366,27 +363,27 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
         arrivals.append(arrival)
     incoming.graded = [arrivals[place] for place in graded]
     if packed.note is not None:
-        incoming.graded = autograd_hooks.autograd_hooks().came(packed.note, incoming.source, incoming.graded)
+        incoming.graded = autograd_hooks().came(packed.note, incoming.source, incoming.graded)
         for place, tensor in zip(graded, incoming.graded, strict=True):
             arrivals[place] = tensor
     return arrivals
 
 
 def _single_arrival(packed: Packed, incoming: Incoming) -> list[Any]:
-    """The same for a message of one simple tensor."""
+    """Return the same for a message of one simple tensor."""
     body = packed.body
     length, _ = _END.unpack_from(body, len(body) - _END.size)
     storage = packed.storages[0] if packed.storages else None
     arrivals: Sequence[Tensor] = [unpack_tensor(body, len(body) - _END.size - length, storage)]
     graded = arrivals if arrivals[0].requires_grad else ()
     if packed.note is not None:
-        graded = autograd_hooks.autograd_hooks().came(packed.note, incoming.source, graded)
+        graded = autograd_hooks().came(packed.note, incoming.source, graded)
     incoming.graded = graded
     return list(graded or arrivals)
 
 
 def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]:
-    """The rows of a message, its short pieces of memory, and which rows go to which device."""
+    """Return the rows of a message, its short pieces of memory, and which rows go to which device."""
     length, _ = _END.unpack_from(body, len(body) - _END.size)
     stop = len(body) - _END.size - length
     rows, lengths, targets = pickle.loads(memoryview(body)[stop:])
@@ -399,7 +396,7 @@ def table_of(body: Body) -> tuple[list[Any], list[bytes], dict[int, str] | None]
 
 
 def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
-    """The objects that stand in the table, by their place in it."""
+    """Return the objects that stand in the table itself, by place."""
     return {
         place: _AHEAD[row[0]](row[1], incoming)
         for place, row in enumerate(rows)
@@ -408,4 +405,4 @@ def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
 
 
 _AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}
-"""How objects are restored that stand in the table, by the name of their class."""
+"""How to restore the objects that stand in the table, by the name of their class."""

@@ -1,6 +1,6 @@
 """The fast path for a message with one dense contiguous tensor: a record of a few bytes instead of a table.
 
-Everything else (see the record function) travels as tensors.py describes.
+Everything that pack_tensor refuses travels as tensors.py describes.
 
 Each 64 KiB copy of long elements takes 10 to 30 us with cold caches: into the body, with the body into the message, by
 MPI, and from the message into the tensor.
@@ -22,15 +22,15 @@ from torch import Tensor
 from hvlike.rpc.wire.tensors import PARAMETER, REQUIRES_GRAD
 
 SHORT_RECORD_BYTES = 1 << 16
-"""Up to here the elements go in the body. Echo between two ranks of one node, median: 16 KiB in the body 194 us, by
+"""Elements up to this size go in the body. Echo between two ranks of one node, median: 16 KiB in the body 194 us, by
 itself 304; 64 KiB 227 and 223, and a step of distributed autograd with such messages 5 to 10 % shorter; 256 KiB 358
-and 239. Where several tensors go together the limit is that of tensors.py: the body is copied some times."""
+and 239. Several tensors in one message use the limit of tensors.py, because the body is copied several times."""
 
 _LONG_BYTES = 1 << 12
-"""From here on a copy costs more than what goes without it."""
+"""From this size on, avoiding a copy saves more than it costs."""
 
 Body = bytes | bytearray | memoryview
-"""Short ones are bytes; long ones a bytearray where they are made, a view of the message where they have come."""
+"""A short body is bytes; a long one is a bytearray on the sender and a view of the message on the receiver."""
 
 _DTYPES = (
     torch.float32,
@@ -44,7 +44,7 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""The order is that of their numbers on the way."""
+"""A message holds the index in this tuple."""
 
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _TEMPLATES = [torch.empty(0, dtype=dtype, device="cpu") for dtype in _DTYPES]
@@ -53,37 +53,42 @@ _BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @cache
 def _record(dimensions: int) -> Struct:
-    """Number of the dtype, flags, number of dimensions, shape."""
+    """Index of the dtype, flags, number of dimensions, shape."""
     return Struct(f"<BBB{dimensions}Q")
 
 
 @lru_cache(maxsize=64)
 def _array(nbytes: int) -> Any:
-    """The type of so many bytes."""
+    """Return the ctypes array type of `nbytes` bytes."""
     return ctypes.c_char * nbytes
 
 
 def join_parts(parts: Sequence[bytes | memoryview | PickleBuffer]) -> bytes | bytearray:
-    """The body of these parts."""
-    if any(memoryview(part).nbytes >= _LONG_BYTES for part in parts):
-        return bytearray().join(parts)
+    """Return the body made of these parts."""
+    for part in parts:
+        if type(part) is not bytes or len(part) >= _LONG_BYTES:
+            return bytearray().join(parts)
     return b"".join(parts)
 
 
 def as_buffer(body: Body) -> Body | PickleBuffer:
-    """A body as a part of a message to another process, which Channel.send takes it into without pickling it."""
+    """Return a body as Channel.send takes it: a long one is sent out of band, without a copy into the pickle."""
     return PickleBuffer(body) if type(body) is bytearray else body
 
 
 def pack_tensor(tensor: Tensor, flags: int, short_bytes: int) -> tuple[bytes, bytes | memoryview, Tensor | None] | None:
-    """The record, elements that travel in the body, memory that goes by itself; None: the tensor is not so simple.
+    """Return the record, the elements that travel in the body, and the memory that goes by itself.
 
-    tensor: strided, on the CPU. flags: PARAMETER or 0. short_bytes: up to here elements travel in the body; long ones
-    are a view of the tensor's memory. Simple is what has elements, of a common dtype, all in memory and in order.
+    Returns None unless the tensor has elements of a common dtype, contiguous and all in memory.
+
+    Args:
+        tensor: A strided CPU tensor.
+        flags: PARAMETER or 0.
+        short_bytes: Elements up to this size travel in the body; the long ones of these are a view of the tensor.
     """
     number = _NUMBERS.get(tensor.dtype)
     address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
-    # No address: placeholders and memory that was freed. Negative: the imaginary part of a conjugate.
+    # Placeholders and freed tensors have no address. The imaginary part of a conjugate has the negative bit.
     if number is None or not address or not nbytes or not tensor.is_contiguous() or tensor.is_neg():
         return None
     memory, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
@@ -101,9 +106,10 @@ def pack_tensor(tensor: Tensor, flags: int, short_bytes: int) -> tuple[bytes, by
 
 
 def unpack_tensor(body: Body, start: int, storage: Tensor | None) -> Tensor:
-    """The tensor whose record begins at `start` in a body, after its elements where they are short.
+    """Return the tensor whose record begins at `start` in a body, right after its elements if they are short.
 
-    storage: the memory that came by itself. Source: record_of.
+    Args:
+        storage: The memory that came by itself, for long elements.
     """
     number, flags, _, *shape = _record(body[start + 2]).unpack_from(body, start)
     template = _TEMPLATES[number]

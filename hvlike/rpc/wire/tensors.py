@@ -1,10 +1,9 @@
 """How tensors travel: one row of numbers for each tensor, and the used bytes of every storage, once.
 
-The message holds, of each storage, the one span of bytes that covers all its tensors in this message. Strides and
-shared memory survive. The exception: where the span is more than twice as long as what the tensors need, and more
-than 4 KiB
+Of each storage the message holds the one span of bytes that covers all its tensors in this message. Strides and shared
+memory survive. The exception: where the span is more than twice as long as what the tensors need, and more than 4 KiB
 longer (a column of a large matrix, its first and its last row), each tensor arrives contiguous with memory of its own,
-and is copied for that where it is not contiguous.
+and is copied for that if it is not contiguous.
 
 Short spans are copied into the body of the message, because sending a storage by itself costs far more. Long spans are
 sent from where they lie. A sparse tensor travels as its dense parts, whose rows stand right before its own.
@@ -23,44 +22,44 @@ from hvlike.errors import RpcError
 from hvlike.rpc.wire.devices import to_device
 
 Row: TypeAlias = tuple[int, str, int, tuple[int, ...], tuple[int, ...], int]
-"""Where the elements are, dtype, offset in elements, shape, strides in elements, flags.
+"""Place, dtype, offset in elements, shape, strides in elements, flags.
 
-Where: a number from 0 on counts the storages; NOWHERE: there are no elements; NOWHERE - 1 and so on count the short
+Place: 0, 1, ... number the storages; NOWHERE: there are no elements; NOWHERE - 1, NOWHERE - 2, ... number the short
 spans in the body.
 """
 
 NOWHERE = -1
 REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, RAW_MEMORY, OWN_MEMORY, SPARSE_PART = 1, 2, 4, 8, 16, 32, 64
-"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; no
-other tensor of the message is in the same memory, which begins with this one; part of the sparse tensor that follows.
+"""Flags: requires grad; is an nn.Parameter; conjugate and negative bits; raw memory, not a tensor for the user; the
+memory holds this tensor only and begins with it; part of the sparse tensor that follows.
 """
 
 SHORT_BYTES = 16384
-"""Up to here a span goes in the body. Echo between two ranks of one node, median: 16 KiB in the body 192 us, by itself
-272; 64 KiB 372 and 297; 100 tensors of 256 bytes 2.1 ms and 4.8."""
+"""A span up to this size goes in the body. Echo between two ranks of one node, median: 16 KiB in the body 192 us, by
+itself 272; 64 KiB 372 and 297; 100 tensors of 256 bytes 2.1 ms and 4.8."""
 
 _COPY_ABOVE = 2
 _COPY_SAVES = 4096
 _ALIGNMENT = 16
-"""A span begins at a multiple of the longest element (complex128) where its tensors may be of different dtypes."""
+"""A span of several tensors begins at a multiple of the longest element (complex128): their dtypes may differ."""
 
 NAMES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
-"""The dtypes that travel, and what they are called on the way."""
+"""The dtypes that travel, and their names in a message."""
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 _empty: dict[str, Tensor] = {}
-"""An empty CPU tensor of each dtype met so far: `new_empty` is the quickest way to one more."""
+"""An empty CPU tensor of each dtype met so far: its `new_empty` is the fastest way to make a tensor."""
 
 
 class _Span:
     """The bytes of one storage that a message needs."""
 
-    __slots__ = ("memory", "place", "start", "stop", "tenants", "used")
+    __slots__ = ("memory", "place", "start", "stop", "tensors", "used")
 
     def __init__(self, memory: torch.UntypedStorage, start: int, stop: int, used: int) -> None:
         self.memory = memory
@@ -68,10 +67,10 @@ class _Span:
         self.stop = stop
         self.used = used
         """Bytes of its tensors' elements."""
-        self.tenants = 1
-        """Number of its tensors."""
+        self.tensors = 1
+        """How many tensors it holds."""
         self.place: int | None = None
-        """Where it is in the message, once that is settled."""
+        """Its place in the message, once that is known."""
 
     @property
     def scattered(self) -> bool:
@@ -81,7 +80,7 @@ class _Span:
 
 
 class SentMemory:
-    """The memory that goes with a message."""
+    """The memory that a message takes along."""
 
     __slots__ = ("short", "storages")
 
@@ -91,8 +90,8 @@ class SentMemory:
         self.storages: list[Tensor] = []
         """Long spans: views of the tensors' memory as bytes."""
 
-    def stow(self, memory: torch.UntypedStorage, start: int, length: int) -> int:
-        """Add bytes of a storage, from `start` on; return where they are."""
+    def add(self, memory: torch.UntypedStorage, start: int, length: int) -> int:
+        """Add bytes of a storage, from `start` on; return their place."""
         if length <= SHORT_BYTES:
             self.short.append(ctypes.string_at(memory.data_ptr() + start, length))
             return NOWHERE - len(self.short)
@@ -103,19 +102,20 @@ class SentMemory:
 def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None], SentMemory]:
     """Return the rows of a message's tensors and the memory to send.
 
-    items: strided CPU tensors, each with those flags that its class decides; None stays None.
+    Args:
+        items: Strided CPU tensors, each with the flags that its class decides. None stays None.
     """
     spans: dict[int, _Span] = {}
-    places = [_claim(item[0], spans) if item is not None else None for item in items]
-    cargo = SentMemory()
+    places = [_cover(item[0], spans) if item is not None else None for item in items]
+    memory = SentMemory()
     rows = [
-        None if item is None else _row(item[0], item[1], place, cargo)
+        None if item is None else _row(item[0], item[1], place, memory)
         for item, place in zip(items, places, strict=True)
     ]
-    return rows, cargo
+    return rows, memory
 
 
-def _claim(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
+def _cover(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
     """Widen the span of the tensor's storage so that it holds the tensor; return it and the tensor's first byte."""
     memory = tensor.untyped_storage()
     size = tensor.itemsize
@@ -137,11 +137,11 @@ def _claim(tensor: Tensor, spans: dict[int, _Span]) -> tuple[_Span, int] | None:
         span.start = start - start % _ALIGNMENT
         span.stop = max(stop, span.stop)
         span.used += used
-        span.tenants += 1
+        span.tensors += 1
     return span, first
 
 
-def _row(tensor: Tensor, flags: int, claim: tuple[_Span, int] | None, cargo: SentMemory) -> Row:
+def _row(tensor: Tensor, flags: int, covered: tuple[_Span, int] | None, memory: SentMemory) -> Row:
     if tensor.requires_grad:
         flags |= REQUIRES_GRAD
     if tensor.is_neg():
@@ -149,19 +149,18 @@ def _row(tensor: Tensor, flags: int, claim: tuple[_Span, int] | None, cargo: Sen
     if tensor.is_conj():
         flags |= CONJUGATE
     name = NAMES[tensor.dtype]
-    if claim is None:
+    if covered is None:
         return NOWHERE, name, 0, tuple(tensor.shape), tensor.stride(), flags
-    span, first = claim
+    span, first = covered
     if span.place is None:
         _check(tensor, span)
         if span.scattered:
-            # A copy only where it is not in one piece already.
             piece = _as_stored(tensor.detach()).contiguous()
             start = int(piece.storage_offset()) * piece.itemsize
-            place = cargo.stow(piece.untyped_storage(), start, int(piece.nbytes))
+            place = memory.add(piece.untyped_storage(), start, int(piece.nbytes))
             return place, name, 0, tuple(piece.shape), piece.stride(), flags | OWN_MEMORY
-        span.place = cargo.stow(span.memory, span.start, span.stop - span.start)
-    if span.tenants == 1:
+        span.place = memory.add(span.memory, span.start, span.stop - span.start)
+    if span.tensors == 1:
         return span.place, name, 0, tuple(tensor.shape), tensor.stride(), flags | OWN_MEMORY
     return span.place, name, (first - span.start) // tensor.itemsize, tuple(tensor.shape), tensor.stride(), flags
 
@@ -176,7 +175,7 @@ def _check(tensor: Tensor, span: _Span) -> None:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """The elements as they lie in memory, without conjugate and negative bits."""
+    """Return the elements as they lie in memory, without conjugate and negative bits."""
     if tensor.is_conj():
         tensor = tensor.conj()
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
@@ -188,12 +187,12 @@ class ReceivedMemory:
     __slots__ = ("_memories", "_short")
 
     def __init__(self, short: Sequence[bytes], storages: Sequence[Tensor]) -> None:
-        """short: as in Cargo. storages: one-dimensional tensors of bytes, each from the first byte of its memory."""
+        """`short` as in SentMemory; `storages` are uint8 tensors that begin at their memory's first byte."""
         self._short = short
         self._memories = {place: storage.untyped_storage() for place, storage in enumerate(storages)}
 
     def memory(self, place: int) -> torch.UntypedStorage:
-        """The storage of that place, the same one each time."""
+        """Return the storage of a place, the same one each time."""
         memory = self._memories.get(place)
         if memory is None:
             span = self._short[NOWHERE - 1 - place]
@@ -203,7 +202,7 @@ class ReceivedMemory:
         return memory
 
     def elements(self, row: Row, template: Tensor) -> Tensor:
-        """A tensor on the memory of its row; template: any of the same dtype."""
+        """Return a tensor on the memory of its row; `template` is any tensor of its dtype."""
         place, _, offset, shape, stride, flags = row
         if place == NOWHERE:
             return template.new_empty_strided(shape, stride)
@@ -215,10 +214,10 @@ class ReceivedMemory:
         return template.new_empty(0).set_(self.memory(place), offset, shape, stride)
 
 
-def build(row: Row, hold: ReceivedMemory, device: str | None = None) -> Any:
-    """Return what a row stands for: a tensor, on this device if one is given, a Parameter or a memoryview."""
+def build(row: Row, memory: ReceivedMemory, device: str | None = None) -> Any:
+    """Return what a row stands for: a tensor or Parameter (on `device`, if given), or a memoryview."""
     _, name, _, _, _, flags = row
-    tensor = hold.elements(row, _template(name))
+    tensor = memory.elements(row, _template(name))
     if device is not None:
         tensor = to_device(tensor, device)
     flags &= ~(OWN_MEMORY | SPARSE_PART)
@@ -240,21 +239,21 @@ def _template(name: str) -> Tensor:
     if template is None:
         dtype = _DTYPES.get(name)
         if dtype is None:
-            raise RpcError(f"A tensor of {name} has come, which torch {torch.__version__} here does not know.")
+            raise RpcError(f"A tensor of dtype {name} arrived, which torch {torch.__version__} here does not know.")
         template = _empty[name] = torch.empty(0, dtype=dtype, device="cpu")
     return template
 
 
 SparseRow: TypeAlias = tuple[str, tuple[int, ...], bool, bool]
-"""Layout, shape, whether a COO tensor is coalesced, whether it requires grad."""
+"""Layout, shape, is coalesced (COO only), requires grad."""
 
 _COO = "sparse_coo"
 SPARSE_LAYOUTS = {getattr(torch, name): name for name in (_COO, "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")}
-"""The layouts that travel, and what they are called on the way."""
+"""The sparse layouts that travel, and their names in a message."""
 
 
 def split_sparse(tensor: Tensor) -> tuple[list[Tensor], SparseRow]:
-    """Return the dense tensors that a sparse one is made of, and the rest of it."""
+    """Return the dense parts of a sparse tensor, and its row."""
     plain = tensor.detach()
     name = SPARSE_LAYOUTS[tensor.layout]
     shape = tuple(tensor.shape)
@@ -268,7 +267,7 @@ def split_sparse(tensor: Tensor) -> tuple[list[Tensor], SparseRow]:
 
 
 def assemble_sparse(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
-    """Put a sparse tensor together."""
+    """Return the sparse tensor of these parts."""
     name, shape, coalesced, graded = row
     if name == _COO:
         indices, values = parts

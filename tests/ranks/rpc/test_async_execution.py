@@ -10,7 +10,7 @@ import torch
 from support.rpc.doors import await_promise, break_promise, keep_promise
 
 import hvlike.rpc
-from hvlike.rpc.functions import async_execution, is_async
+from hvlike.rpc.agent.futures import async_execution, is_async
 
 Form = Callable[..., Any]
 

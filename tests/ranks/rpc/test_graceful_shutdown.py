@@ -13,7 +13,7 @@ from support.rpc.doors import open_door, pass_door
 
 import hvlike.rpc
 from hvlike.rpc import lifecycle
-from hvlike.rpc.rrefs import debug_info
+from hvlike.rpc.rrefs.session import current_session
 
 HOPS = 20
 _lock = threading.Lock()
@@ -275,7 +275,7 @@ def test_values_are_not_kept_for_a_worker_that_has_gone(hvd: ModuleType, rpc: Mo
         hvd.barrier()
         if hvd.rank() == 0:
             until = time.monotonic() + 30
-            while (left := debug_info()["num_owner_rrefs"]) != "0":
+            while (left := current_session().debug_info()["num_owner_rrefs"]) != "0":
                 assert time.monotonic() < until, f"{left} values are left"
                 time.sleep(0.001)
         hvd.barrier()

@@ -7,9 +7,9 @@ import torch
 from support.rpc.doors import await_promise, pass_door
 
 import hvlike.rpc
-from hvlike.rpc import rrefs
 from hvlike.rpc.functions import async_execution
 from hvlike.rpc.rrefs.rref import RRef
+from hvlike.rpc.rrefs.session import live_rrefs
 
 
 class Private(Exception):
@@ -171,4 +171,4 @@ def fill(rref: RRef[torch.Tensor], number: float) -> None:
 
 def live() -> list[str]:
     """The values in the table of this worker."""
-    return [str(each) for each in rrefs.live()]
+    return [str(each) for each in live_rrefs()]

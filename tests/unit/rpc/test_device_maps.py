@@ -73,18 +73,19 @@ def test_maps_of_all_workers_are_compared_with_what_they_have() -> None:
 def test_results_go_back_the_way_the_arguments_came() -> None:
     offers = [DeviceOffer(2, {"b": {gpu(0): gpu(1)}}), DeviceOffer(2, {}), DeviceOffer(2, {"a": {gpu(0): gpu(0)}})]
     first, second, third = (DeviceMaps(rank, NAMES, offers, ()) for rank in range(3))
-    assert first.of_requests(1) == {gpu(0): gpu(1)}
-    assert second.of_answers(0) == {gpu(1): gpu(0)}
-    assert second.of_requests(0) == {} == first.of_answers(1)
-    assert first.of_answers(2) == {gpu(0): gpu(0)} == third.of_requests(0)
+    assert first.requests[1] == {gpu(0): gpu(1)}
+    assert second.replies[0] == {gpu(1): gpu(0)}
+    assert 0 not in second.requests
+    assert 1 not in first.replies
+    assert first.replies[2] == {gpu(0): gpu(0)} == third.requests[0]
     assert (first.used, second.used, third.used) == ((gpu(0),), (gpu(1),), (gpu(0),))
 
 
 def test_what_a_worker_tells_itself_stays_where_it_is() -> None:
     alone = DeviceMaps(0, ["a"], [DeviceOffer(2, {})], ())
-    assert alone.of_requests(0) == {gpu(0): gpu(0), gpu(1): gpu(1)} == alone.of_answers(0)
+    assert alone.requests[0] == {gpu(0): gpu(0), gpu(1): gpu(1)} == alone.replies[0]
     assert alone.used == ()
-    assert alone.marks() is None
+    assert alone.ready_events() is None
     swapped = DeviceMaps(0, ["a"], [DeviceOffer(2, {"a": {gpu(0): gpu(1)}})], ())
-    assert swapped.of_requests(0) == {gpu(0): gpu(1)}
-    assert swapped.of_answers(0) == {gpu(1): gpu(0)}
+    assert swapped.requests[0] == {gpu(0): gpu(1)}
+    assert swapped.replies[0] == {gpu(1): gpu(0)}

@@ -25,7 +25,7 @@ NAMES: dict[str, Any] = {
     "min": min,
     "Scale": Scale,
     "Scale.half": Scale().half,
-    "name_of": function_name,
+    "function_name": function_name,
 }
 
 

@@ -42,7 +42,7 @@ DTYPES = [
 def limit(request: pytest.FixtureRequest) -> Iterator[int]:
     """Everything once as short memory, which goes in the body, and once as long memory, which goes by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_tensor, "SHORT_BYTES", request.param)
+        patch.setattr(single_tensor, "SHORT_RECORD_BYTES", request.param)
         patch.setattr(tensors, "SHORT_BYTES", min(request.param, tensors.SHORT_BYTES))
         yield request.param
 

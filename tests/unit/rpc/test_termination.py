@@ -58,18 +58,18 @@ class SimulatedWorker:
     def send_report(self, rank: int, wave: Wave, report: Report) -> None:
         self._to(rank, lambda worker: worker._termination.hear_report(self.rank, wave, report))
 
-    def send_verdict(self, rank: int, wave: Wave, over: bool) -> None:
-        self._to(rank, lambda worker: worker._termination.hear_verdict(wave, over))
+    def send_result(self, rank: int, wave: Wave, over: bool) -> None:
+        self._to(rank, lambda worker: worker._termination.hear_result(wave, over))
 
-    def later(self, look: Callable[[], None], waves: int) -> None:
+    def later(self, check: Callable[[], None], waves: int) -> None:
         assert waves < 1000
-        self._network.events.append(look)
+        self._network.events.append(check)
 
     def _to(self, rank: int, hear: Callable[[SimulatedWorker], None]) -> None:
         worker = self._network.workers[rank]
         self._network.events.append(lambda: None if worker.gone else hear(worker))
 
-    def begin_parting(self) -> None:
+    def begin_shutdown(self) -> None:
         if not self.gone:
             self._termination.begin("work", self._end)
 
@@ -102,7 +102,7 @@ class SimulatedWorker:
             for _ in range(self._network.random.choice((1, 1, 1, 2))):
                 self.send_work(self._network.random.choice(sorted(self.present)), hops - 1)
         self._busy -= 1
-        self._termination.look()
+        self._termination.check()
 
     def leave(self) -> None:
         """Without waiting for anybody; the others hear of it."""
@@ -113,7 +113,7 @@ class SimulatedWorker:
     def hear_of_leaving(self, rank: int) -> None:
         if not self.gone:
             self.present.discard(rank)
-            self._termination.look()
+            self._termination.check()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -122,7 +122,7 @@ def test_all_end_and_none_too_early(size: int) -> None:
         network = Network(size, seed)
         for worker in network.workers:
             worker.send_work(network.random.randrange(size), network.random.randrange(6))
-            network.events.append(worker.begin_parting)
+            network.events.append(worker.begin_shutdown)
         network.run()
         assert all(worker.ended for worker in network.workers)
 
@@ -137,10 +137,10 @@ def test_the_others_end_when_one_leaves_without_waiting(leaver: int) -> None:
                 worker.present.discard(leaver)
                 worker.send_work(worker.rank, network.random.randrange(4))
                 worker.present.add(leaver)
-            network.events.append(worker.begin_parting)
+            network.events.append(worker.begin_shutdown)
         others = [worker for worker in network.workers if worker.rank != leaver]
         if network.random.random() < 0.5:
-            network.workers[leaver].begin_parting()
+            network.workers[leaver].begin_shutdown()
         network.workers[leaver].leave()
         network.run()
         assert all(worker.ended for worker in others)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from hvlike.rpc import rrefs
+from hvlike.rpc.rrefs.session import current_session, live_rrefs
 
 _SECONDS = 20.0
 _PATIENCE_SECONDS = 0.05
@@ -55,7 +55,7 @@ def _nothing_left(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[N
         if time.monotonic() > collect_at:
             gc.collect()
             collect_at = deadline
-    left = [str(each) for each in rrefs.live()]
+    left = [str(each) for each in live_rrefs()]
     empty = is_empty()
     hvd.barrier()
     assert left == []
@@ -64,4 +64,4 @@ def _nothing_left(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[N
 
 def is_empty() -> bool:
     """Whether no table of this worker has anything in it."""
-    return set(rrefs.debug_info().values()) == {"0"}
+    return set(current_session().debug_info().values()) == {"0"}
