@@ -7,7 +7,6 @@ time: no reduction in place of a tensor in ordinary memory can take less.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,23 +14,30 @@ from typing import Any
 import torch
 
 import hvlike
-from hvlike.bench import reducers
 from hvlike.bench.harness.benchmark import (
     Benchmark,
-    add_bare,
+    add_bare_and_device,
     add_common,
-    add_device,
-    cpu_only,
+    choice_of,
     heading,
     left_out,
-    where,
 )
-from hvlike.bench.harness.comparison import Entrant, Ratio, Summary, compare
-from hvlike.bench.harness.report import Bars, Curves, draw, format_seconds, format_size, parse_sizes, table
+from hvlike.bench.harness.comparison import Entrant, Ratio, Summary, compare, with_samples
+from hvlike.bench.harness.report import (
+    Bars,
+    Curves,
+    format_size,
+    parse_sizes,
+    publish,
+    ratio_cell,
+    table,
+    with_spread,
+)
 from hvlike.bench.peers import HorovodEntrant, Peers
 from hvlike.bench.reducers import (
     BARE,
     COPY,
+    DTYPES,
     FLOOR,
     GLOO,
     HOROVOD,
@@ -42,7 +48,8 @@ from hvlike.bench.reducers import (
     SHARED_FLOOR,
     BareLoop,
     Case,
-    backend_for,
+    contestants,
+    contestants_on_gpu,
 )
 from hvlike.errors import UsageError
 
@@ -81,9 +88,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """The same for machines."""
-        summaries = {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.seconds.items()}
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
-        return {"dtype": self.dtype, "bytes": self.size, "seconds": summaries, "ratios": ratios}
+        return {"dtype": self.dtype, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
@@ -130,35 +136,20 @@ def by_dtype(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _times(result: Result, names: Sequence[str]) -> list[str]:
-    summaries = [Summary.of(result.seconds[name]) for name in names]
-    cells = [f"{format_seconds(each.median)} [{each.spread:.0%}]" for each in summaries]
+    cells = [with_spread(Summary.of(result.seconds[name])) for name in names]
     return [format_size(result.size), str(len(result.seconds[OURS])), *cells]
 
 
 def _ratios(result: Result, names: Sequence[str]) -> list[str]:
-    cells = []
-    for name in names:
-        ratio = result.ratios[name]
-        cells.append(f"{ratio.of_medians:.2f} [{ratio.paired.first_quartile:.2f}, {ratio.paired.third_quartile:.2f}]")
-    return [format_size(result.size), *cells]
+    return [format_size(result.size), *(ratio_cell(result.ratios[name]) for name in names)]
 
 
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
 _WARM_UPS = 3
-_FIRST_TURNS = 2
-"""Turns that do not count."""
-
-
-def dtypes(text: str) -> list[torch.dtype]:
-    """Return dtypes from names separated by commas. Raises: argparse.ArgumentTypeError."""
-    names = text.split(",")
-    for name in names:
-        if name not in reducers.DTYPES:
-            known = ", ".join(reducers.DTYPES)
-            raise argparse.ArgumentTypeError(f"{name!r} is not measured; these are: {known}")
-    return [reducers.DTYPES[name] for name in names]
+# Turns that do not count.
+_FIRST_TURNS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,15 +157,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES), help=f"bytes, default {DEFAULT_SIZES}"
     )
-    known = ", ".join(reducers.DTYPES)
+    known, dtypes = ", ".join(DTYPES), choice_of(DTYPES, "dtype")
     parser.add_argument("--dtypes", type=dtypes, default=[torch.float32], help=f"of {known}; default float32")
     parser.add_argument(
         "--op", choices=("sum", "average"), default="sum", help="what all compute, those without average sum and divide"
     )
     parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
-    add_bare(parser)
     parser.add_argument("--no-gloo", action="store_true", help="leave gloo out")
-    add_device(parser, "the tensor")
+    add_bare_and_device(parser, "the tensor")
     add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}")
 
 
@@ -186,30 +176,23 @@ def run(options: argparse.Namespace) -> int:
     device = hvlike.pin_device(options.device)
     with Peers(
         without_gloo=left_out(options.no_gloo, "--no-gloo"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod") or cpu_only(device),
-        backend=backend_for(device),
+        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+        device=device,
     ) as peers:
         bare = BareLoop() if options.bare else None
         results = [
-            measure(Case(size, dtype, options.op == "average"), device, peers, options, bare)
+            measure(Case(size, dtype, options.op == "average"), peers, options, bare)
             for dtype in options.dtypes
             for size in options.sizes
         ]
         if hvlike.rank() == 0:
-            show(options, peers.describe("allreduce") | where(device), results)
+            conditions = peers.describe("allreduce")
+            conditions |= {"op": options.op, "caches": "warm" if options.warm else "cold"}
+            document = {**conditions, "results": [each.as_json() for each in results]}
+            title = f"allreduce, op {options.op}, {hvlike.size()} ranks"
+            publish(options, document, as_text(conditions, results), title, panels(results))
     hvlike.shutdown()
     return 0
-
-
-def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
-    """Print, and draw if that is wanted."""
-    conditions |= {"op": options.op, "caches": "warm" if options.warm else "cold"}
-    if options.json:
-        print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
-    else:
-        print(as_text(conditions, results))
-    if options.plot:
-        draw(options.plot, f"allreduce, op {options.op}, {hvlike.size()} ranks", panels(results))
 
 
 def default_repetitions(size: int) -> int:
@@ -217,14 +200,12 @@ def default_repetitions(size: int) -> int:
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(
-    case: Case, device: torch.device, peers: Peers, options: argparse.Namespace, bare: BareLoop | None
-) -> Result:
+def measure(case: Case, peers: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
     """Measure one size of one dtype. Collective."""
-    if device.type == "cpu":
-        here = reducers.contestants(case, peers.raw, peers.group, bare)
+    if peers.device.type == "cpu":
+        here = contestants(case, peers.raw, peers.group, bare)
     else:
-        here = reducers.contestants_on_gpu(case, device, peers.group)
+        here = contestants_on_gpu(case, peers.device, peers.group)
     entered: list[Entrant] = [each.warmed(_WARM_UPS) if options.warm else each for each in here]
     if peers.horovod is not None:
         what = {"size": case.size, "dtype": case.dtype_name, "average": case.average}

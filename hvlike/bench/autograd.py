@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -20,11 +19,11 @@ import hvlike
 from hvlike import autograd, rpc
 from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
-from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, left_out, runs_on_two_ranks
-from hvlike.bench.harness.comparison import Ratio, Summary
-from hvlike.bench.harness.report import Bars, draw, format_seconds, table
-from hvlike.bench.rpc_session import Setting, TensorPipePair, let_rank_0_end, session, tensorpipe
-from hvlike.bench.rpc_work import Step, step_as_message, steps_alone
+from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading, left_out, runs_on_two_ranks
+from hvlike.bench.harness.comparison import Ratio, Summary, take_turns, with_samples
+from hvlike.bench.harness.report import Bars, format_seconds, publish, ratio_cell, table, with_spread
+from hvlike.bench.rpc_session import Setting, TensorPipePair, session, tensorpipe, wait_for_rank_0
+from hvlike.bench.rpc_work import Step, steps_alone
 
 _ELEMENTS = 4
 _TIMES = 7
@@ -32,7 +31,7 @@ _TIMES = 7
 
 @dataclass(frozen=True)
 class Analysis:
-    """Seconds, medians over repetitions on one rank; everybody else sleeps."""
+    """Seconds, medians over repetitions on one rank while the other sleeps."""
 
     nodes: int
     backward: float
@@ -103,7 +102,7 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """The same for machines."""
-        found = {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.samples.items()}
+        found = with_samples(self.samples)
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"work": self.step.title, **asdict(self.step), "unit": "seconds", "found": found, "ratios": ratios}
 
@@ -115,7 +114,7 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Seq
     rows = [
         [each.step.title, str(len(each.samples[SAFE]))]
         + [_seconds(each.samples.get(name)) for name in names]
-        + [_ratio(each.ratios.get(pair)) for pair in pairs]
+        + [ratio_cell(each.ratios.get(pair)) for pair in pairs]
         for each in results
     ]
     parts = [f"model-parallel step over two workers, {heading(conditions)}", table(["step", "n", *names, *pairs], rows)]
@@ -157,16 +156,7 @@ def panels(results: Sequence[Result], analyses: Sequence[Analysis]) -> list[Bars
 
 
 def _seconds(samples: list[float] | None) -> str:
-    if samples is None:
-        return "-"
-    summary = Summary.of(samples)
-    return f"{format_seconds(summary.median)} [{summary.spread:.0%}]"
-
-
-def _ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "-"
-    return f"{ratio.of_medians:.2f} [{ratio.paired.first_quartile:.2f}, {ratio.paired.third_quartile:.2f}]"
+    return "-" if samples is None else with_spread(Summary.of(samples))
 
 
 def _part(seconds: float, analysis: Analysis) -> str:
@@ -183,22 +173,14 @@ STEPS = {
 NODES = (100, 1_000, 10_000)
 _ROUNDS = 9
 
-Turn = Callable[[Step], list[float]]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"default {','.join(STEPS)}")
+    parser.add_argument(
+        "--steps", type=choice_of(STEPS, "step"), default=list(STEPS.values()), help=f"default {','.join(STEPS)}"
+    )
     parser.add_argument("--no-tensorpipe", action="store_true", help="leave torch.distributed.autograd out")
     add_common(parser, f"{_ROUNDS} turns of each", horovod=False)
-
-
-def _steps(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in STEPS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no step {unknown[0]!r}; there are {', '.join(STEPS)}")
-    return names
 
 
 def run(options: argparse.Namespace) -> int:
@@ -208,63 +190,47 @@ def run(options: argparse.Namespace) -> int:
     with session("autograd") as setting:
         if hvlike.rank() == 0:
             compare(options, setting)
-        let_rank_0_end()
+        wait_for_rank_0()
     return 0
 
 
 def compare(options: argparse.Namespace, setting: Setting) -> None:
     """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
-    turns: dict[str, Turn] = {mode: partial(_ours, mode) for mode in OURS}
-    turns[ALONE] = steps_alone
     analyses = [analyse(nodes) for nodes in NODES]
     with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
-        if isinstance(pair, TensorPipePair):
-            turns[TENSORPIPE] = partial(_theirs, pair)
-            reasons = [f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."]
+        if isinstance(pair, str):
+            reason = f"Without {TENSORPIPE}: {pair}."
         else:
-            reasons = [f"Without {TENSORPIPE}: {pair}."]
-        results = measure(options, turns)
-    show(options, {**setting.conditions, "left_out": reasons}, results, analyses)
+            reason = f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."
+        results = measure(options, None if isinstance(pair, str) else pair)
+    conditions = {**setting.conditions, "left_out": [reason]}
+    document = {
+        **conditions,
+        "results": [each.as_json() for each in results],
+        "analysis": [asdict(each) for each in analyses],
+    }
+    text = as_text(conditions, results, analyses)
+    publish(options, document, text, "model-parallel step over two workers", panels(results, analyses))
 
 
-def _ours(mode: str, step: Step) -> list[float]:
-    return step.measure(rpc, autograd, mode=mode)
-
-
-def _theirs(pair: TensorPipePair, step: Step) -> list[float]:
-    return pair.ask(step_as_message(step))
-
-
-def measure(options: argparse.Namespace, turns: dict[str, Turn]) -> list[Result]:
-    """Every step in rounds: in each round all contestants have a turn, in random order. A first round does not count.
+def measure(options: argparse.Namespace, pair: TensorPipePair | None) -> list[Result]:
+    """Measure every step in rounds, the first of which does not count.
 
     The sample of a turn is the median of what it has timed.
     """
     order = random.Random(options.seed)
     results = []
-    for step in [STEPS[name] for name in options.steps]:
-        playing = [name for name in turns if name in OURS or not step.unused]
-        samples: dict[str, list[float]] = {name: [] for name in playing}
-        for turn in range((options.repetitions or _ROUNDS) + 1):
-            for name in order.sample(playing, len(playing)):
-                found = statistics.median(turns[name](step))
-                if turn:
-                    samples[name].append(found)
-        results.append(Result(step, samples))
+    for step in options.steps:
+        turns: dict[str, Callable[[], list[float]]] = {
+            mode: partial(step.measure, rpc, autograd, mode=mode) for mode in OURS
+        }
+        if not step.unused:
+            turns[ALONE] = partial(steps_alone, step)
+            if pair is not None:
+                turns[TENSORPIPE] = partial(pair.measure, step)
+        measured = take_turns(order, turns, (options.repetitions or _ROUNDS) + 1)
+        results.append(Result(step, {name: [*map(statistics.median, each[1:])] for name, each in measured.items()}))
     return results
-
-
-def show(
-    options: argparse.Namespace, conditions: dict[str, Any], results: list[Result], analyses: list[Analysis]
-) -> None:
-    """Print what was found, and draw it."""
-    if options.json:
-        found = {"results": [each.as_json() for each in results], "analysis": [asdict(each) for each in analyses]}
-        print(json.dumps({**conditions, **found}))
-    else:
-        print(as_text(conditions, results, analyses))
-    if options.plot:
-        draw(options.plot, "model-parallel step over two workers", panels(results, analyses))
 
 
 BENCHMARK = Benchmark(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hvlike.bench.harness.comparison import SCRUB_BYTES
-from hvlike.bench.harness.processes import Conversation, Message
+from hvlike.bench.harness.processes import JsonSocket, Message
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import DTYPES, HOROVOD, Case
 from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients, verify_gradients, verify_replicas
@@ -95,8 +95,8 @@ WORK: dict[str, Callable[[Any, RawMpi, Message], Work]] = {"allreduce": Allreduc
 class Partner:
     """Answers the requests of the benchmark until it hangs up."""
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
+    def __init__(self, connected: JsonSocket) -> None:
+        self._socket = connected
         self._raw = RawMpi()
         self._horovod: Any = importlib.import_module("horovod.torch")
         self._work: Work | None = None
@@ -106,11 +106,11 @@ class Partner:
     def serve(self) -> None:
         """Greet, then answer request after request, each with Horovod running."""
         version = getattr(importlib.import_module("horovod"), "__version__", "of unknown version")
-        self._conversation.say({"rank": self._raw.rank, "version": version})
-        while (request := self._conversation.hear()) is not None:
+        self._socket.send({"rank": self._raw.rank, "version": version})
+        while (request := self._socket.receive()) is not None:
             if "cores" in request:
                 os.sched_setaffinity(0, request["cores"])
-            self._conversation.say(self._answer(request))
+            self._socket.send(self._answer(request))
 
     def _answer(self, request: Message) -> Message:
         try:
@@ -147,7 +147,7 @@ def main(address: str) -> None:
     """Connect to the benchmark that listens at this path and serve it."""
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(address)
-        Partner(Conversation(connected)).serve()
+        Partner(JsonSocket(connected)).serve()
 
 
 if __name__ == "__main__":

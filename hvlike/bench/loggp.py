@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import hvlike
-from hvlike.bench.harness.raw_mpi import RawMessages
+from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import StallInspector, StallLimits
@@ -201,7 +201,7 @@ def main() -> int:
     """Measure on ranks 0 and 1, print one JSON object on rank 0. Collective; two ranks. Returns the exit status."""
     torch.set_num_threads(1)
     hvlike.init()
-    messages = RawMessages()
+    messages = RawMpi()
     network = measure_messages(messages)
     memory = measure_memory(messages)
     coordinator = measure_coordinator()
@@ -213,7 +213,7 @@ def main() -> int:
     return 0
 
 
-def measure_messages(messages: RawMessages) -> dict[str, float]:
+def measure_messages(messages: RawMpi) -> dict[str, float]:
     """L, o, g and G of MPI between the two ranks."""
     one_way = statistics.median(messages.round_trips(8, 1000)) / 2
     bursts = [messages.burst(8, 64) for _ in range(_REPETITIONS)]
@@ -228,14 +228,14 @@ def measure_messages(messages: RawMessages) -> dict[str, float]:
     }
 
 
-def measure_memory(messages: RawMessages) -> dict[str, float]:
+def measure_memory(messages: RawMpi) -> dict[str, float]:
     """A planned reduction inside the node: of hardly anything, and what every byte adds."""
     floor = _planned_seconds(messages, 16)
     small, large = (_planned_seconds(messages, size * _MIB // 4) for size in (4, 32))
     return {"memory_floor": floor, "memory": max(0.0, large - small) / (28 * _MIB)}
 
 
-def _planned_seconds(messages: RawMessages, elements: int) -> float:
+def _planned_seconds(messages: RawMpi, elements: int) -> float:
     """Median seconds of synchronize() of an optimizer with one parameter, ranks beginning together."""
     parameter = torch.nn.Parameter(torch.zeros(elements))
     optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))

@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import hvlike
 from hvlike import rpc
 from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, left_out, runs_on_two_ranks
-from hvlike.bench.harness.comparison import Ratio, Summary
-from hvlike.bench.harness.raw_mpi import RawMessages
-from hvlike.bench.harness.report import Bars, draw, format_seconds, parse_sizes, table
-from hvlike.bench.rpc_session import Setting, TensorPipePair, let_rank_0_end, session, tensorpipe
+from hvlike.bench.harness.comparison import Ratio, Summary, take_turns
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.rpc_session import Setting, TensorPipePair, session, tensorpipe, wait_for_rank_0
 from hvlike.bench.rpc_work import CALLEE, Idle, Rate, Trip, Work
 
 EMPTY_BYTES = 64
 """What stands for an empty call."""
 
 
-class Floor:
-    """Plain MPI between ranks 0 and 1. Collective."""
-
-    def __init__(self) -> None:
-        self._raw = RawMessages()
-        _open.append(self)
-
-    def measure(self, work: Work) -> list[float]:
-        """Seconds of each round trip. On rank 0; rank 1 takes part in a thread that serves a call."""
-        if not isinstance(work, Trip):
-            raise TypeError(f"plain MPI has no {work.title}")
-        size, count = work.size or EMPTY_BYTES, work.warm_ups + work.trips
-        other = rpc.rpc_async(CALLEE, _take_part, (size, count))
-        taken = self.trips(size, count)
-        other.wait()
-        return taken[work.warm_ups :]
-
-    def trips(self, size: int, count: int) -> list[float]:
-        """Seconds of so many messages there and back. Both ranks."""
-        return self._raw.round_trips(size, count)
-
-    def close(self) -> None:
-        """Free the communicator. Collective."""
-        _open.remove(self)
-        self._raw.free()
+def measure_mpi(raw: RawMpi, work: Trip) -> list[float]:
+    """Seconds of each round trip by plain MPI. On rank 0; rank 1 takes part in a thread that serves a call."""
+    size, count = work.size or EMPTY_BYTES, work.warm_ups + work.trips
+    other = rpc.rpc_async(CALLEE, _take_part, (size, count))
+    taken = raw.round_trips(size, count)
+    other.wait()
+    return taken[work.warm_ups :]
 
 
-_open: list[Floor] = []
-"""Where the calls that rank 1 serves find its floor."""
+_raw: list[RawMpi] = []
+"""Where the calls that rank 1 serves find plain MPI."""
 
 
 def _take_part(size: int, count: int) -> None:
-    _open[-1].trips(size, count)
+    _raw[-1].round_trips(size, count)
 
 
 OURS, TENSORPIPE, MPI = "hvlike", "TensorPipe", "MPI"
@@ -78,9 +60,9 @@ class Result:
         """Who took part."""
         return [name for name in NAMES if name in self.samples]
 
-    def of(self, name: str, place: int = 0) -> Summary:
-        """Median and quartiles over the turns of a contestant. place: the rank, for an idle pair."""
-        return Summary.of([each[place] for each in self.samples[name]])
+    def of(self, name: str, rank: int = 0) -> Summary:
+        """Median and quartiles over the turns of a contestant. rank: for an idle pair."""
+        return Summary.of([each[rank] for each in self.samples[name]])
 
     @property
     def ratios(self) -> dict[str, Ratio]:
@@ -95,8 +77,8 @@ class Result:
         unit = "parts of a core" if isinstance(self.work, Idle) else "seconds"
         found = {
             name: [
-                {**asdict(self.of(name, place)), "samples": list(values)}
-                for place, values in enumerate(zip(*self.samples[name], strict=True))
+                {**asdict(self.of(name, rank)), "samples": list(values)}
+                for rank, values in enumerate(zip(*self.samples[name], strict=True))
             ]
             for name in self.names
         }
@@ -108,12 +90,12 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
     """A table for each kind of work, with head and foot."""
     trips, rates, idle = (_of(results, kind) for kind in (Trip, Rate, Idle))
     parts = [f"calls from rank 0 to rank 1, {heading(conditions)}"]
-    for title, found, cell in (("round trip", trips, _seconds), ("calls a second", rates, _rate)):
+    for title, found, cell in (("round trip", trips, with_spread), ("calls a second", rates, _rate)):
         if found:
             names, others = found[0].names, list(found[0].ratios)
             rows = [
                 [each.work.title, str(len(each.samples[OURS])), *(cell(each.of(name)) for name in names)]
-                + [_ratio(each.ratios[name]) for name in others]
+                + [ratio_cell(each.ratios[name]) for name in others]
                 for each in found
             ]
             parts.append(table([title, "n", *names, *(f"{OURS} / {name}" for name in others)], rows))
@@ -160,31 +142,13 @@ def _height(result: Result, name: str) -> float:
     return 1.0 / median if isinstance(result.work, Rate) else median
 
 
-def _seconds(summary: Summary) -> str:
-    return f"{format_seconds(summary.median)} [{summary.spread:.0%}]"
-
-
 def _rate(summary: Summary) -> str:
-    return f"{1.0 / summary.median:,.0f} [{summary.spread:.0%}]"
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.of_medians:.2f} [{ratio.paired.first_quartile:.2f}, {ratio.paired.third_quartile:.2f}]"
+    return with_spread(summary, lambda seconds: f"{1.0 / seconds:,.0f}")
 
 
 DEFAULT_SIZES = "1KiB,4MiB,256MiB"
 IN_FLIGHT = (1, 64)
 _ROUNDS = 9
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One way to call; `measure` does some work once, on rank 0, and returns its samples."""
-
-    name: str
-    measure: Callable[[Work], list[float]]
-    only: type | None = None
-    """The kind of work that it takes part in; None: all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,59 +168,50 @@ def run(options: argparse.Namespace) -> int:
     if not runs_on_two_ranks("rpc"):
         return 2
     with session("rpc") as setting:
-        floor = Floor()
+        raw = RawMpi()
+        _raw.append(raw)
         if hvlike.rank() == 0:
-            compare(options, setting, floor)
-        let_rank_0_end()
-        floor.close()
+            compare(options, setting, raw)
+        wait_for_rank_0()
+        _raw.remove(raw)
+        raw.free()
     return 0
 
 
-def compare(options: argparse.Namespace, setting: Setting, floor: Floor) -> None:
+def compare(options: argparse.Namespace, setting: Setting, raw: RawMpi) -> None:
     """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
-    contestants = [Contestant(OURS, lambda work: work.measure(rpc)), Contestant(MPI, floor.measure, Trip)]
     reasons = []
     with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
-        if isinstance(pair, TensorPipePair):
-            contestants.append(Contestant(TENSORPIPE, pair.measure))
-        else:
+        if isinstance(pair, str):
             reasons.append(f"Without {TENSORPIPE}: {pair}.")
-        results = measure(options, contestants)
-    show(options, {**setting.conditions, "left_out": reasons}, results)
+        results = measure(options, raw, None if isinstance(pair, str) else pair)
+    conditions = {**setting.conditions, "left_out": reasons}
+    document = {**conditions, "results": [each.as_json() for each in results]}
+    publish(options, document, as_text(conditions, results), "remote calls between two ranks", panels(results))
 
 
-def measure(options: argparse.Namespace, contestants: Sequence[Contestant]) -> list[Result]:
-    """Every work in rounds: in each round all contestants have a turn, in random order. A first round does not count.
+def measure(options: argparse.Namespace, raw: RawMpi, pair: TensorPipePair | None) -> list[Result]:
+    """Measure every work in rounds, the first of which does not count.
 
     The sample of a turn is the median of what it has timed.
     """
     order = random.Random(options.seed)
     rounds = options.repetitions or _ROUNDS
-    works: list[Work] = [Trip(0), *map(Trip, options.sizes), *map(Rate, IN_FLIGHT), Idle(options.idle)]
+    works: list[Trip | Rate | Idle] = [Trip(0), *map(Trip, options.sizes), *map(Rate, IN_FLIGHT), Idle(options.idle)]
     results = []
     for work in works:
-        playing = [each for each in contestants if each.only is None or isinstance(work, each.only)]
-        samples: dict[str, list[list[float]]] = {each.name: [] for each in playing}
-        idle = isinstance(work, Idle)
-        for turn in range(-(-rounds // 3) if idle else rounds + 1):
-            for each in order.sample(playing, len(playing)):
-                found = each.measure(work)
-                if idle:
-                    samples[each.name].append(found)
-                elif turn:
-                    samples[each.name].append([statistics.median(found)])
-        results.append(Result(work, samples))
+        turns: dict[str, Callable[[], list[float]]] = {OURS: partial(work.measure, rpc)}
+        if isinstance(work, Trip):
+            turns[MPI] = partial(measure_mpi, raw, work)
+        if pair is not None:
+            turns[TENSORPIPE] = partial(pair.measure, work)
+        if isinstance(work, Idle):
+            results.append(Result(work, take_turns(order, turns, -(-rounds // 3))))
+        else:
+            measured = take_turns(order, turns, rounds + 1).items()
+            medians = {name: [[statistics.median(turn)] for turn in each[1:]] for name, each in measured}
+            results.append(Result(work, medians))
     return results
-
-
-def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
-    """Print what was found, and draw it."""
-    if options.json:
-        print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
-    else:
-        print(as_text(conditions, results))
-    if options.plot:
-        draw(options.plot, "remote calls between two ranks", panels(results))
 
 
 BENCHMARK = Benchmark("rpc", "calls by hvlike.rpc beside torch.distributed.rpc and plain MPI", add_arguments, run)

@@ -15,9 +15,8 @@ from typing import Any
 import torch.distributed.autograd
 import torch.distributed.rpc
 
-from hvlike.bench import rpc_work
-from hvlike.bench.harness.processes import Conversation, Message
-from hvlike.bench.rpc_work import from_message
+from hvlike.bench.harness.processes import JsonSocket, Message
+from hvlike.bench.rpc_work import Step, from_message
 from hvlike.errors import HvlikeError
 
 
@@ -25,25 +24,24 @@ def main(rank: int, meeting: str, descriptor: int) -> None:
     """Join the pair, do what is asked, and leave with the other one."""
     # A stopped process of a group of its own is ended by the kernel when its parent goes, also by kill -9.
     os.setpgid(0, 0)
-    conversation = Conversation(socket.socket(fileno=descriptor))
+    connected = JsonSocket(socket.socket(fileno=descriptor))
     rpc: Any = torch.distributed.rpc
-    # torch's own use of deprecated calls is no news to who measures.
+    # torch uses deprecated calls itself.
     warnings.simplefilter("ignore")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
     rpc.init_rpc(f"peer{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    conversation.say({"rank": rank})
-    while (request := conversation.hear()) is not None:
-        conversation.say(answer(request))
+    connected.send({"rank": rank})
+    while (request := connected.receive()) is not None:
+        connected.send(answer(request))
     rpc.shutdown()
 
 
 def answer(request: Message) -> Message:
     """Do some work and say what it has measured, or what went wrong."""
     try:
-        if request["kind"] == rpc_work.STEP_KIND:
-            step = rpc_work.step_from_message(request)
-            return {"samples": step.measure(torch.distributed.rpc, torch.distributed.autograd)}
-        return {"samples": from_message(request).measure(torch.distributed.rpc)}
+        work = from_message(request)
+        rpc, autograd = torch.distributed.rpc, torch.distributed.autograd
+        return {"samples": work.measure(rpc, autograd) if isinstance(work, Step) else work.measure(rpc)}
     except (HvlikeError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

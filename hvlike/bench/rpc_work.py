@@ -50,7 +50,7 @@ class Trip:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"echo of {format_size(self.size)}" if self.size else "empty call"
 
     @property
@@ -93,7 +93,7 @@ class Rate:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{self.in_flight} in flight"
 
     def measure(self, rpc: ModuleType) -> list[float]:
@@ -122,7 +122,7 @@ class Idle:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"idle for {self.seconds:g} s"
 
     def measure(self, rpc: ModuleType) -> list[float]:
@@ -136,25 +136,6 @@ class Idle:
     def _used(self, rpc: ModuleType) -> tuple[float, float]:
         return used_seconds(), rpc.rpc_sync(CALLEE, used_seconds)
 
-
-Work = Trip | Rate | Idle
-_KINDS: dict[str, type[Work]] = {"trip": Trip, "rate": Rate, "idle": Idle}
-
-
-def as_message(work: Work) -> Message:
-    """The same for a process beside this one."""
-    (kind,) = [kind for kind, each in _KINDS.items() if isinstance(work, each)]
-    return {"kind": kind, **asdict(work)}
-
-
-def from_message(message: Message) -> Work:
-    """The opposite of as_message."""
-    arguments = {key: value for key, value in message.items() if key != "kind"}
-    return _KINDS[message["kind"]](**arguments)
-
-
-STEP_KIND = "step"
-"""What messages about this work say that they are."""
 
 _TOLERANCE = 1e-4
 _STEP_WARM_UPS = 3
@@ -172,7 +153,7 @@ class NetworkShape:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{self.layers}+{self.layers} layers of {self.width}, batch {self.batch}"
 
 
@@ -219,7 +200,7 @@ class Step:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return self.shape.title + (f", {self.unused} unused results" if self.unused else "")
 
     def run(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> dict[Tensor, Tensor]:
@@ -276,11 +257,17 @@ def steps_alone(step: Step) -> list[float]:
     return found[_FEWEST_STEPS:]
 
 
-def step_as_message(step: Step) -> Message:
-    """The same for a process beside this one."""
-    return {"kind": STEP_KIND, **asdict(step)}
+Work = Trip | Rate | Idle | Step
+_KINDS: dict[str, type[Work]] = {"trip": Trip, "rate": Rate, "idle": Idle, "step": Step}
 
 
-def step_from_message(message: Message) -> Step:
-    """The opposite of as_message."""
-    return Step(**{key: value for key, value in message.items() if key != "kind"})
+def as_message(work: Work) -> Message:
+    """Return the work as a message for a process beside this one."""
+    (kind,) = [kind for kind, each in _KINDS.items() if isinstance(work, each)]
+    return {"kind": kind, **asdict(work)}
+
+
+def from_message(message: Message) -> Work:
+    """Return the work that as_message was given."""
+    arguments = {key: value for key, value in message.items() if key != "kind"}
+    return _KINDS[message["kind"]](**arguments)

@@ -23,12 +23,11 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness import processes
-from hvlike.bench.harness.benchmark import Benchmark, positive
-from hvlike.bench.harness.report import Curves, draw, format_seconds, format_size, table
+from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
+from hvlike.bench.harness.processes import find_launcher, refuse_inside_a_job, run_job
+from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
 from hvlike.errors import LaunchError, UsageError
-from hvlike.observe.pictures import png
 from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.messages.traffic import Sent
 
@@ -61,10 +60,6 @@ class Way:
     seconds: float
     """Median over steps of the slowest rank."""
     quartiles: tuple[float, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -184,15 +179,10 @@ def _named(name: str, values: list[float]) -> dict[str, list[float]]:
 DEFAULT_RANKS = "1,2,4,8,16,32"
 
 
-def numbers(text: str) -> list[int]:
-    """Return whole numbers above 0, separated by commas. Raises: argparse.ArgumentTypeError."""
-    return [positive(each) for each in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument(
-        "--ranks", type=numbers, default=numbers(DEFAULT_RANKS), help=f"a job for each, default {DEFAULT_RANKS}"
+        "--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"a job for each, default {DEFAULT_RANKS}"
     )
     parser.add_argument(
         "--ranks-per-node", type=positive, help="emulate nodes of so many ranks, to count what goes between them"
@@ -201,16 +191,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, default=4, help="two gradients each, default 4")
     parser.add_argument("--width", type=positive, default=256, help="of a layer, default 256")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds for a job, default 300")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw the control messages; needs matplotlib")
+    add_outputs(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the jobs and print what they have counted. Outside of mpirun. Returns the exit status."""
     try:
-        processes.refuse_inside_a_job(os.environ, "scaling")
-        starter = processes.find()
-        results = [_measure(starter, ranks, options) for ranks in options.ranks]
+        refuse_inside_a_job(os.environ, "scaling")
+        mpirun = find_launcher()
+        results = [_measure(mpirun, ranks, options) for ranks in options.ranks]
     except (LaunchError, UsageError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -221,27 +210,19 @@ def run(options: argparse.Namespace) -> int:
         "steps": options.steps,
         "cores": len(os.sched_getaffinity(0)),
         "ranks_per_node": options.ranks_per_node,
-        "launcher": starter.path,
+        "launcher": mpirun.path,
     }
-    if options.json:
-        found = [
-            {"ranks": each.ranks, "nodes": each.nodes, "ways": {name: way.as_json() for name, way in each.ways.items()}}
-            for each in results
-        ]
-        print(json.dumps({**conditions, "results": found}))
-    else:
-        print(as_text(conditions, results))
-    if options.plot:
-        draw(options.plot, "what a training step sends", panels(results))
+    document = {**conditions, "results": [asdict(each) for each in results]}
+    publish(options, document, as_text(conditions, results), "what a training step sends", panels(results))
     return 0
 
 
-def _measure(starter: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
+def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
     arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
-    knobs = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
+    settings = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
     if not options.json:
         print(f"a job of {ranks} ranks ...", file=sys.stderr, flush=True)
-    answer = processes.run_job(starter, ranks, "hvlike.bench.scaling", arguments, knobs, options.timeout)
+    answer = run_job(mpirun, ranks, "hvlike.bench.scaling", arguments, settings, options.timeout)
     return Result.of(answer)
 
 
@@ -268,8 +249,7 @@ def main(arguments: list[str]) -> int:
         for name, make in ((PLANNED, planned), (NEGOTIATED, negotiated))
     }
     if hvlike.rank() == 0:
-        nodes = len(current().world.nodes)
-        print(json.dumps({"ranks": hvlike.size(), "nodes": nodes, "ways": {k: v.as_json() for k, v in ways.items()}}))
+        print(json.dumps(asdict(Result(hvlike.size(), len(current().world.nodes), ways))))
     hvlike.shutdown()
     return 0
 

@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvlike.bench.harness import processes
-from hvlike.bench.harness.benchmark import Benchmark, positive
-from hvlike.bench.harness.report import Curves, draw, format_seconds, format_size, parse_size, table
+from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
+from hvlike.bench.harness.processes import find_launcher, refuse_inside_a_job, run_job
+from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
 from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, step
-from hvlike.bench.scaling import numbers
 from hvlike.errors import LaunchError, UsageError
-from hvlike.observe.pictures import png
 
 REDUCTION = "hierarchical"
 """What hvlike does, and with which the steps are computed."""
@@ -39,10 +37,6 @@ class Step:
     """With each agreement, and the hierarchical reduction."""
     efficiency: dict[str, float]
     """Computation as a part of the step."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
-        return asdict(self)
 
 
 def simulate(constants: Constants, job: Job, work: Workload) -> Step:
@@ -133,7 +127,7 @@ def above_zero(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--ranks", type=numbers, default=numbers(DEFAULT_RANKS), help=f"default {DEFAULT_RANKS}")
+    parser.add_argument("--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"default {DEFAULT_RANKS}")
     parser.add_argument("--ranks-per-node", type=positive, default=8, help="default 8")
     parser.add_argument("--gradients", type=parse_size, default=parse_size("97.5MiB"), help="bytes, default 97.5MiB")
     parser.add_argument("--tensors", type=positive, default=161, help="they are in, default 161")
@@ -145,8 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=above_zero, help="of a node's link in Gbit/s, in place of the same")
     parser.add_argument("--constants", type=Path, metavar="FILE", help="take them from the --json of an earlier run")
     parser.add_argument("--timeout", type=positive, default=120, help="seconds for measuring, default 120")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw the steps; needs matplotlib")
+    add_outputs(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -168,12 +161,9 @@ def run(options: argparse.Namespace) -> int:
         "ranks_per_node": options.ranks_per_node,
         "workload": asdict(work),
     }
-    if options.json:
-        print(json.dumps({**conditions, "results": [each.as_json() for each in steps]}))
-    else:
-        print(as_text(constants, conditions, steps))
-    if options.plot:
-        draw(options.plot, "a training step after the LogGP model", panels(steps))
+    document = {**conditions, "results": [asdict(each) for each in steps]}
+    title = "a training step after the LogGP model"
+    publish(options, document, as_text(constants, conditions, steps), title, panels(steps))
     return 0
 
 
@@ -200,9 +190,8 @@ def read_constants(path: Path) -> Constants:
 def _constants(options: argparse.Namespace) -> Constants:
     if options.constants is not None:
         return read_constants(options.constants)
-    processes.refuse_inside_a_job(os.environ, "simulate")
-    starter = processes.find()
-    return Constants(**processes.run_job(starter, 2, "hvlike.bench.loggp", [], {}, options.timeout))
+    refuse_inside_a_job(os.environ, "simulate")
+    return Constants(**run_job(find_launcher(), 2, "hvlike.bench.loggp", [], {}, options.timeout))
 
 
 BENCHMARK = Benchmark(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -13,16 +12,13 @@ from functools import partial
 from typing import Any
 
 import hvlike
-from hvlike.bench import trainers
 from hvlike.bench.harness.benchmark import (
     Benchmark,
-    add_bare,
+    add_bare_and_device,
     add_common,
-    add_device,
-    cpu_only,
+    choice_of,
     heading,
     left_out,
-    where,
 )
 from hvlike.bench.harness.comparison import (
     Contestant,
@@ -33,20 +29,25 @@ from hvlike.bench.harness.comparison import (
     overhead_ratio,
     overheads,
     relative,
+    with_samples,
 )
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import Bars, draw, format_seconds, format_size, table
+from hvlike.bench.harness.report import Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import HorovodEntrant, Peers
-from hvlike.bench.reducers import BareLoop, backend_for
+from hvlike.bench.reducers import BareLoop
 from hvlike.bench.trainers import (
     ALONE,
     DEFAULT,
     LARGE,
     OURS,
     WORKLOADS,
+    BareTrainer,
     Trainer,
     Workload,
+    ddp,
     expected_gradients,
+    ours,
+    ours_ddp,
     verify_gradients,
     verify_replicas,
 )
@@ -89,7 +90,7 @@ class Result:
             "tensors": self.tensors,
             "bytes": self.size,
             "steps": self.steps,
-            "seconds": {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.seconds.items()},
+            "seconds": with_samples(self.seconds),
             "overhead": {name: asdict(Summary.of(each)) for name, each in self.overheads.items()},
             "relative": {name: asdict(each) for name, each in self.relative.items()},
             "ratios": {name: asdict(each) if each else None for name, each in self.ratios.items()},
@@ -134,7 +135,7 @@ def _rows(result: Result) -> list[list[str]]:
     count = f"{len(result.seconds[ALONE])} x {result.steps}"
     for name, samples in result.seconds.items():
         step = Summary.of(samples)
-        row = [name, count, f"{format_seconds(step.median)} [{step.spread:.0%}]", "", "", ""]
+        row = [name, count, with_spread(step), "", "", ""]
         if name != ALONE:
             over = Summary.of(result.overheads[name])
             low, median, high = (
@@ -153,29 +154,19 @@ def _rows(result: Result) -> list[list[str]]:
 _TURN_SECONDS = 0.04
 _MODEL_SECONDS = 12.0
 _FEWEST, _MOST = 7, 60
-# The order is learned, buckets are laid out anew, and hvlike has tried two ways of reducing each.
+# In these hvlike learns the order of the gradients and makes its plan.
 _FIRST_STEPS = 10
 _KNOWN = WORKLOADS | LARGE
 
 
-def models(text: str) -> list[Workload]:
-    """Return models from names separated by commas. Raises: argparse.ArgumentTypeError."""
-    names = text.split(",")
-    for name in names:
-        if name not in _KNOWN:
-            raise argparse.ArgumentTypeError(f"there is no model {name!r}; there are {', '.join(_KNOWN)}")
-    return [_KNOWN[name] for name in names]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    default = ",".join(DEFAULT)
-    known = ", ".join(_KNOWN)
+    default, known = ",".join(DEFAULT), ", ".join(_KNOWN)
+    models = choice_of(_KNOWN, "model")
     parser.add_argument("--models", type=models, default=models(default), help=f"of {known}; default {default}")
-    add_bare(parser)
     parser.add_argument("--no-ddp", action="store_true", help="leave torch's DistributedDataParallel out")
     parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view, too")
-    add_device(parser, "the model")
+    add_bare_and_device(parser, "the model")
     add_common(parser, f"what takes about {_MODEL_SECONDS:.0f} s a model, {_FEWEST} to {_MOST}")
 
 
@@ -185,46 +176,30 @@ def run(options: argparse.Namespace) -> int:
     device = hvlike.pin_device(options.device)
     with Peers(
         without_gloo=left_out(options.no_ddp, "--no-ddp"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod") or cpu_only(device),
-        backend=backend_for(device),
+        without_horovod=left_out(options.no_horovod, "--no-horovod"),
+        device=device,
     ) as peers:
-        views = [] if peers.group is None else [False, True] if options.bucket_view else [False]
-        workloads = [replace(each, device=device) for each in options.models]
         bare = BareLoop() if options.bare else None
-        results = [measure(each, peers, views, options.repetitions, options.seed, bare) for each in workloads]
+        results = [measure(replace(each, device=device), peers, options, bare) for each in options.models]
         if hvlike.rank() == 0:
-            show(options, peers.describe("step") | where(device), results)
+            conditions = peers.describe("step")
+            document = {**conditions, "results": [each.as_json() for each in results]}
+            title = f"training step on {hvlike.size()} ranks"
+            publish(options, document, as_text(conditions, results), title, panels(results))
     hvlike.shutdown()
     return 0
 
 
-def show(options: argparse.Namespace, conditions: dict[str, Any], results: list[Result]) -> None:
-    """Print, and draw if that is wanted."""
-    if options.json:
-        print(json.dumps({**conditions, "results": [each.as_json() for each in results]}))
-    else:
-        print(as_text(conditions, results))
-    if options.plot:
-        draw(options.plot, f"training step on {hvlike.size()} ranks", panels(results))
-
-
-def measure(
-    workload: Workload,
-    peers: Peers,
-    views: Sequence[bool],
-    repetitions: int | None,
-    seed: int,
-    bare: BareLoop | None = None,
-) -> Result:
-    """Measure one model. Collective. views: one contestant with DDP for each, with or without bucket views."""
-    rank, raw = hvlike.rank(), peers.raw
+def measure(workload: Workload, peers: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+    """Measure one model. Collective."""
+    rank, raw, seed = hvlike.rank(), peers.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
-    contestants = [trainers.alone(workload, seed, rank), trainers.ours(workload, seed, rank)]
-    contestants.append(trainers.ours_ddp(workload, seed, rank))
-    backend = peers.group.backend if peers.group is not None else ""
-    contestants += [trainers.ddp(workload, seed, rank, view=view, backend=backend) for view in views]
+    contestants = [Trainer(ALONE, workload, seed, rank), ours(workload, seed, rank), ours_ddp(workload, seed, rank)]
+    if peers.group is not None:
+        views, backend = [False, True] if options.bucket_view else [False], peers.group.backend
+        contestants += [ddp(workload, seed, rank, view=view, backend=backend) for view in views]
     if bare is not None:
-        contestants.append(trainers.barely(workload, seed, rank, bare))
+        contestants.append(BareTrainer(workload, seed, rank, bare))
     for trainer in contestants:
         trainer.step()
         if trainer.name != ALONE:
@@ -236,7 +211,7 @@ def measure(
     if peers.horovod is not None:
         peers.horovod.ask({"work": "step", "cold": False, "model": workload.name, "seed": seed})
         entered.append(HorovodEntrant(peers.horovod, steps))
-    seconds = compare(raw, entered, repetitions or affordable, warmups=1, seed=seed)
+    seconds = compare(raw, entered, options.repetitions or affordable, warmups=1, seed=seed)
     for trainer in contestants[1:]:
         verify_replicas(trainer, raw)
     parameters = contestants[0].parameters
@@ -251,7 +226,7 @@ def measure(
 
 
 def _contestant(trainer: Trainer, steps: int) -> Contestant:
-    # A step before the clock starts brings the model back into the caches, as in a training that nobody interrupts.
+    # A step before the clock starts brings the model back into the caches, as in a training without interruptions.
     return Contestant(trainer.name, partial(trainer.steps, 1), partial(trainer.steps, steps))
 
 

@@ -112,20 +112,9 @@ Shape = tuple[int, ...]
 
 
 def resnet_50() -> list[Shape]:
-    """161 tensors, 25 557 032 elements. Source: He et al. 2016, with torchvision's stride and classifier."""
-    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            outputs = 4 * width
-            convolutions = [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
-            if block == 0:
-                convolutions.append((outputs, inputs, 1, 1))
-            for convolution in convolutions:
-                # Each is followed by a batch normalisation.
-                shapes += [convolution, (convolution[0],), (convolution[0],)]
-            inputs = outputs
-    return [*shapes, (1000, inputs), (1000,)]
+    """161 tensors, 25 557 032 elements."""
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in ResNet50().parameters()]
 
 
 def bert(width: int, layers: int) -> list[Shape]:
@@ -216,7 +205,8 @@ def _transformer(name: str, purpose: str, width: int, layers: int, batch: int, l
     )
 
 
-def _shaped(name: str, purpose: str, shapes: Sequence[Shape]) -> Workload:
+def shaped(name: str, purpose: str, shapes: Sequence[Shape]) -> Workload:
+    """A model of parameters of these shapes whose gradients cost nearly nothing."""
     return Workload(name, purpose, lambda: Shaped(shapes), lambda: (torch.randn(Shaped.longest(shapes)),))
 
 
@@ -228,10 +218,10 @@ WORKLOADS: dict[str, Workload] = {
         _perceptron("mlp", "four layers of 2048 x 2048, batch 64", 2048, 4, 64),
         _transformer("transformer", "width 256, 4 layers, batch 8 x 64 tokens", 256, 4, 8, 64),
         _perceptron("small", "eight layers of 256 x 256, batch 32", 256, 8, 32),
-        _shaped("tensors400", f"400 tensors of 1 to 16 KiB; {_CHEAP}", small(400)),
-        _shaped("resnet", f"ResNet-50's shapes; {_CHEAP}", resnet_50()),
-        _shaped("bert", f"BERT-base's shapes; {_CHEAP}", bert(768, 12)),
-        _shaped("bert400", f"BERT-large's 391 tensors at a quarter of its width; {_CHEAP}", bert(256, 24)),
+        shaped("tensors400", f"400 tensors of 1 to 16 KiB; {_CHEAP}", small(400)),
+        shaped("resnet", f"ResNet-50's shapes; {_CHEAP}", resnet_50()),
+        shaped("bert", f"BERT-base's shapes; {_CHEAP}", bert(768, 12)),
+        shaped("bert400", f"BERT-large's 391 tensors at a quarter of its width; {_CHEAP}", bert(256, 24)),
     )
 }
 LARGE: dict[str, Workload] = {
@@ -284,25 +274,20 @@ class Trainer:
         return list(self.model.parameters())
 
     def checksum(self) -> float:
-        """A number that two replicas share when their weights are equal bit for bit."""
+        """Return a number that is the same for replicas whose weights are equal bit for bit."""
         return float(sum(each.detach().double().sum() for each in self.parameters))
 
 
-def alone(workload: Workload, seed: int, rank: int) -> Trainer:
-    """The floor: every rank trains by itself."""
-    return Trainer(ALONE, workload, seed, rank)
-
-
 def ours(workload: Workload, seed: int, rank: int) -> Trainer:
-    """hvlike.DistributedOptimizer as users wrap it."""
+    """Return a trainer with hvlike.DistributedOptimizer, as users wrap it."""
     trainer = Trainer(OURS, workload, seed, rank)
     named = trainer.model.named_parameters()
     trainer.optimizer = hvlike.DistributedOptimizer(trainer.optimizer, named_parameters=named)
     return trainer
 
 
-class _BareTrainer(Trainer):
-    """Averages the gradients after backward by a bare loop."""
+class BareTrainer(Trainer):
+    """Averages the gradients after backward by a bare loop: communication without a library."""
 
     def __init__(self, workload: Workload, seed: int, rank: int, bare: BareLoop) -> None:
         super().__init__(BARE, workload, seed, rank)
@@ -316,20 +301,15 @@ class _BareTrainer(Trainer):
         self.optimizer.step()
 
 
-def barely(workload: Workload, seed: int, rank: int, bare: BareLoop) -> Trainer:
-    """What a step costs with communication and nothing of a library."""
-    return _BareTrainer(workload, seed, rank, bare)
-
-
 def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:
-    """hvlike.nn.DistributedDataParallel with its defaults. Collective."""
+    """Return a trainer with hvlike.nn.DistributedDataParallel with its defaults. Collective."""
     trainer = Trainer(OURS_DDP, workload, seed, rank)
     trainer.network = DistributedDataParallel(trainer.model)
     return trainer
 
 
 def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = GLOO_BACKEND) -> Trainer:
-    """torch's DistributedDataParallel over the default process group, with its default buckets. Collective.
+    """Return a trainer with torch's DistributedDataParallel over the default process group. Collective.
 
     view: with gradient_as_bucket_view. backend: of that group.
     """

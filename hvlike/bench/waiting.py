@@ -8,7 +8,6 @@ on one core, the hard case. Rank 1 sleeps in a system call and uses no core.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,8 @@ from torch import nn
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_common, describe_alone, heading, runs_on_two_ranks
-from hvlike.bench.harness.comparison import Summary
-from hvlike.bench.harness.report import Bars, draw, format_seconds, table
+from hvlike.bench.harness.comparison import Summary, with_samples
+from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, signature_of
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.submission import submit
@@ -138,35 +136,36 @@ _NAME = "bench waiting"
 _ELEMENTS = 1 << 18
 
 
-class Named:
+Operation = Callable[[Callable[[], None]], None]
+"""Starts an operation, calls what it is given while the operation is in flight, and waits for its end."""
+
+
+def _named() -> Operation:
     """An allreduce by name."""
+    tensor = torch.zeros(_ELEMENTS)
 
-    def __init__(self) -> None:
-        self._tensor = torch.zeros(_ELEMENTS)
-
-    def run(self, between: Callable[[], None]) -> None:
-        """Start it, do what is to be done while it is in flight, and wait for it."""
-        handle = hvlike.allreduce_async_(self._tensor, op=hvlike.Sum, name=_NAME)
+    def run(between: Callable[[], None]) -> None:
+        handle = hvlike.allreduce_async_(tensor, op=hvlike.Sum, name=_NAME)
         between()
         hvlike.synchronize(handle)
 
+    return run
 
-class Planned:
-    """A step of a DistributedOptimizer whose only bucket starts in backward."""
 
-    def __init__(self) -> None:
-        """Collective: takes the step in which the plan is made."""
-        self._parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS))
-        self._optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([self._parameter], lr=0.0))
-        self.run(lambda: None)
+def _planned() -> Operation:
+    """A step of a DistributedOptimizer whose only bucket starts in backward. Collective: takes the first step."""
+    parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS))
+    optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
 
-    def run(self, between: Callable[[], None]) -> None:
-        """Start it in backward, do what is to be done meanwhile, and wait in step()."""
-        self._optimizer.zero_grad()
-        loss: Any = self._parameter.sum()
+    def run(between: Callable[[], None]) -> None:
+        optimizer.zero_grad()
+        loss: Any = parameter.sum()
         loss.backward()
         between()
-        self._optimizer.step()
+        optimizer.step()
+
+    run(lambda: None)
+    return run
 
 
 def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, dict[str, list[float]]]:
@@ -174,7 +173,7 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 
     Returns on rank 0 seconds[work][wait], one value a repetition; the others sleep and return nothing.
     """
-    operations: dict[str, Named | Planned] = {NAMED: Named(), PLANNED: Planned()}
+    operations = {NAMED: _named(), PLANNED: _planned()}
     order = random.Random(seed)
     long = {name: repeated(work, _WORK_SECONDS) for name, work in works.items()} if hvlike.rank() == 0 else {}
     seconds: dict[str, dict[str, list[float]]] = {name: {wait: [] for wait in WAITS} for name in long}
@@ -185,16 +184,16 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
                     seconds[name][wait].append(_timed(long[name], operations.get(wait), bell))
                 elif wait in operations:
                     bell.wait()
-                    operations[wait].run(lambda: None)
+                    operations[wait](lambda: None)
     return seconds
 
 
-def _timed(work: Work, operation: Named | Planned | None, bell: Bell) -> float:
-    """Seconds of the work with an operation in flight for which rank 1 is let come only afterwards."""
+def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
+    """Seconds of the work with an operation in flight for which rank 1 comes only afterwards."""
     taken = [0.0]
 
     def timed() -> None:
-        # What starting costs is no matter of waiting: the background thread has picked it up and sleeps by now.
+        # The cost of starting is not that of waiting: the background thread has picked it up and sleeps by now.
         time.sleep(0.005)
         start = time.perf_counter()
         work()
@@ -205,7 +204,7 @@ def _timed(work: Work, operation: Named | Planned | None, bell: Bell) -> float:
     if operation is None:
         timed()
     else:
-        operation.run(timed)
+        operation(timed)
     return taken[0]
 
 
@@ -265,7 +264,7 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
 _REPETITIONS = 15
 _LATENCIES = 4
-"""So many times more of them, they are short."""
+"""So many times as many latencies are measured: each is short."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -282,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print on rank 0. Collective; two ranks of one host. Returns the exit status."""
-    # Else a bucket starts in step() only, where the main thread waits itself.
+    # Otherwise a bucket starts in step() only, where the main thread waits itself.
     os.environ["HVLIKE_OVERLAP"] = "1"
     torch.set_num_threads(1)
     sys.setswitchinterval(options.switch_interval)
@@ -292,15 +291,16 @@ def run(options: argparse.Namespace) -> int:
     conditions = {**describe_alone("waiting"), "switch_interval": options.switch_interval}
     bell = Bell()
     found: dict[str, dict[str, Any]] = {}
-    for place in (FREE, ONE_CORE):
-        if place is ONE_CORE:
+    for threads in (FREE, ONE_CORE):
+        if threads is ONE_CORE:
             pin()
         seconds = slowdowns(works(), repetitions, options.seed, bell)
         late = latencies(works(), repetitions * _LATENCIES, options.seed, bell)
-        found[place] = {"slowdown": {name: ratios(each) for name, each in seconds.items()}, "latency": late}
+        found[threads] = {"slowdown": {name: ratios(each) for name, each in seconds.items()}, "latency": late}
     bell.close()
     if hvlike.rank() == 0:
-        show(options, conditions, found)
+        document, text = {**conditions, "results": as_json(found)}, as_text(conditions, found)
+        publish(options, document, text, "what waiting costs", panels(found))
     hvlike.shutdown()
     return 0
 
@@ -313,37 +313,22 @@ def pin() -> None:
     current().fabric.loop.pin(core)
 
 
-def show(options: argparse.Namespace, conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
-    """Print what was found, and draw it."""
-    if options.json:
-        print(json.dumps({**conditions, "results": as_json(found)}))
-    else:
-        print(as_text(conditions, found))
-    if options.plot:
-        draw(options.plot, "what waiting costs", panels(found))
-
-
 def as_json(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The results for machines: median, quartiles and samples of everything."""
+    """Return the results for JSON: median, quartiles and samples of everything."""
     return {
-        place: {
-            "slowdown": {
-                work: {wait: {**asdict(Summary.of(each)), "samples": each} for wait, each in waits.items()}
-                for work, waits in results["slowdown"].items()
-            },
-            "latency": {
-                work: {**asdict(Summary.of(each)), "samples": each} for work, each in results["latency"].items()
-            },
+        threads: {
+            "slowdown": {work: with_samples(waits) for work, waits in results["slowdown"].items()},
+            "latency": with_samples(results["latency"]),
         }
-        for place, results in found.items()
+        for threads, results in found.items()
     }
 
 
 def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
-    """Two tables for each place of the threads."""
+    """Two tables for each placement of the threads."""
     interval = format_seconds(conditions["switch_interval"])
     parts = [f"what waiting costs a rank, {heading(conditions)}\nthe GIL changes hands after {interval}"]
-    for place, results in found.items():
+    for threads, results in found.items():
         rows = [
             [work, *(_ratio(waits[wait]) for wait in (AGAIN, NAMED, PLANNED))]
             for work, waits in results["slowdown"].items()
@@ -351,7 +336,7 @@ def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str
         slowdown = table(["slowdown of", f"waits for {AGAIN}", NAMED, PLANNED], rows)
         late = [[work, *_times(each)] for work, each in results["latency"].items()]
         latency = table(["ended after, main thread in", "median", "quartiles", "worst"], late)
-        parts.append(f"{place}\n{slowdown}\n\n{latency}")
+        parts.append(f"{threads}\n{slowdown}\n\n{latency}")
     parts.append(
         "slowdown: time of the main thread's work while its rank waits, to the same work with nothing in flight;\n"
         "median of paired ratios [quartiles]. 'nothing, again' is the noise: twice the same.\n"
@@ -361,21 +346,21 @@ def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str
 
 
 def panels(found: dict[str, dict[str, Any]]) -> list[Bars]:
-    """Slowdowns of all kinds of work, a panel for each place of the threads."""
+    """Slowdowns of all kinds of work, a panel for each placement of the threads."""
     drawn = []
-    for place, results in found.items():
+    for threads, results in found.items():
         groups = list(results["slowdown"])
         series = {
             wait: [Summary.of(results["slowdown"][work][wait]).median for work in groups]
             for wait in (AGAIN, NAMED, PLANNED)
         }
-        drawn.append(Bars(place, "time / time without waiting", groups, series, line=1.0))
+        drawn.append(Bars(threads, "time / time without waiting", groups, series, line=1.0))
     return drawn
 
 
 def _ratio(samples: list[float]) -> str:
     summary = Summary.of(samples)
-    return f"{summary.median:.3f} [{summary.first_quartile:.3f}, {summary.third_quartile:.3f}]"
+    return with_quartiles(summary.median, summary, 3)
 
 
 def _times(samples: list[float]) -> tuple[str, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,10 +13,11 @@ from torch.optim import Adam, Optimizer
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, positive
-from hvlike.bench.harness.comparison import Contestant, Entrant, Ratio, Summary, compare
-from hvlike.bench.harness.report import Bars, draw, format_seconds, format_size, table
+from hvlike.bench.harness.comparison import Contestant, Entrant, Ratio, Summary, compare, with_samples
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers
-from hvlike.bench.trainers import Shape, Shaped, bert
+from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped, verify_replicas
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -44,7 +44,7 @@ class Result:
             "tensors": self.tensors,
             "state_bytes": self.state,
             "gradient_bytes": self.gradients,
-            "seconds": {name: {**asdict(Summary.of(each)), "samples": each} for name, each in self.seconds.items()},
+            "seconds": with_samples(self.seconds),
             "ratios": {f"{name}/{ADAM}": asdict(Ratio.of(self.seconds, name, ADAM)) for name in self.seconds},
         }
 
@@ -63,8 +63,8 @@ def as_text(conditions: dict[str, Any], result: Result) -> str:
                 format_size(max(state)),
                 "-" if "Adam" in name else f"{share:.3f}",
                 format_size(max(result.gradients[name])),
-                f"{format_seconds(step.median)} [{step.spread:.0%}]",
-                f"{ratio.median:.3f} [{ratio.first_quartile:.3f}, {ratio.third_quartile:.3f}]",
+                with_spread(step),
+                with_quartiles(ratio.median, ratio, 3),
             ]
         )
     head = (
@@ -93,40 +93,19 @@ _REPETITIONS = 7
 _LEARNING_RATE = 1e-4
 
 
-class Trainer:
-    """A model, what reduces its gradients, and an optimizer."""
-
-    def __init__(self, name: str, network: nn.Module, optimizer: Optimizer, batch: Tensor) -> None:
-        self.name = name
-        self._network = network
-        self._optimizer = optimizer
-        self._batch = batch
-
-    def step(self) -> None:
-        """Train on the batch."""
-        self._optimizer.zero_grad()
-        self._network(self._batch).backward()
-        self._optimizer.step()
-
-    def clear(self) -> None:
-        """Free the gradients: not all contestants need theirs at the same time."""
-        self._optimizer.zero_grad()
+class ZeroTrainer(Trainer):
+    """A model, what reduces its gradients, and an optimizer whose memory is counted."""
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer keeps on this rank."""
-        values = (value for state in _inner(self._optimizer).state.values() for value in state.values())
+        """Bytes that the optimizer keeps on this rank."""
+        values = (value for state in _inner(self.optimizer).state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     @property
     def gradient_bytes(self) -> int:
-        """The gradients that are on this rank after a step."""
-        gradients = [parameter.grad for parameter in self._network.parameters()]
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
-
-    def checksum(self) -> float:
-        """A number that two replicas share when their weights are equal bit for bit."""
-        return float(sum(each.detach().double().sum() for each in self._network.parameters()))
+        """Bytes of the gradients that are on this rank after a step."""
+        return sum(each.grad.nbytes for each in self.parameters if each.grad is not None)
 
 
 def _inner(optimizer: Any) -> Any:
@@ -151,9 +130,8 @@ def run(options: argparse.Namespace) -> int:
         result = measure(options, peers)
         if hvlike.rank() == 0:
             conditions = peers.describe("zero")
-            print(json.dumps({**conditions, **result.as_json()}) if options.json else as_text(conditions, result))
-            if options.plot:
-                draw(options.plot, f"Adam on {hvlike.size()} ranks", panels(result))
+            document, text = {**conditions, **result.as_json()}, as_text(conditions, result)
+            publish(options, document, text, f"Adam on {hvlike.size()} ranks", panels(result))
     hvlike.shutdown()
     return 0
 
@@ -166,39 +144,39 @@ def shapes_of(width: int, layers: int) -> list[Shape]:
 def measure(options: argparse.Namespace, peers: Peers) -> Result:
     """Measure all contestants. Collective."""
     shapes = shapes_of(options.width, options.layers)
-    torch.manual_seed(options.seed + 1 + hvlike.rank())
-    batch = torch.randn(Shaped.longest(shapes))
+    workload = shaped("zero", "a transformer's shapes", shapes)
     chosen = [ADAM, ZERO, *([VIEW] if options.bucket_view else []), ALONE]
     if peers.group is not None:
         chosen += [TORCH_ADAM, TORCH_ZERO]
-    trainers = [_make(name, shapes, batch, options.seed) for name in chosen]
+    trainers = [_make(name, workload, options.seed) for name in chosen]
     state, gradients = {}, {}
     for trainer in trainers:
         trainer.step()
         state[trainer.name] = hvlike.allgather_object(trainer.state_bytes)
         gradients[trainer.name] = hvlike.allgather_object(trainer.gradient_bytes)
-        trainer.clear()
+        trainer.optimizer.zero_grad()
     contestants: list[Entrant] = [_contestant(trainer, trainers) for trainer in trainers]
     repetitions = options.repetitions or _REPETITIONS
     seconds = compare(peers.raw, contestants, repetitions, warmups=1, seed=options.seed, cold=False)
-    _verify(trainers)
-    elements = sum(each.numel() for each in Shaped(shapes).parameters())
+    _verify(trainers, peers.raw)
+    elements = sum(each.numel() for each in trainers[0].parameters)
     return Result(elements, len(shapes), state, gradients, seconds)
 
 
-def _contestant(trainer: Trainer, trainers: Sequence[Trainer]) -> Contestant:
+def _contestant(trainer: ZeroTrainer, trainers: Sequence[ZeroTrainer]) -> Contestant:
     def prepare() -> None:
         for other in trainers:
-            other.clear()
+            # Only one contestant at a time needs its gradients.
+            other.optimizer.zero_grad()
 
     return Contestant(trainer.name, prepare, trainer.step)
 
 
-def _make(name: str, shapes: Sequence[Shape], batch: Tensor, seed: int) -> Trainer:
+def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
     """Make a contestant. Collective."""
-    torch.manual_seed(seed)
-    network, optimizer = _KINDS[name](Shaped(shapes))
-    return Trainer(name, network, optimizer, batch)
+    trainer = ZeroTrainer(name, workload, seed, hvlike.rank())
+    trainer.network, trainer.optimizer = _KINDS[name](trainer.model)
+    return trainer
 
 
 def _adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
@@ -239,17 +217,14 @@ _KINDS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
 }
 
 
-def _verify(trainers: Sequence[Trainer]) -> None:
+def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
     """Check that all ranks and all contestants have trained to the same weights. Raises: HvlikeError."""
-    sums = [trainer.checksum() for trainer in trainers]
-    everybody = hvlike.allgather_object(sums)
-    for index, trainer in enumerate(trainers):
-        if len({each[index] for each in everybody}) > 1:
-            raise hvlike.HvlikeError(f"{trainer.name} left different weights on different ranks.")
-        if abs(sums[index] - sums[0]) > _TOLERANCE * max(1.0, abs(sums[0])):
-            raise hvlike.HvlikeError(
-                f"{trainer.name} left other weights than {trainers[0].name}: sums {sums[index]} and {sums[0]}."
-            )
+    first, right = trainers[0].name, trainers[0].checksum()
+    for trainer in trainers:
+        verify_replicas(trainer, raw)
+        found = trainer.checksum()
+        if abs(found - right) > _TOLERANCE * max(1.0, abs(right)):
+            raise hvlike.HvlikeError(f"{trainer.name} left other weights than {first}: sums {found} and {right}.")
 
 
 _TOLERANCE = 1e-2

@@ -9,9 +9,9 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,44 +33,61 @@ class Benchmark:
 def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bool = True) -> None:
     """Add --repetitions, --no-horovod, --seed, --json and --plot.
 
-    repetitions: what the default is, in words. horovod: whether it could take part.
+    repetitions: the default in words. horovod: whether it could take part.
     """
     parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
     if horovod:
         parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
     parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
+    add_outputs(parser)
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --plot."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
 
 
-def add_bare(parser: argparse.ArgumentParser) -> None:
-    """Add --bare."""
+def add_bare_and_device(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --bare and --device. what: is measured on the device."""
     parser.add_argument("--bare", action="store_true", help="beside a loop of numpy calls and no more; two ranks")
-
-
-def add_device(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --device. what: is measured there."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")
 
 
 def left_out(by_hand: bool, option: str) -> str | None:
-    """Why a contestant is left out, if the user wants it so."""
+    """Return why a contestant is left out, if the user wants it so."""
     return f"left out by {option}" if by_hand else None
 
 
 def positive(text: str) -> int:
     """Return a whole number above 0. Raises: argparse.ArgumentTypeError."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
+    if not text.strip().isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return number
+    return int(text)
 
 
-def where(device: torch.device) -> dict[str, Any]:
-    """What is measured, for the conditions of a run: the device, and how many ranks of this node share each GPU."""
+def positives(text: str) -> list[int]:
+    """Return whole numbers above 0, separated by commas. Raises: argparse.ArgumentTypeError."""
+    return [positive(each) for each in text.split(",")]
+
+
+Known = TypeVar("Known")
+
+
+def choice_of(known: Mapping[str, Known], kind: str) -> Callable[[str], list[Known]]:
+    """Return a type for argparse: names separated by commas, of those that are known."""
+
+    def parse(text: str) -> list[Known]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+        return [known[name] for name in text.split(",")]
+
+    return parse
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return for the conditions of a run the device, and how many ranks of this node share each GPU."""
     if device.type == "cpu":
         return {"device": "cpu"}
     gpus = min(torch.cuda.device_count(), hvlike.local_size())
@@ -80,11 +97,6 @@ def where(device: torch.device) -> dict[str, Any]:
         "ranks_per_gpu": -(-hvlike.local_size() // gpus),
         "nccl": hvlike.nccl_built(),
     }
-
-
-def cpu_only(device: torch.device) -> str | None:
-    """Why Horovod, whose job here works in host memory, takes no part."""
-    return None if device.type == "cpu" else "its part of this benchmark measures the CPU"
 
 
 def settle(device: torch.device) -> None:
@@ -110,7 +122,7 @@ def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
 
 
 def describe_alone(benchmark: str) -> dict[str, Any]:
-    """The same where plain MPI is no contestant. Collective."""
+    """Return the same where plain MPI is no contestant. Collective."""
     raw = RawMpi()
     conditions = describe(benchmark, raw)
     raw.free()
@@ -118,7 +130,7 @@ def describe_alone(benchmark: str) -> dict[str, Any]:
 
 
 def runs_on_two_ranks(benchmark: str) -> bool:
-    """Start hvlike for a benchmark of two ranks; on another number say so on rank 0, and end it. Collective."""
+    """Start hvlike, and return whether there are two ranks. If not, print that on rank 0 and end hvlike. Collective."""
     hvlike.init()
     if hvlike.size() == 2:
         return True
@@ -129,7 +141,7 @@ def runs_on_two_ranks(benchmark: str) -> bool:
 
 
 def heading(conditions: dict[str, Any]) -> str:
-    """One line of them for the head of a table."""
+    """Return the conditions as the head of a table."""
     horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
     gpus = (
         f"{conditions['gpus']} x {conditions['device']}, {conditions['ranks_per_gpu']} rank(s) on each\n"

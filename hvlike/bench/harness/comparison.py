@@ -10,8 +10,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ SCRUB_BYTES = 24 << 20
 
 
 class Ranks(Protocol):
-    """What a comparison needs of the job; transport/raw.py has it."""
+    """What a comparison needs of the job: RawMpi has it."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -96,6 +96,22 @@ class Summary:
             return cls(samples[0], samples[0], samples[0])
         first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, first, third)
+
+
+def with_samples(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Return for JSON the median, the quartiles and the samples under each name."""
+    return {name: {**asdict(Summary.of(each)), "samples": list(each)} for name, each in samples.items()}
+
+
+def take_turns(
+    order: random.Random, turns: Mapping[str, Callable[[], list[float]]], rounds: int
+) -> dict[str, list[list[float]]]:
+    """Give every contestant one turn in each round, in random order. Returns what each turn has measured."""
+    measured: dict[str, list[list[float]]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name in order.sample(list(turns), len(turns)):
+            measured[name].append(turns[name]())
+    return measured
 
 
 def compare(

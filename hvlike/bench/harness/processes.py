@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,28 +10,36 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import IO, Any
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport.host import find_mpirun, launchers
-from hvlike.transport.host.find_mpirun import Mpirun
+from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
+from hvlike.transport.host.launchers import detect_launcher
 
 Message = dict[str, Any]
 
+ANSWER_SECONDS = 300.0
+_END_SECONDS = 20.0
+_GRACE_SECONDS = 10.0
+_LAST_OUTPUT_SECONDS = 5.0
+_LAST_CHARACTERS = 2000
+_LAST_LINES = 60
 
-class Conversation:
-    """One end of a connected socket. Whoever waits sleeps."""
+
+class JsonSocket:
+    """One end of a connected socket for JSON objects, one a line. A process that waits for one sleeps."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._lines = connected.makefile("r")
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send one message. Raises: OSError when the other end is gone."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self) -> Message | None:
+    def receive(self) -> Message | None:
         """Return the next message, or None when the other end has closed. Raises: OSError."""
         line = self._lines.readline()
         if not line:
@@ -44,13 +53,76 @@ class Conversation:
         self._socket.close()
 
 
-_GRACE_SECONDS = 10
-_LAST_LINES = 60
+class Helpers:
+    """Processes beside this job that answer requests on sockets. What they print is kept for the text of a failure."""
+
+    def __init__(self, name: str) -> None:
+        """Start nothing yet. name: what error texts call them."""
+        self.name = name
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.sockets: list[JsonSocket] = []
+        # A file, not a pipe: nobody reads while they run.
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    def start(self, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+        """Start one of them. how: keywords of Popen. Raises: OSError."""
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, **how
+        )
+        self.processes.append(process)
+        return process
+
+    def connect(self, connected: socket.socket) -> JsonSocket:
+        """Talk with one of them over this socket; an answer may take ANSWER_SECONDS."""
+        connected.settimeout(ANSWER_SECONDS)
+        self.sockets.append(JsonSocket(connected))
+        return self.sockets[-1]
+
+    def receive(self, end: JsonSocket) -> Message:
+        """Return the next message of one of them. Raises: LaunchError with their last output when none comes."""
+        try:
+            message = end.receive()
+        except OSError as error:
+            raise self.failure("no answer") from error
+        if message is None:
+            raise self.failure("ended early")
+        return message
+
+    def ask(self, end: JsonSocket, request: Message) -> Message:
+        """Send a request and return the answer. Raises: LaunchError with their last output."""
+        try:
+            end.send(request)
+        except OSError as error:
+            raise self.failure("no answer") from error
+        return self.receive(end)
+
+    def failure(self, what: str) -> LaunchError:
+        """Return an error with what they printed last."""
+        # A rank hangs up before its launcher has passed on what it printed last.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[0].wait(_LAST_OUTPUT_SECONDS)
+        self._output.seek(0)
+        return LaunchError(f"{self.name}: {what}; the last output:\n{self._output.read()[-_LAST_CHARACTERS:]}")
+
+    def close(self) -> None:
+        """Hang up, upon which they end by themselves; end those that do not."""
+        for end in self.sockets:
+            end.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(_END_SECONDS)
+        self.end()
+
+    def end(self) -> None:
+        """End those that still run: SIGTERM, then SIGKILL."""
+        for process in self.processes:
+            _end(process, process.send_signal)
+        self._output.close()
 
 
 def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
     """Raise UsageError when this process is a rank already."""
-    launcher = launchers.detect_launcher(environment)
+    launcher = detect_launcher(environment)
     if launcher is not None:
         raise UsageError(
             f"bench {benchmark} starts its jobs itself, and this process is a rank of a job of {launcher.name} "
@@ -58,26 +130,30 @@ def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
         )
 
 
-def find() -> Mpirun:
-    """The launcher of the MPI library that is loaded here. Raises: LaunchError when there is none."""
-    return find_mpirun.find_mpirun(find_mpirun.ask_mpi_library(os.environ), os.environ)
+def find_launcher() -> Mpirun:
+    """Return the mpirun of the MPI library that is loaded here. Raises: LaunchError when there is none."""
+    return find_mpirun(ask_mpi_library(os.environ), os.environ)
 
 
-def module_command(starter: Mpirun, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """The command line that runs a module on so many ranks."""
-    return starter.command(ranks, [sys.executable, "-m", module, *arguments])
+def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs a module on so many ranks."""
+    return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
 def run_job(
-    starter: Mpirun, ranks: int, module: str, arguments: Sequence[str], knobs: Mapping[str, str], seconds: float
+    mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str], settings: Mapping[str, str], seconds: float
 ) -> Any:
-    """Run a module on so many ranks; returns the JSON object that rank 0 has printed as its last line. Blocks.
+    """Run a module on so many ranks and return the JSON object that rank 0 prints as its last line. Blocks.
 
-    knobs: variables of the environment to add. seconds: after which the job is ended.
-    Raises: LaunchError with the last lines of the job when it fails, takes too long, or prints no answer.
+    Args:
+        settings: Variables to add to the environment.
+        seconds: The job is ended after this time.
+
+    Raises:
+        LaunchError: With the last lines of the job when it fails, takes too long, or prints no answer.
     """
-    command = module_command(starter, ranks, module, arguments)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **knobs}
+    command = module_command(mpirun, ranks, module, arguments)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -91,9 +167,9 @@ def run_job(
                 "many for this machine: leave them out, or allow more time with --timeout."
             ) from None
         finally:
-            _stop(process)
-        said, complaints = _lines(output), _lines(errors)
-    answers = [line for line in said if line.startswith("{")]
+            _end(process, partial(os.killpg, process.pid))
+        printed, complaints = _lines(output), _lines(errors)
+    answers = [line for line in printed if line.startswith("{")]
     if process.returncode or not answers:
         last = "\n".join(complaints[-_LAST_LINES:])
         raise LaunchError(f"`{' '.join(command)}` ended with status {process.returncode}:\n{last}")
@@ -105,13 +181,12 @@ def _lines(file: IO[str]) -> list[str]:
     return file.read().splitlines()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its ranks, if it still runs; also after an interrupt of the user."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _end(process: subprocess.Popen[bytes], send: Callable[[int], None]) -> None:
+    """End a process if it still runs; a launcher ends its ranks. Also after an interrupt of the user."""
+    if process.poll() is None:
+        send(signal.SIGTERM)
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            send(signal.SIGKILL)
+            process.wait()

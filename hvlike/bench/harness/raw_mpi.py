@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RawMpi:
-    """Plain MPI over all ranks of the job, on a communicator of its own."""
+    """Plain MPI over all ranks of the job, on a communicator of its own. Every call blocks."""
 
     def __init__(self) -> None:
         """Collective over COMM_WORLD; MPI must be running."""
@@ -27,77 +27,58 @@ class RawMpi:
         self.library: str = " ".join(MPI.Get_library_version().strip("\0 ").splitlines()[0].split(",")[0].split())
 
     def allreduce(self, array: Array) -> None:
-        """Sum a float32 or float64 array over all ranks in place: MPI_Allreduce. Collective, blocks."""
+        """Sum a float32 or float64 array over all ranks in place: MPI_Allreduce. Collective."""
         self._comm.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
 
     def barrier(self) -> None:
-        """Wait for all ranks. Collective, blocks."""
+        """Wait for all ranks. Collective."""
         self._comm.Barrier()
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Return for each value the maximum over ranks. Collective, blocks."""
+        """Return for each value the maximum over ranks. Collective."""
         array = np.array(values, dtype=np.float64)
         self._comm.Allreduce(self._mpi.IN_PLACE, array, self._mpi.MAX)
         result: list[float] = array.tolist()
         return result
 
-    def free(self) -> None:
-        """Free the communicator. Collective."""
-        self._comm.Free()
-
-
-class RawMessages:
-    """Collective over COMM_WORLD; MPI must be running. Ranks other than 0 and 1 only wait."""
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
-        self._comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-        self._rank = self._comm.Get_rank()
-
     def round_trips(self, nbytes: int, count: int) -> list[float]:
-        """Seconds of messages of `nbytes` to rank 1 and back, one after the other. Collective."""
+        """Return the seconds of each of `count` messages from rank 0 to rank 1 and back. Collective."""
         buffer = np.zeros(nbytes, np.uint8)
         taken = []
         self._comm.Barrier()
         for _ in range(count):
             start = time.perf_counter()
-            if self._rank == 0:
+            if self.rank == 0:
                 self._comm.Send(buffer, 1)
                 self._comm.Recv(buffer, 1)
-            elif self._rank == 1:
+            elif self.rank == 1:
                 self._comm.Recv(buffer, 0)
                 self._comm.Send(buffer, 0)
             taken.append(time.perf_counter() - start)
         return taken
 
     def burst(self, nbytes: int, count: int) -> tuple[float, float]:
-        """Start `count` messages to rank 1 at once; seconds a message for the calls, and until all were received.
+        """Start `count` messages to rank 1 at once. Collective.
 
-        Collective; of use on rank 0.
+        Returns seconds per message on rank 0: for the calls alone, and until rank 1 has received all.
         """
         buffers = [np.zeros(nbytes, np.uint8) for _ in range(count)]
         answer = np.zeros(1, np.uint8)
         requests: list[Any] = []
-        if self._rank == 1:
+        if self.rank == 1:
             requests = [self._comm.Irecv(each, 0) for each in buffers]
         self._comm.Barrier()
         start = time.perf_counter()
-        if self._rank == 0:
+        if self.rank == 0:
             requests = [self._comm.Isend(each, 1) for each in buffers]
         called = time.perf_counter()
         self._mpi.Request.Waitall(requests)
-        if self._rank == 0:
+        if self.rank == 0:
             self._comm.Recv(answer, 1)
-        elif self._rank == 1:
+        elif self.rank == 1:
             self._comm.Send(answer, 0)
         ended = time.perf_counter()
         return (called - start) / count, (ended - start) / count
-
-    def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
-        self._comm.Barrier()
 
     def free(self) -> None:
         """Free the communicator. Collective."""

@@ -1,14 +1,16 @@
-"""Tables, sizes and times for people, and pictures with panels of bars and curves."""
+"""How benchmarks show what they found: tables for people, JSON for programs, pictures of bars and curves."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvlike.bench.harness.comparison import Ratio, Summary
 from hvlike.observe.pictures import new_figure
 
 
@@ -55,8 +57,23 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.2g} us"
 
 
+def with_spread(summary: Summary, cell: Callable[[float], str] = format_seconds) -> str:
+    """Return a median and the interquartile range as a part of it."""
+    return f"{cell(summary.median)} [{summary.spread:.0%}]"
+
+
+def with_quartiles(median: float, summary: Summary, digits: int = 2) -> str:
+    """Return a median with the quartiles of a summary."""
+    return f"{median:.{digits}f} [{summary.first_quartile:.{digits}f}, {summary.third_quartile:.{digits}f}]"
+
+
+def ratio_cell(ratio: Ratio | None) -> str:
+    """Return a ratio of medians with the quartiles of the ratios within one repetition; "-" for none."""
+    return "-" if ratio is None else with_quartiles(ratio.of_medians, ratio.paired)
+
+
 _PANEL_INCHES = (6.4, 4.4)
-_ROOM = 0.8
+_FILLED = 0.8
 """Part of the distance between two groups that their bars fill."""
 
 
@@ -93,8 +110,8 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int =
     rows = -(-len(panels) // columns)
     figure = new_figure(width * columns, height * rows)
     figure.suptitle(title)
-    for place, panel in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1)
         if isinstance(panel, Bars):
             _draw_bars(axes, panel)
         else:
@@ -105,8 +122,17 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int =
     figure.savefig(path, format="png")
 
 
+def publish(
+    options: argparse.Namespace, document: dict[str, Any], text: str, title: str, panels: Sequence[Bars | Curves]
+) -> None:
+    """Print the text, or with --json the document as one object; with --plot draw the panels under the title."""
+    print(json.dumps(document) if options.json else text)
+    if options.plot:
+        draw(options.plot, title, panels)
+
+
 def _draw_bars(axes: Any, panel: Bars) -> None:
-    width = _ROOM / max(1, len(panel.series))
+    width = _FILLED / max(1, len(panel.series))
     for index, (name, values) in enumerate(panel.series.items()):
         offset = (index - (len(panel.series) - 1) / 2) * width
         bars = axes.bar([place + offset for place in range(len(panel.groups))], values, width, label=name)

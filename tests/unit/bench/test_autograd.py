@@ -22,7 +22,7 @@ from hvlike.bench.autograd import (
     as_text,
     panels,
 )
-from hvlike.bench.rpc_work import Step, half, step_as_message, step_from_message, steps_alone
+from hvlike.bench.rpc_work import Step, as_message, from_message, half, steps_alone
 from hvlike.errors import HvlikeError
 
 STEP = Step(4, 3, 1)
@@ -69,7 +69,7 @@ def modules(local: Local) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
 def test_a_step_comes_back_from_its_message_as_it_was(step: Step) -> None:
-    assert step_from_message(step_as_message(step)) == step
+    assert from_message(as_message(step)) == step
 
 
 @pytest.mark.parametrize("unused", [0, 2])

@@ -14,7 +14,7 @@ from hvlike.errors import UsageError
     ("line", "expected"),
     [
         ("allreduce --sizes many", "'many' is no size"),
-        ("allreduce --dtypes half", "'half' is not measured; these are: float32"),
+        ("allreduce --dtypes half", "there is no dtype 'half'; there are float32, "),
         ("allreduce --op max", "invalid choice: 'max'"),
         ("allreduce --repetitions 0", "'0' is no whole number above 0"),
         ("step --models alexnet", "there is no model 'alexnet'; there are mlp, "),

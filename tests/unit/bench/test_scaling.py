@@ -1,5 +1,7 @@
 """bench scaling: what ranks have sent is summed up per step and rank; jobs are started where that can work."""
 
+from dataclasses import asdict
+
 import pytest
 
 from hvlike.bench.harness.processes import refuse_inside_a_job
@@ -30,7 +32,7 @@ def test_one_step_is_enough() -> None:
 
 def test_results_come_back_from_json_as_they_were() -> None:
     way = summarise([COORDINATOR, MEMBER], steps=4)
-    result = Result.of({"ranks": 2, "nodes": 1, "ways": {"planned": {**way.as_json(), "quartiles": [*way.quartiles]}}})
+    result = Result.of({"ranks": 2, "nodes": 1, "ways": {"planned": {**asdict(way), "quartiles": [*way.quartiles]}}})
     assert result == Result(2, 1, {"planned": way})
 
 
