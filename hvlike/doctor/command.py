@@ -8,16 +8,16 @@ import sys
 
 import hvlike
 from hvlike.collectives.session import basics
-from hvlike.doctor import job, machine_facts, runner, software_facts
-from hvlike.doctor.job import Case, Meeting, RankFacts
-from hvlike.doctor.machine_facts import Model
+from hvlike.doctor.job import Case, Gathered, collect_rank_facts, start_job
+from hvlike.doctor.machine_facts import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober
-from hvlike.doctor.software_facts import Programs, Trial
-from hvlike.transport.host import launchers
+from hvlike.doctor.runner import as_json, as_text, has_failed, in_one_line, run_checks
+from hvlike.doctor.software_facts import Launchers, Trial, collect_launchers, try_two_ranks
+from hvlike.transport.host.launchers import detect_launcher
 
 
 def check_build() -> str:
-    """The list. Local; starts neither MPI nor a GPU."""
+    """Return Horovod's list of what is built in. Local; starts neither MPI nor a GPU."""
     groups: dict[str, dict[str, bool | int]] = {
         "Available Frameworks": {
             "TensorFlow": basics.extension_available("tensorflow"),
@@ -40,13 +40,13 @@ def check_build() -> str:
 
 
 _HINT = "FILE.py:function that makes the model, or a number of parameters"
-_MARGIN = 8.0
-_LINGER = 5.0
+_MARGIN_SECONDS = 8.0
+_LINGER_SECONDS = 5.0
 _INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
-    """Run the doctor; returns 1 when a rung fails, else 0. Under mpirun every rank calls it, and rank 0 speaks.
+    """Run the doctor; returns 1 when a check fails, else 0. Under mpirun every rank calls it, and rank 0 reports.
 
     Blocks, every question at most for --limit seconds.
     """
@@ -60,58 +60,54 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", metavar="MODEL", help=_HINT)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")
     options = parser.parse_args(arguments)
-    launcher = launchers.detect_launcher(os.environ)
-    speaks = launcher is None or not launcher.rank
+    launcher = detect_launcher(os.environ)
+    reports = launcher is None or not launcher.rank
     if options.check_build:
-        if speaks:
+        if reports:
             print(check_build())
         return 0
     prober = Prober(options.limit)
     prober.interruption.watch()
     try:
-        case = look(prober, options.model, speaks=speaks)
+        case = collect_case(prober, options.model, reports=reports)
     except KeyboardInterrupt:
         print("the doctor was interrupted", file=sys.stderr)
         return _INTERRUPTED
-    if not speaks and isinstance(case.job.meeting, Meeting):
-        # Rank 0 has been told.
+    if not reports and isinstance(case.job.gathered, Gathered):
+        # Rank 0 has all that this rank has found.
         return 0
-    answers = runner.run_checks(case)
-    if speaks:
-        print(runner.as_json(case, answers) if options.json else runner.as_text(case, answers), flush=True)
-        return int(runner.has_failed(answers))
-    # Status 1 would have the launcher end rank 0 in the middle of its report, which fails for the same reason. Who was
-    # ended because another one has failed has nothing to add.
-    if runner.has_failed(answers) and not prober.interruption.came:
+    answers = run_checks(case)
+    if reports:
+        print(as_json(case, answers) if options.json else as_text(case, answers), flush=True)
+        return int(has_failed(answers))
+    # With status 1 the launcher would end rank 0 in the middle of its report, which fails for the same reason. A rank
+    # that is ended because another one has failed has nothing to add.
+    if has_failed(answers) and not prober.interruption.came:
         number = launcher.rank if launcher is not None else 0
-        print(runner.in_one_line(f"rank {number} on {case.me.host}", answers), file=sys.stderr, flush=True)
-        # Nor may it miss a rank before it is through.
-        prober.interruption.wait(_LINGER)
+        print(in_one_line(f"rank {number} on {case.me.host}", answers), file=sys.stderr, flush=True)
+        # Nor may rank 0 miss a rank before it has reported.
+        prober.interruption.wait(_LINGER_SECONDS)
     return 0
 
 
-def look(prober: Prober, wanted: str | None, *, speaks: bool) -> Case:
+def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
     """Find everything out. Collective: every rank of the job; blocks.
 
-    wanted: the model that the user has named. speaks: this is the rank that reports.
+    wanted: the model that the user has named. reports: this is the rank that reports.
     """
-    own = job.collect_rank_facts(prober)
-    library = None if isinstance(own.library, Gap) else own.library
-    found = prober.ask(lambda: software_facts.collect_programs(library, os.environ)) if speaks else None
-    trial = _trial(prober, found, own) if speaks else None
-    chosen: Model | Gap | None = None
-    if speaks and wanted is not None:
-        chosen = prober.ask(lambda: machine_facts.collect_model(wanted))
-    came = job.start_job(own, prober)
-    meeting = came.meeting
-    ranks = meeting.ranks if isinstance(meeting, Meeting) and meeting.ranks else (own,)
-    return Case(ranks, came, found, trial, chosen)
-
-
-def _trial(prober: Prober, found: Programs | Gap | None, own: RankFacts) -> Trial | Gap | None:
-    if found is None or isinstance(found, Gap) or not found.on_path:
-        return None
-    if isinstance(own.library, Gap) or own.surroundings.launcher is not None:
-        return None
-    seconds = max(1.0, prober.limit - _MARGIN)
-    return prober.ask(lambda: software_facts.try_out(found.on_path[0], seconds))
+    own = collect_rank_facts(prober)
+    launchers: Launchers | Gap | None = None
+    trial: Trial | Gap | None = None
+    model: Model | Gap | None = None
+    if reports:
+        library = None if isinstance(own.library, Gap) else own.library
+        launchers = prober.ask(lambda: collect_launchers(library, os.environ))
+        if isinstance(launchers, Launchers) and launchers.on_path and library and own.environment.launcher is None:
+            first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
+            trial = prober.ask(lambda: try_two_ranks(first, seconds))
+        if wanted is not None:
+            model = prober.ask(lambda: collect_model(wanted))
+    job = start_job(own, prober)
+    gathered = job.gathered
+    ranks = gathered.ranks if isinstance(gathered, Gathered) and gathered.ranks else (own,)
+    return Case(ranks, job, launchers, trial, model)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.doctor.job import Case, RankFacts
 from hvlike.doctor.probe import Gap
+
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 
 class Verdict(Enum):
@@ -22,73 +24,68 @@ class Verdict(Enum):
     FAIL = "FAIL"
     """It does not work; the exit status is 1."""
     SKIP = "skip"
-    """There is nothing to judge here."""
+    """There is nothing to check here."""
 
 
-_GRAVITY = (Verdict.SKIP, Verdict.OK, Verdict.WARN, Verdict.FAIL)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The answer of one rung."""
-
-    verdict: Verdict
-    found: tuple[str, ...]
-    """One sentence or figure a line."""
-    advice: tuple[str, ...] = ()
-    """What to do; empty where nothing has to be done."""
-
-
-def ok(*found: str) -> Finding:
-    """It is right."""
-    return Finding(Verdict.OK, found)
-
-
-def skip(*found: str) -> Finding:
-    """There is nothing to judge."""
-    return Finding(Verdict.SKIP, found)
-
-
-@dataclass(frozen=True)
-class Remark:
-    """One thing that is not right, and what to do about it."""
-
+class _Problem(NamedTuple):
     verdict: Verdict
     text: str
     advice: str
 
 
-def warn(text: str, advice: str) -> Remark:
-    """It works, but not well."""
-    return Remark(Verdict.WARN, text, advice)
+class Finding:
+    """The result of one check. Begin with what was found, then add what is wrong with it."""
 
+    def __init__(self, *notes: str, skipped: bool = False) -> None:
+        self._notes = list(notes)
+        self._problems: list[_Problem] = []
+        self._skipped = skipped
 
-def fail(text: str, advice: str) -> Remark:
-    """It does not work."""
-    return Remark(Verdict.FAIL, text, advice)
+    @classmethod
+    def skip(cls, *notes: str) -> Finding:
+        """Return the finding of a check that does not apply."""
+        return cls(*notes, skipped=True)
 
+    def note(self, *texts: str) -> None:
+        """Add what was found, without judging it."""
+        self._notes += texts
 
-def conclude(found: list[str], remarks: list[Remark]) -> Finding:
-    """The finding of a rung that looked at several things: as grave as the gravest remark, ok without any."""
-    gravest = max((each.verdict for each in remarks), key=_GRAVITY.index, default=Verdict.OK)
-    # Several ranks may earn the same remark.
-    texts = list(dict.fromkeys([*found, *(each.text for each in remarks)]))
-    advice = list(dict.fromkeys(each.advice for each in remarks if each.advice))
-    return Finding(gravest, tuple(texts), tuple(advice))
+    def warn(self, text: str, advice: str) -> None:
+        """Add something that works, but not well, and what to do about it."""
+        self._problems.append(_Problem(Verdict.WARN, text, advice))
 
+    def fail(self, text: str, advice: str) -> None:
+        """Add something that does not work, and what to do about it."""
+        self._problems.append(_Problem(Verdict.FAIL, text, advice))
 
-T = TypeVar("T")
-H = TypeVar("H", bound=Hashable)
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest of what is wrong."""
+        verdicts = {each.verdict for each in self._problems}
+        for verdict in (Verdict.FAIL, Verdict.WARN):
+            if verdict in verdicts:
+                return verdict
+        return Verdict.SKIP if self._skipped else Verdict.OK
+
+    @property
+    def found(self) -> list[str]:
+        """One sentence or figure a line. Several ranks may have the same problem, which is told once."""
+        return [text for text in dict.fromkeys([*self._notes, *(each.text for each in self._problems)]) if text]
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do; empty where nothing has to be done."""
+        return [text for text in dict.fromkeys(each.advice for each in self._problems) if text]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with the unit in which it is short: 64 MiB, 1.5 GiB."""
+    """Return a number of bytes with the unit in which it is short: 64 MiB, 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -97,26 +94,31 @@ def in_bytes(count: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """A time with the unit in which it is short: 87 us, 4.2 ms, 1.3 s."""
+    """Return a time with the unit in which it is short: 87 us, 4.2 ms, 1.3 s."""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def nccl_version(number: int) -> str:
-    """22703 is 2.27.3; 0 is none."""
+    """Return 2.27.3 for 22703, and "none" for 0."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else "none"
 
 
 def of_every_rank(case: Case, fact: Callable[[RankFacts], T | Gap]) -> list[tuple[int, T]]:
-    """(rank, fact) of the ranks that could find it out."""
+    """Return (rank, fact) of the ranks that could find it out."""
     answers = ((rank, fact(each)) for rank, each in enumerate(case.ranks))
     return [(rank, answer) for rank, answer in answers if not isinstance(answer, Gap)]
 
 
 def by_value(pairs: Sequence[tuple[int, H]]) -> list[tuple[H, str]]:
-    """The different values, each with the ranks that have it in words, in the order of the ranks."""
+    """Return the different values, each with the names of the ranks that have it, in the order of the ranks."""
     ranks: dict[H, list[int]] = {}
     for rank, value in pairs:
         ranks.setdefault(value, []).append(rank)

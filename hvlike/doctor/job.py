@@ -18,28 +18,37 @@ import torch
 import hvlike
 from hvlike.collectives.session.context import current
 from hvlike.config import SETTINGS
-from hvlike.doctor import gpu_facts, machine_facts
-from hvlike.doctor import gpu_facts as nccl
-from hvlike.doctor import machine_facts as files
-from hvlike.doctor import machine_facts as processor
-from hvlike.doctor import software_facts as software
-from hvlike.doctor import software_facts as surroundings
-from hvlike.doctor.gpu_facts import Gpus, NcclState
-from hvlike.doctor.machine_facts import Files, Model, Processor, SharedMemory, mapped_by_hvlike
+from hvlike.doctor.gpu_facts import Gpus, NcclState, collect_gpus, collect_nccl_state
+from hvlike.doctor.machine_facts import (
+    Files,
+    Model,
+    Processor,
+    SharedMemory,
+    collect_files,
+    collect_processor,
+    collect_shared_memory,
+    mapped_by_hvlike,
+)
 from hvlike.doctor.probe import Answers, Gap, Prober
-from hvlike.doctor.software_facts import Programs, Software, Surroundings, Trial
-from hvlike.transport.host import find_mpirun as library
-from hvlike.transport.host.find_mpirun import MpiLibrary
+from hvlike.doctor.software_facts import (
+    LaunchEnvironment,
+    Launchers,
+    Software,
+    Trial,
+    collect_environment,
+    collect_software,
+)
+from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.launch_probe import LaunchProbe, RankReport
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says to the first one. A Gap: it could not find out."""
+    """What one rank has found out without MPI. A Gap: it could not."""
 
     host: str
     software: Software | Gap
-    surroundings: Surroundings
+    environment: LaunchEnvironment
     library: MpiLibrary | Gap
     processor: Processor | Gap
     memory: SharedMemory | Gap
@@ -53,14 +62,14 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
     launcher = os.getppid()
     return RankFacts(
         host=socket.gethostname(),
-        software=prober.ask(software.collect_software),
-        surroundings=surroundings.collect_surroundings(os.environ),
-        library=prober.ask(lambda: library.ask_mpi_library(os.environ)),
-        processor=prober.ask(lambda: processor.collect_processor(launcher)),
-        memory=prober.ask(machine_facts.collect_shared_memory),
-        files=prober.ask(files.collect_files),
-        gpus=prober.ask(gpu_facts.collect_gpus),
-        nccl=prober.ask(nccl.collect_nccl_state),
+        software=prober.ask(collect_software),
+        environment=collect_environment(os.environ),
+        library=prober.ask(lambda: ask_mpi_library(os.environ)),
+        processor=prober.ask(lambda: collect_processor(launcher)),
+        memory=prober.ask(collect_shared_memory),
+        files=prober.ask(collect_files),
+        gpus=prober.ask(collect_gpus),
+        nccl=prober.ask(collect_nccl_state),
     )
 
 
@@ -75,9 +84,9 @@ Nodes = Sequence[Sequence[int]]
 
 
 class Way(NamedTuple):
-    """Some ranks, and the plane that reduces among them."""
+    """Some ranks, and the backend that reduces among them."""
 
-    plane: str
+    backend: str
     ranks: tuple[int, ...]
 
 
@@ -100,7 +109,7 @@ class Timing:
     way: Way
     rows: tuple[Row, ...]
     reason: str = ""
-    """Why it is this plane, where there was a choice."""
+    """Why it is this backend, where there was a choice."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Timings:
 
 
 def ways(nodes: Nodes) -> list[Way]:
-    """The ways of a job of host memory. nodes: the ranks of each node.
+    """Return the ways to reduce host memory in a job. nodes: the ranks of each node.
 
     [[0, 1]]           shared [0 1]
     [[0], [1]]         network [0 1]
@@ -162,10 +171,10 @@ def measure_ways(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: to
     if gpu is not None and hvlike.size() > 1:
         everybody = Way("cuda", tuple(range(hvlike.size())))
         rows = tuple(_rows(everybody, hvlike.global_process_set, gpu))
-        # Which plane it is was decided when the first tensor came.
+        # Which backend it is was decided when the first tensor came.
         choice = current().set_state(None, "doctor").executor.device_choice
         if choice is not None:
-            timings.append(Timing(everybody._replace(plane=choice.plane), rows, choice.reason))
+            timings.append(Timing(everybody._replace(backend=choice.plane), rows, choice.reason))
     return Timings(tuple(timings), _copy_seconds())
 
 
@@ -180,7 +189,7 @@ def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Ite
             _settle(device)
             hvlike.barrier(process_set=process_set)
             start = time.perf_counter()
-            hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.plane}.{nbytes}", process_set=process_set)
+            hvlike.allreduce_(tensor, op=hvlike.Sum, name=f"doctor.{way.backend}.{nbytes}", process_set=process_set)
             _settle(device)
             seconds.append(time.perf_counter() - start)
             right = right and bool((tensor == total).all())
@@ -189,7 +198,7 @@ def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Ite
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for what was asked of a GPU."""
+    """Wait until a GPU has done what was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -209,12 +218,12 @@ _TIMING_LIMITS = 3.0
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What rank 0 has heard of all ranks; the tuples are empty elsewhere."""
+class Gathered:
+    """What rank 0 has received from all ranks; the tuples are empty elsewhere."""
 
     nodes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankFacts, ...]
-    places: tuple[RankReport, ...]
+    reports: tuple[RankReport, ...]
     wall_times: tuple[float, ...]
     """Of all ranks at the same moment."""
 
@@ -231,8 +240,9 @@ class Running:
 class Job:
     """How far the job came. A Gap: there it ended. None: not reached."""
 
-    place: RankReport | Gap
-    meeting: Meeting | Gap | None
+    report: RankReport | Gap
+    """What MPI says of this rank."""
+    gathered: Gathered | Gap | None
     running: Running | Gap | None
     timings: Timings | Gap | None
     end: Gap | None
@@ -241,27 +251,28 @@ class Job:
 
 def start_job(own: RankFacts, prober: Prober) -> Job:
     """Start MPI and hvlike in a child, and reduce something. Collective: every rank of the job; blocks."""
-    patience = {3: _TIMING_LIMITS}
-    return read_job(prober.follow(lambda: _steps(own), lambda number: prober.limit * patience.get(number, 1.0)))
+    return read_job(
+        prober.follow(lambda: _steps(own), lambda step: prober.limit * (_TIMING_LIMITS if step == 3 else 1))
+    )
 
 
 def read_job(answers: Answers[Any]) -> Job:
-    """The records in their order, as a job."""
-    place, meeting, running, timings, end = [*answers.records, answers.gap, None, None, None, None][:5]
-    return Job(place, meeting, running, timings, end)
+    """Return the records, which come in the order of its fields, as a job."""
+    report, gathered, running, timings, end = [*answers.records, answers.gap, None, None, None, None][:5]
+    return Job(report, gathered, running, timings, end)
 
 
 def _steps(own: RankFacts) -> Iterator[Any]:
     for name in SETTINGS["timeline"].spellings:
-        # A timeline of the user's is not to be written over.
+        # Do not overwrite a timeline of the user.
         os.environ.pop(name, None)
-    roll_call = LaunchProbe()
-    yield roll_call.place
-    nodes = roll_call.connect()
-    ranks = roll_call.gather(own) or []
-    places = roll_call.gather(roll_call.place) or []
-    wall_times = roll_call.gather(roll_call.wall_time()) or []
-    yield Meeting(nodes, tuple(ranks), tuple(places), tuple(wall_times))
+    probe = LaunchProbe()
+    yield probe.place
+    nodes = probe.connect()
+    ranks = probe.gather(own) or []
+    reports = probe.gather(probe.place) or []
+    wall_times = probe.gather(probe.wall_time()) or []
+    yield Gathered(nodes, tuple(ranks), tuple(reports), tuple(wall_times))
     hvlike.init()
     plan = ways(current().world.nodes)
     sets = add_process_sets(plan)
@@ -269,14 +280,14 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     yield Running(tuple(hvlike.allgather_object(mine)))
     yield measure_ways(plan, sets, own_gpu())
     hvlike.shutdown()
-    roll_call.end()
+    probe.end()
 
 
 T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A rung needs what could not be found out."""
+    """A check needs what could not be found out."""
 
     def __init__(self, gap: Gap) -> None:
         super().__init__(gap.reason)
@@ -284,7 +295,7 @@ class Unanswered(Exception):
 
 
 def known(value: T | Gap) -> T:
-    """The answer. Raises: Unanswered when there is none; the ladder then says why."""
+    """Return the answer. Raises: Unanswered when there is none; the runner then says why."""
     if isinstance(value, Gap):
         raise Unanswered(value)
     return value
@@ -297,7 +308,7 @@ class Case:
     ranks: tuple[RankFacts, ...]
     """Of all ranks where they came together, else of this one."""
     job: Job
-    programs: Programs | Gap | None
+    launchers: Launchers | Gap | None
     """None: not looked at."""
     trial: Trial | Gap | None
     """None: not tried."""
@@ -311,13 +322,13 @@ class Case:
 
     @property
     def unmet(self) -> int:
-        """How many ranks the launcher was asked for, where they did not come together; else 0."""
-        launcher = self.me.surroundings.launcher
+        """How many ranks the launcher was asked for if they did not come together; else 0."""
+        launcher = self.me.environment.launcher
         asked = 0 if launcher is None else launcher.size
         return asked if asked > len(self.ranks) else 0
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node; this rank alone where they did not come together."""
-        meeting = self.job.meeting
-        return ((0,),) if meeting is None or isinstance(meeting, Gap) else meeting.nodes
+        gathered = self.job.gathered
+        return ((0,),) if gathered is None or isinstance(gathered, Gap) else gathered.nodes

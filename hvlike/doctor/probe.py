@@ -46,7 +46,7 @@ class Gap:
 
     reason: str
     """Why, as the end of a sentence: "was given up after 20 s"."""
-    said: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
     """The last lines the child printed."""
     status: int | None = None
     """With which the child ended by itself, minus the number of a signal; None: it did not."""

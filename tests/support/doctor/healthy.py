@@ -5,9 +5,9 @@ from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor.gpu_facts import Gpus, NcclState
-from hvlike.doctor.job import Case, Job, Meeting, RankFacts, Row, Running, Timing, Timings, Way
+from hvlike.doctor.job import Case, Gathered, Job, RankFacts, Row, Running, Timing, Timings, Way
 from hvlike.doctor.machine_facts import Files, Folder, Processor, SharedMemory
-from hvlike.doctor.software_facts import Programs, Software, Surroundings, Trial
+from hvlike.doctor.software_facts import LaunchEnvironment, Launchers, Software, Trial
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
 from hvlike.transport.host.launch_probe import RankReport
@@ -37,10 +37,10 @@ NCCL = NcclState(
 RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 
 
-def surroundings(environment: dict[str, str] | None = None) -> Surroundings:
+def surroundings(environment: dict[str, str] | None = None) -> LaunchEnvironment:
     """What these variables say, and nothing else."""
     launcher = launchers.detect_launcher(environment or {})
-    return Surroundings(launcher, None, (), "1", (), None, ())
+    return LaunchEnvironment(launcher, None, (), "1", (), None, ())
 
 
 def rank(host: str = "alpha", **changes: Any) -> RankFacts:
@@ -48,7 +48,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
     facts = RankFacts(
         host=host,
         software=SOFTWARE,
-        surroundings=surroundings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+        environment=surroundings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         library=LIBRARY,
         processor=Processor("x86_64", 4, frozenset(range(4)), frozenset(range(4)), None, 1),
         memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
@@ -74,8 +74,8 @@ def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Jo
     size = len(ranks)
     places = tuple(place(number, size) for number in range(size))
     return Job(
-        place=places[0],
-        meeting=Meeting(nodes, ranks, places, tuple(1.8e9 for _ in ranks)),
+        report=places[0],
+        gathered=Gathered(nodes, ranks, places, tuple(1.8e9 for _ in ranks)),
         running=Running(tuple("memfd" for _ in ranks)),
         timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),
         end=None,
@@ -88,7 +88,7 @@ def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **ch
     whole = Case(
         ranks=ranks,
         job=job(*ranks, nodes=nodes),
-        programs=Programs((RIGHT,), (), RIGHT, None),
+        launchers=Launchers((RIGHT,), (), RIGHT, None),
         trial=Trial("mpirun -n 2 python ...", 0, (2, 2), ()),
         model=None,
     )
@@ -97,4 +97,4 @@ def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **ch
 
 def alone(**changes: Any) -> Case:
     """A rank without a launcher."""
-    return case(rank(surroundings=surroundings()), nodes=((0,),), **changes)
+    return case(rank(environment=surroundings()), nodes=((0,),), **changes)

@@ -69,7 +69,7 @@ def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -
 
 
 def test_the_environment_is_read() -> None:
-    seen = software_facts.collect_surroundings(
+    seen = software_facts.collect_environment(
         {
             "SLURM_JOB_ID": "17",
             "OMPI_COMM_WORLD_SIZE": "4",
@@ -85,12 +85,14 @@ def test_the_environment_is_read() -> None:
     assert seen.interfaces == ("PMIx",)
     assert seen.omp_threads is None
     assert seen.mpi4py == ("MPI4PY_RC_THREADS=0",)
-    assert [name for name, _ in seen.ignored_knobs] == ["HOROVOD_CPU_OPERATIONS"]
-    assert "HVLIKE_OVERLAP" in (seen.wrong_knob or "")
+    assert [name for name, _ in seen.ignored_settings] == ["HOROVOD_CPU_OPERATIONS"]
+    assert "HVLIKE_OVERLAP" in (seen.wrong_setting or "")
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    assert software_facts.collect_surroundings({}) == software_facts.Surroundings(None, None, (), None, (), None, ())
+    assert software_facts.collect_environment({}) == software_facts.LaunchEnvironment(
+        None, None, (), None, (), None, ()
+    )
 
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homework", "tmpfs")]
@@ -173,16 +175,16 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = software_facts.try_out(Mpirun(str(twice), HYDRA, "1", ()), 60)
+    trial = software_facts.try_two_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
-    assert trial.said == ("ranks: 1", "ranks: 1", "some noise")
+    assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
 
 
 def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = software_facts.try_out(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
+    trial = software_facts.try_two_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 

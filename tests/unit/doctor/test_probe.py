@@ -71,8 +71,8 @@ def test_what_was_printed_before_a_failure_is_kept_and_goes_nowhere_else(capfd: 
     failed, crashed = Prober().ask(fail), Prober().ask(speak_and_crash)
     assert isinstance(failed, Gap)
     assert isinstance(crashed, Gap)
-    assert failed.said[-1] == "ValueError: not today"
-    assert crashed.said == ("on stdout", "on stderr")
+    assert failed.output[-1] == "ValueError: not today"
+    assert crashed.output == ("on stdout", "on stderr")
     assert capfd.readouterr() == ("", "")
 
 

@@ -24,7 +24,7 @@ def test_a_rung_is_a_line_with_what_to_do_below() -> None:
     assert lines[start + 1].lstrip().startswith("-> ")
     for name in runner.CHECKS:
         assert any(line[6:].startswith(name) for line in lines)
-    assert lines[-1].endswith("something has to be mended, see FAIL")
+    assert lines[-1].endswith("something must be repaired, see FAIL")
     assert max(map(len, lines)) <= 118
 
 
