@@ -251,9 +251,8 @@ class Job:
 
 def start_job(own: RankFacts, prober: Prober) -> Job:
     """Start MPI and hvlike in a child, and reduce something. Collective: every rank of the job; blocks."""
-    return read_job(
-        prober.follow(lambda: _steps(own), lambda step: prober.limit * (_TIMING_LIMITS if step == 3 else 1))
-    )
+    factors = {3: _TIMING_LIMITS}
+    return read_job(prober.follow(lambda: _steps(own), lambda step: prober.limit * factors.get(step, 1.0)))
 
 
 def read_job(answers: Answers[Any]) -> Job:

@@ -173,10 +173,9 @@ def check_model(case: Case) -> Finding:
     finding = Finding(
         f"{model.name}: {in_bytes(total)} of gradients in {plural(len(buckets), 'bucket')}, the largest of "
         f"{in_bytes(max(buckets, default=0))}",
-        f"they are staged through a ring of {in_bytes(ring)} a node, whatever their size"
-        if ring
-        else "one rank a node",
     )
+    staged = f"they are staged through a ring of {in_bytes(ring)} a node, whatever their size"
+    finding.note(staged if ring else "one rank a node")
     if memory.available is not None and ring > memory.available:
         text = f"the ring needs {in_bytes(ring)} of memory, {in_bytes(memory.available)} are left"
         finding.fail(text, "Raise the memory limit of the container, or start fewer ranks on this node.")

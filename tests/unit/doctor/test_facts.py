@@ -90,9 +90,8 @@ def test_the_environment_is_read() -> None:
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    assert software_facts.collect_environment({}) == software_facts.LaunchEnvironment(
-        None, None, (), None, (), None, ()
-    )
+    nothing = software_facts.LaunchEnvironment(None, None, (), None, (), None, ())
+    assert software_facts.collect_environment({}) == nothing
 
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homework", "tmpfs")]
