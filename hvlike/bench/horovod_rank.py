@@ -12,12 +12,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from hvlike.bench.harness.comparison import SCRUB_BYTES
+from hvlike.bench.harness.comparison import SCRUB_BYTES, Contestant
 from hvlike.bench.harness.processes import JsonSocket, Message
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import DTYPES, HOROVOD, Case
@@ -28,68 +28,33 @@ from hvlike.errors import HvlikeError
 _WARM_UPS = 6
 
 
-class Work(Protocol):
-    """What is measured; Horovod is running during each of these calls."""
-
-    def prepare(self) -> None:
-        """Make the input anew."""
-
-    def run(self, times: int) -> None:
-        """Do it so many times."""
-
-    def check(self) -> None:
-        """Look at what was done. Raises: HvlikeError."""
-
-
-class Allreduce:
-    """A sum or average of one tensor, in place."""
-
-    def __init__(self, horovod: Any, raw: RawMpi, request: Message) -> None:
-        self._horovod, self._raw = horovod, raw
-        self._case = Case(request["size"], DTYPES[request["dtype"]], request["average"])
-        self._tensor = torch.zeros(self._case.length, dtype=self._case.dtype)
-
-    def prepare(self) -> None:
-        """Fill the tensor."""
-        self._case.fill(self._tensor, self._raw.rank)
-
-    def run(self, times: int) -> None:
-        """Reduce so many times."""
-        op = self._horovod.Average if self._case.average else self._horovod.Sum
-        for _ in range(times):
-            self._horovod.allreduce_(self._tensor, op=op, name=f"bench.{self._case.dtype_name}.{self._case.length}")
-
-    def check(self) -> None:
-        """Compare the last result with the right one."""
-        self._case.verify(self._tensor, HOROVOD, self._raw.rank, self._raw.size)
+def allreduce(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
+    """Return a sum or average of one tensor, in place."""
+    case = Case(request["size"], DTYPES[request["dtype"]], request["average"])
+    tensor = torch.zeros(case.length, dtype=case.dtype)
+    name, op = f"bench.{case.dtype_name}.{case.length}", horovod.Average if case.average else horovod.Sum
+    return Contestant(
+        HOROVOD,
+        lambda: case.fill(tensor, raw.rank),
+        lambda: horovod.allreduce_(tensor, op=op, name=name),
+        lambda: case.verify(tensor, HOROVOD, raw.rank, raw.size),
+    )
 
 
-class Training:
-    """Steps with Horovod's DistributedOptimizer; the first one is checked at once."""
-
-    def __init__(self, horovod: Any, raw: RawMpi, request: Message) -> None:
-        self._raw = raw
-        workload, seed = WORKLOADS[request["model"]], request["seed"]
-        self._trainer = trainer = Trainer(HOROVOD, workload, seed, raw.rank)
-        named = list(trainer.model.named_parameters())
-        trainer.optimizer = horovod.DistributedOptimizer(trainer.optimizer, named_parameters=named)
-        expected = expected_gradients(workload.model(seed), trainer.batch, raw)
-        trainer.step()
-        verify_gradients(trainer, expected, raw.rank)
-
-    def prepare(self) -> None:
-        """Do nothing: a step begins with the one before it."""
-
-    def run(self, times: int) -> None:
-        """Train so many steps."""
-        self._trainer.steps(times)
-
-    def check(self) -> None:
-        """Compare the replicas."""
-        verify_replicas(self._trainer, self._raw)
+def training(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
+    """Return steps with Horovod's DistributedOptimizer. The first one is checked here."""
+    workload, seed = WORKLOADS[request["model"]], request["seed"]
+    trainer = Trainer(HOROVOD, workload, seed, raw.rank)
+    named = list(trainer.model.named_parameters())
+    trainer.optimizer = horovod.DistributedOptimizer(trainer.optimizer, named_parameters=named)
+    expected = expected_gradients(workload.model(seed), trainer.batch, raw)
+    trainer.step()
+    verify_gradients(trainer, expected, raw.rank)
+    # A step begins with the one before it: there is nothing to prepare.
+    return Contestant(HOROVOD, lambda: None, trainer.step, lambda: verify_replicas(trainer, raw))
 
 
-WORK: dict[str, Callable[[Any, RawMpi, Message], Work]] = {"allreduce": Allreduce, "step": Training}
+WORK: dict[str, Callable[[Any, RawMpi, Message], Contestant]] = {"allreduce": allreduce, "step": training}
 
 
 class Partner:
@@ -99,7 +64,7 @@ class Partner:
         self._socket = connected
         self._raw = RawMpi()
         self._horovod: Any = importlib.import_module("horovod.torch")
-        self._work: Work | None = None
+        self._work: Contestant | None = None
         self._cold = False
         self._private = np.ones(SCRUB_BYTES // 8)
 
@@ -132,14 +97,16 @@ class Partner:
             self._work.check()
         return {}
 
-    def _turn(self, work: Work, times: int) -> float:
-        work.run(_WARM_UPS)
+    def _turn(self, work: Contestant, times: int) -> float:
+        for _ in range(_WARM_UPS):
+            work.run()
         if self._cold:
             np.add(self._private, 1.0, out=self._private)
         work.prepare()
         self._raw.barrier()
         start = time.perf_counter()
-        work.run(times)
+        for _ in range(times):
+            work.run()
         return time.perf_counter() - start
 
 

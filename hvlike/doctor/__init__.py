@@ -1,1 +1,1 @@
-"""Why a job does not start, or not well: facts are collected, rungs judge them, a report says what to do."""
+"""Why a job does not start, or not well: facts are collected, checks judge them, a report says what to do."""

@@ -1,4 +1,4 @@
-"""GPUs as torch and the driver show them, and NCCL with the CuPy that calls it. Collects, does not judge."""
+"""GPUs as torch and the driver show them, and NCCL with the CuPy that calls it. Collects only."""
 
 from __future__ import annotations
 

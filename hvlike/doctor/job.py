@@ -128,16 +128,16 @@ def ways(nodes: Nodes) -> list[Way]:
     [[0], [1]]         network [0 1]
     [[0, 1], [2, 3]]   shared [0 1], network [0 2], hierarchical [0 1 2 3]
     """
-    everybody = tuple(sorted(rank for node in nodes for rank in node))
+    every_rank = tuple(sorted(rank for node in nodes for rank in node))
     firsts = tuple(node[0] for node in nodes)
-    if len(everybody) == 1:
+    if len(every_rank) == 1:
         return []
     if len(nodes) == 1:
-        return [Way("shared", everybody)]
-    if firsts == everybody:
-        return [Way("network", everybody)]
+        return [Way("shared", every_rank)]
+    if firsts == every_rank:
+        return [Way("network", every_rank)]
     inside = [Way("shared", tuple(nodes[0]))] if len(nodes[0]) > 1 else []
-    return [*inside, Way("network", firsts), Way("hierarchical", everybody)]
+    return [*inside, Way("network", firsts), Way("hierarchical", every_rank)]
 
 
 def add_process_sets(plan: Sequence[Way]) -> list[hvlike.ProcessSet]:
@@ -169,12 +169,12 @@ def measure_ways(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: to
             timings.append(Timing(way, tuple(_rows(way, chosen, _HOST))))
         hvlike.barrier()
     if gpu is not None and hvlike.size() > 1:
-        everybody = Way("cuda", tuple(range(hvlike.size())))
-        rows = tuple(_rows(everybody, hvlike.global_process_set, gpu))
+        every_rank = Way("cuda", tuple(range(hvlike.size())))
+        rows = tuple(_rows(every_rank, hvlike.global_process_set, gpu))
         # Which backend it is was decided when the first tensor came.
         choice = current().set_state(None, "doctor").executor.device_choice
         if choice is not None:
-            timings.append(Timing(everybody._replace(backend=choice.plane), rows, choice.reason))
+            timings.append(Timing(every_rank._replace(backend=choice.plane), rows, choice.reason))
     return Timings(tuple(timings), _copy_seconds())
 
 

@@ -1,5 +1,4 @@
-"""The cores, shared memory, clocks and filesystems of a machine, and the gradients that a model adds. Does not
-judge."""
+"""The cores, shared memory, clocks and filesystems of a machine, and the gradients of a model. Collects only."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from hvlike.errors import UsageError
-from hvlike.transport.host import topology as cores
+from hvlike.transport.host.topology import available_cores
 from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import available_bytes
 
@@ -44,7 +43,7 @@ def collect_processor(launcher: int) -> Processor:
     return Processor(
         machine=platform.machine(),
         cores=os.cpu_count() or 1,
-        allowed=cores.available_cores(),
+        allowed=available_cores(),
         around=_launcher_cores(launcher),
         quota=quota(Path("/")),
         threads=torch.get_num_threads(),
@@ -55,11 +54,11 @@ def _launcher_cores(process: int) -> frozenset[int]:
     try:
         return frozenset(os.sched_getaffinity(process))
     except OSError:
-        return cores.available_cores()
+        return available_cores()
 
 
 def quota(root: Path) -> float | None:
-    """The limit of the control group, version 2 or 1."""
+    """Return the cores that the control group allows, version 2 or 1."""
     folder = root / "sys/fs/cgroup"
     for line in _read_lines(root / "proc/self/cgroup"):
         group = folder / line.rpartition(":")[2].lstrip("/")
@@ -94,7 +93,7 @@ class SharedMemory:
     memfd: bool
     """Another process of this node can map a file without a name, which no size of /dev/shm limits."""
     available: int | None
-    """Bytes of memory that the system or the container can still give; None: nobody says."""
+    """Bytes of memory that the system or the container can still give; None: unknown."""
 
 
 def collect_shared_memory() -> SharedMemory:

@@ -32,7 +32,7 @@ LIMIT = 20.0
 FAILED = "failed: "
 """So the reason of a gap begins where an exception was raised."""
 
-_LOOK = 0.1
+_POLL_SECONDS = 0.1
 _LENGTH_BYTES = 8
 _LAST_LINES = 8
 _DEATH_SIGNAL = 1
@@ -62,7 +62,7 @@ class Answers(Generic[T]):
 
 
 class Interruption:
-    """Whether somebody wants this process to end, as a launcher does when another rank has failed."""
+    """Whether this process was asked to end, as a launcher does when another rank has failed."""
 
     def __init__(self) -> None:
         self.came = False
@@ -75,7 +75,7 @@ class Interruption:
         """Wait for it, no longer than so many seconds."""
         until = time.monotonic() + seconds
         while not self.came and time.monotonic() < until:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
     def _note(self, number: int, frame: object) -> None:
         self.came = True
@@ -155,7 +155,7 @@ class Prober:
                 sys.exit(1)
             if time.monotonic() > until:
                 return Gap(f"was given up after {limit:g} s without an answer")
-            if not select.select([reader], [], [], _LOOK)[0]:
+            if not select.select([reader], [], [], _POLL_SECONDS)[0]:
                 continue
             piece = os.read(reader, missing)
             if not piece:
@@ -177,7 +177,7 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
-        # The parent's may be objects of somebody else, a test runner say.
+        # The parent's streams may be objects of a test runner.
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for record in stages():
             _send(writer, ("record", record))

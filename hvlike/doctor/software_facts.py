@@ -1,4 +1,4 @@
-"""The Python, packages, environment variables and MPI launchers of a process. Collects, does not judge."""
+"""The Python, packages, environment variables and MPI launchers of a process. Collects only."""
 
 from __future__ import annotations
 

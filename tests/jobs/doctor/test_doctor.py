@@ -15,7 +15,7 @@ PATIENT = ("--limit", "60")
 
 
 def verdicts(text: str) -> dict[str, str]:
-    """The verdict of each rung of a report in JSON."""
+    """The verdict of each check of a report in JSON."""
     return {each["rung"]: each["verdict"] for each in json.loads(text)["rungs"]}
 
 
@@ -35,8 +35,8 @@ def test_a_healthy_job_passes_and_every_plane_is_timed() -> None:
     # Warnings may be: other tests run beside this one, and a machine may have few cores.
     assert (answer["ok"], answer["ranks"]) == (True, 3), job.stdout
     said = verdicts(job.stdout)
-    for rung in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
-        assert said[rung] == "ok", job.stdout
+    for name in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
+        assert said[name] == "ok", job.stdout
     (allreduce,) = [each for each in answer["rungs"] if each["rung"] == "allreduce"]
     planes = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
     assert list(dict.fromkeys(planes)) == ["shared", "network", "hierarchical"]

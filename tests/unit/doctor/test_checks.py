@@ -1,4 +1,4 @@
-"""Every rung calls right what is right, and says of each thing that is wrong what it is and what to do."""
+"""Every check calls right what is right, and says of each thing that is wrong what it is and what to do."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -311,30 +311,30 @@ RIGHT_TOO: list[tuple[str, Case]] = [
 ]
 
 
-def ask(rung: str, given: Case) -> tuple[Verdict, str, str]:
-    (answer,) = [each for each in runner.run_checks(given) if each.check == rung]
+def ask(name: str, given: Case) -> tuple[Verdict, str, str]:
+    (answer,) = [each for each in runner.run_checks(given) if each.check == name]
     return answer.finding.verdict, "\n".join(answer.finding.found), "\n".join(answer.finding.advice)
 
 
 @pytest.mark.parametrize(
-    ("rung", "given", "verdict", "advice"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
+    ("name", "given", "verdict", "advice"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
 )
-def test_what_is_wrong_is_named_with_the_way_out(rung: str, given: Case, verdict: Verdict, advice: str) -> None:
-    said, found, told = ask(rung, given)
+def test_what_is_wrong_is_named_with_the_way_out(name: str, given: Case, verdict: Verdict, advice: str) -> None:
+    said, found, told = ask(name, given)
     assert said is verdict, found
     assert found
     assert advice in told
 
 
-@pytest.mark.parametrize(("rung", "given"), RIGHT_TOO, ids=lambda each: each if isinstance(each, str) else "")
-def test_what_is_right_is_left_in_peace(rung: str, given: Case) -> None:
-    said, found, told = ask(rung, given)
+@pytest.mark.parametrize(("name", "given"), RIGHT_TOO, ids=lambda each: each if isinstance(each, str) else "")
+def test_what_is_right_is_left_in_peace(name: str, given: Case) -> None:
+    said, found, told = ask(name, given)
     assert (said, told) == (Verdict.OK, ""), found
 
 
-@pytest.mark.parametrize(("rung", "given"), NOTHING_TO_JUDGE, ids=lambda each: each if isinstance(each, str) else "")
-def test_nothing_is_said_where_there_is_nothing_to_judge(rung: str, given: Case) -> None:
-    said, found, told = ask(rung, given)
+@pytest.mark.parametrize(("name", "given"), NOTHING_TO_JUDGE, ids=lambda each: each if isinstance(each, str) else "")
+def test_nothing_is_said_where_there_is_nothing_to_judge(name: str, given: Case) -> None:
+    said, found, told = ask(name, given)
     assert (said, told) == (Verdict.SKIP, "")
     assert found
 
@@ -345,9 +345,9 @@ def test_a_healthy_job_has_no_complaint() -> None:
     assert not runner.has_failed(answers)
 
 
-def test_every_rung_has_a_wrong_case() -> None:
+def test_every_check_has_a_wrong_case() -> None:
     # CUDA in MPI is what the library says of itself; hvlike does not rely on it.
-    assert {rung for rung, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
+    assert {name for name, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
 
 
 BLOCKED: list[tuple[str, Callable[[], Case]]] = [
@@ -363,9 +363,9 @@ BLOCKED: list[tuple[str, Callable[[], Case]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rung", "given"), BLOCKED)
-def test_a_question_that_blocked_fails_its_rung_and_no_other_is_lost(rung: str, given: Callable[[], Case]) -> None:
-    said, found, told = ask(rung, given())
+@pytest.mark.parametrize(("name", "given"), BLOCKED)
+def test_a_question_that_blocked_fails_its_check_and_no_other_is_lost(name: str, given: Callable[[], Case]) -> None:
+    said, found, told = ask(name, given())
     assert said is Verdict.FAIL
     assert "given up after 20 s" in found
     assert "| the last line" in found

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.doctor import finding, gpu_facts, machine_facts, software_facts
-from hvlike.doctor import gpu_checks as gpu_rung
-from hvlike.doctor import software_checks as library_rung
+from hvlike.doctor import finding, gpu_checks, gpu_facts, machine_facts, software_checks, software_facts
 from hvlike.doctor.job import Way, ways
 from hvlike.errors import UsageError
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
@@ -198,7 +196,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
 )
 def test_where_a_library_comes_from(path: str, wheels: list[str], origin: str) -> None:
     library = MpiLibrary(path, "Open MPI", "5.0.11", "")
-    assert library_rung.origin_of(library, Path("/env/bin/python"), wheels) == origin
+    assert software_checks.origin_of(library, Path("/env/bin/python"), wheels) == origin
 
 
 def test_numbers_in_words() -> None:
@@ -213,4 +211,4 @@ def test_numbers_in_words() -> None:
     ]
     assert [finding.in_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
     assert (finding.nccl_version(22703), finding.nccl_version(0)) == ("2.27.3", "none")
-    assert gpu_rung.in_cuda(12040) == "12.4"
+    assert gpu_checks.in_cuda(12040) == "12.4"

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every rung, and shows screens that the doctor of today would print."""
+"""docs/troubleshooting.md has every check, and shows screens that the doctor of today would print."""
 
 import re
 from pathlib import Path
@@ -17,8 +17,8 @@ FAILED = {
 }
 
 
-def test_every_rung_is_explained_in_its_order() -> None:
-    table = PAGE.partition("| rung |")[2].partition("\n\n")[0]
+def test_every_check_is_explained_in_its_order() -> None:
+    table = PAGE.partition("| check |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(runner.CHECKS)
 
 
@@ -27,9 +27,9 @@ def test_the_screens_are_those_of_the_issue() -> None:
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_a_screen_has_every_rung_and_fails_where_it_should(name: str) -> None:
-    rungs = re.findall(r"^ *(ok|warn|FAIL|skip)  (.{14})", SCREENS[name], flags=re.MULTILINE)
-    assert [rung.rstrip() for _, rung in rungs] == list(runner.CHECKS)
-    assert {rung.rstrip() for verdict, rung in rungs if verdict == "FAIL"} == FAILED[name]
+def test_a_screen_has_every_check_and_fails_where_it_should(name: str) -> None:
+    checks = re.findall(r"^ *(ok|warn|FAIL|skip)  (.{14})", SCREENS[name], flags=re.MULTILINE)
+    assert [name.rstrip() for _, name in checks] == list(runner.CHECKS)
+    assert {name.rstrip() for verdict, name in checks if verdict == "FAIL"} == FAILED[name]
     status = SCREENS[name].rstrip().splitlines()[-1]
     assert (status == "0") == (name == "healthy")

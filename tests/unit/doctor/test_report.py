@@ -1,4 +1,4 @@
-"""The report shows every rung with its verdict and what to do, to people and to programs."""
+"""The report shows every check with its verdict and what to do, to people and to programs."""
 
 import json
 
@@ -14,7 +14,7 @@ from hvlike.doctor.probe import Gap
 BROKEN = case(rank(memory=Gap("was given up after 20 s without an answer")), rank())
 
 
-def test_a_rung_is_a_line_with_what_to_do_below() -> None:
+def test_a_check_is_a_line_with_what_to_do_below() -> None:
     text = runner.as_text(BROKEN, runner.run_checks(BROKEN))
     lines = text.splitlines()
     assert lines[0] == f"hvlike {hvlike.__version__} doctor: 2 ranks on 1 node"
