@@ -1,11 +1,10 @@
-"""Checks of GPUs, their driver, NCCL, and MPI with memory of a GPU."""
+"""Checks of GPUs, their driver, and NCCL."""
 
 from __future__ import annotations
 
 from hvlike.doctor.finding import Finding, nccl_version, numbers, of_every_rank, plural
 from hvlike.doctor.gpu_facts import Gpus
 from hvlike.doctor.job import Case, known
-from hvlike.doctor.probe import Gap
 
 _INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-started/locally)."
 
@@ -93,20 +92,3 @@ def check_nccl(case: Case) -> Finding:
         advice = "Uninstall the wheel that is not of torch's CUDA."
         finding.warn(f"several wheels of NCCL: {', '.join(state.packages)}", advice)
     return finding
-
-
-_CLAIMS = {
-    True: "the MPI library says that it takes memory of a GPU",
-    False: "the MPI library says that it does not take memory of a GPU",
-    None: "the MPI library does not say whether it takes memory of a GPU",
-}
-
-
-def check_cuda_mpi(case: Case) -> Finding:
-    """What the running MPI library says of memory of a GPU. hvlike does not rely on it."""
-    if isinstance(case.job.report, Gap):
-        return Finding.skip("MPI did not start")
-    claim = _CLAIMS[case.job.report.claims_cuda]
-    if not known(case.me.gpus).devices:
-        return Finding.skip(f"no GPU; {claim}")
-    return Finding(claim, "hvlike does not use it: tensors of a GPU take another way, docs/gpu.md")

@@ -34,7 +34,6 @@ CHECKS: dict[str, Check] = {
     "GPU": gpu_checks.check_gpu,
     "GPU per rank": gpu_checks.check_gpu_sharing,
     "NCCL": gpu_checks.check_nccl,
-    "CUDA in MPI": gpu_checks.check_cuda_mpi,
     "clock": machine_checks.check_clock,
     "filesystem": machine_checks.check_filesystems,
     "hvlike": job_checks.check_start,

@@ -286,8 +286,6 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("GPU", case()),
     ("GPU per rank", case()),
     ("NCCL", case()),
-    ("CUDA in MPI", case()),
-    ("CUDA in MPI", came(report=LATE)),
     ("hvlike", came(running=None)),
     ("hvlike", singletons(**SRUN)),
     ("allreduce", came(timings=None)),
@@ -301,7 +299,6 @@ RIGHT_TOO: list[tuple[str, Case]] = [
     ("GPU", gpus()),
     ("GPU per rank", gpus()),
     ("NCCL", gpus()),
-    ("CUDA in MPI", gpus()),
     ("hosts", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("clock", case(rank(), rank("beta"), nodes=((0,), (1,)))),
     ("cores", both(processor=processor(0, 1, 2, 3, quota=4.0))),
@@ -346,8 +343,7 @@ def test_a_healthy_job_has_no_complaint() -> None:
 
 
 def test_every_check_has_a_wrong_case() -> None:
-    # CUDA in MPI is what the library says of itself; hvlike does not rely on it.
-    assert {name for name, *_ in WRONG} == set(runner.CHECKS) - {"CUDA in MPI"}
+    assert {name for name, *_ in WRONG} == set(runner.CHECKS)
 
 
 BLOCKED: list[tuple[str, Callable[[], Case]]] = [
