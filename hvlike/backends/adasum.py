@@ -59,7 +59,7 @@ class Adasum:
     prescale: float = 1.0
     postscale: float = 1.0
 
-    def allreduce(self, plane: Backend, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
+    def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Reduce flat contiguous CPU tensors of one floating dtype in place; bitwise the same result everywhere.
 
         The same lengths on every rank. float16 and bfloat16 are combined in float32 and rounded once, at the end.
@@ -78,18 +78,18 @@ class Adasum:
         runs = shards(lengths, self.size)
         parts = list(torch.split(whole, [_elements(shard) for shard in runs]))
         mine = parts[self.position]
-        vectors = yield from self._collect(plane, parts)
-        yield from self._combine(plane, vectors, runs[self.position], len(tensors))
+        vectors = yield from self._collect(backend, parts)
+        yield from self._combine(backend, vectors, runs[self.position], len(tensors))
         mine.copy_(vectors[0].mul_(self.postscale))
-        yield from plane.gather([_bytes(part) for part in parts], range(self.size))
+        yield from backend.gather([_bytes(part) for part in parts], range(self.size))
         if len(results) > 1:
             torch._foreach_copy_(results, list(torch.split(whole, lengths)))
 
-    def _collect(self, plane: Backend, parts: Sequence[torch.Tensor]) -> Coroutine[list[torch.Tensor]]:
+    def _collect(self, backend: Backend, parts: Sequence[torch.Tensor]) -> Coroutine[list[torch.Tensor]]:
         """Every rank's copy of the shard that this rank owns, in the dtype to compute in."""
         length, dtype = len(parts[self.position]), parts[0].dtype
         copies = _new(self.size * length, dtype).view(self.size, length).unbind()
-        yield from plane.alltoall([_bytes(part) for part in parts], [_bytes(copy) for copy in copies])
+        yield from backend.alltoall([_bytes(part) for part in parts], [_bytes(copy) for copy in copies])
         vectors = []
         for copy in copies:
             vector = copy
@@ -99,7 +99,7 @@ class Adasum:
         return vectors
 
     def _combine(
-        self, plane: Backend, vectors: Sequence[torch.Tensor], runs: Sequence[Run], tensors: int
+        self, backend: Backend, vectors: Sequence[torch.Tensor], runs: Sequence[Run], tensors: int
     ) -> Coroutine[None]:
         """Make all vectors one, in the first; `runs` says which elements of them belong to which tensor."""
         segments = list(_segments(runs))
@@ -109,7 +109,7 @@ class Adasum:
                 for tensor, segment in segments:
                     dots[number, tensor] += dot_products(vectors[first][segment], vectors[second][segment])
                 yield Wait.AGAIN
-            yield from plane.allreduce([dots.view(-1)], _sum_of_doubles())
+            yield from backend.allreduce([dots.view(-1)], _sum_of_doubles())
             factors = coefficients(dots).tolist()
             for number, (first, second) in enumerate(pairs):
                 for tensor, segment in segments:

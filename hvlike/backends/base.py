@@ -56,7 +56,7 @@ class Backend(Protocol):
         """How many ranks have said at `begin_count` that they are active."""
 
     def close(self) -> None:
-        """Give back what the plane holds."""
+        """Give back what the backend holds."""
 
 
 class SoloBackend:

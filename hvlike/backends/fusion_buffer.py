@@ -1,4 +1,10 @@
-"""Flattening small tensors together, so that they cost one copy and one chunk instead of one each."""
+"""The fusion buffer: small tensors are copied into one flat buffer, so that they cost one reduction instead of many.
+
+    tensors     a b c   large   d
+    reduced     [a b c d] [large]        one foreach copy in, one out
+
+The shared backend needs no buffer for tensors of the dtype of the reduction: it gathers short tensors chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,54 +18,85 @@ from hvlike.backends.tracing import phase
 from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024
-"""Tensors below this many bytes are packed; a larger one is worth chunks of its own."""
-
-_HOST = torch.device("cpu")
-
+"""Tensors below this many bytes are fused."""
 
 SMALL_ON_DEVICE = 4 << 20
 """The same on a GPU, whose memory is so fast that a copy costs less than one more call. Not measured yet."""
 
+_HOST = torch.device("cpu")
+
 
 def small_ones(lengths: Sequence[int], itemsize: int, most: int = SMALL_BYTES) -> list[int]:
-    """Which tensors of `lengths` elements to pack: all below `most` bytes, if there are at least two."""
+    """Which tensors of `lengths` elements to fuse: all below `most` bytes, if there are at least two."""
     small = [index for index, length in enumerate(lengths) if 0 < length * itemsize < most]
     return small if len(small) > 1 else []
 
 
+class FusedViews:
+    """Parts of a flat buffer for tensors of given shapes, in the order of elements that their strides give."""
+
+    __slots__ = ("_views", "tensors")
+
+    def __init__(self, buffer: torch.Tensor, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> None:
+        """buffer: of the dtype to reduce in, flat; strides: dense, one for each shape."""
+        self.tensors: list[torch.Tensor] = []
+        """What `gather` and `scatter` copy from and to; of any dtype."""
+        self._views: list[torch.Tensor] = []
+        start = 0
+        for shape, stride in zip(shapes, strides, strict=True):
+            view = buffer.as_strided(shape, stride, start)
+            self._views.append(view)
+            start += view.numel()
+
+    def gather(self) -> None:
+        """Copy the tensors into the buffer, cast to its dtype."""
+        torch._foreach_copy_(self._views, self.tensors)
+
+    def scatter(self) -> None:
+        """Copy the buffer back into the tensors."""
+        try:
+            torch._foreach_copy_(self.tensors, self._views)
+        except RuntimeError:
+            # It does not write lazy conjugates and negatives. To look for them costs more than they are worth.
+            for target, source in zip(self.tensors, self._views, strict=True):
+                target.copy_(source)
+
+
 class FusionBuffer:
-    """Packs the small ones of flat tensors into one buffer, which it keeps for the next time."""
+    """Reduces flat tensors, the small ones through one buffer that it keeps for the next time."""
 
     def __init__(self) -> None:
-        self._lengths: tuple[int, ...] = ()
-        self._dtype: torch.dtype | None = None
+        self._fits: tuple[tuple[int, ...], torch.dtype, torch.device] | None = None
         self._small: list[int] = []
         self._large: list[int] = []
         self._buffer = torch.empty(0, device="cpu")
-        self._views: list[torch.Tensor] = []
+        self._views = FusedViews(self._buffer, [], [])
 
-    def allreduce(self, plane: Backend, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Reduce flat contiguous tensors of one dtype and device in place, the small ones together."""
-        self._fit(tuple(len(flat) for flat in flats), arithmetic.dtype, flats[0].device if flats else _HOST)
+    def allreduce(self, backend: Backend, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        """Reduce flat contiguous tensors of one dtype and device in place."""
+        lengths = tuple(map(len, flats))
+        wanted = (lengths, arithmetic.dtype, flats[0].device if flats else _HOST)
+        if wanted != self._fits:
+            self._fit(*wanted)
+            self._fits = wanted
         if not self._small:
-            yield from plane.allreduce(flats, arithmetic)
+            yield from backend.allreduce(flats, arithmetic)
             return
-        small = [flats[index] for index in self._small]
-        with phase(plane, "MEMCPY_IN_FUSION_BUFFER", small):
-            torch._foreach_copy_(self._views, small)
-        yield from plane.allreduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
-        with phase(plane, "MEMCPY_OUT_FUSION_BUFFER", small):
-            torch._foreach_copy_(small, self._views)
+        views = self._views
+        views.tensors = [flats[index] for index in self._small]
+        with phase(backend, "MEMCPY_IN_FUSION_BUFFER", views.tensors):
+            views.gather()
+        yield from backend.allreduce([self._buffer, *(flats[index] for index in self._large)], arithmetic)
+        with phase(backend, "MEMCPY_OUT_FUSION_BUFFER", views.tensors):
+            views.scatter()
+        views.tensors = []
 
     def _fit(self, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        if lengths == self._lengths and dtype is self._dtype and device == self._buffer.device:
-            return
-        self._lengths, self._dtype = lengths, dtype
         self._small = small_ones(lengths, dtype.itemsize)
         packed = set(self._small)
         self._large = [index for index in range(len(lengths)) if index not in packed]
-        sizes = [lengths[index] for index in self._small]
+        shapes = [(lengths[index],) for index in self._small]
         # Kept for reductions in other threads, which may not be in the inference mode of this one.
         with torch.inference_mode(False):
-            self._buffer = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self._views = list(torch.split(self._buffer, sizes)) if sizes else []
+            self._buffer = torch.empty(sum(length for (length,) in shapes), dtype=dtype, device=device)
+            self._views = FusedViews(self._buffer, shapes, [(1,)] * len(shapes))

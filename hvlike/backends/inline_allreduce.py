@@ -108,10 +108,10 @@ class InlineEngine:
 
         number: the same on all ranks for the same kind of call.
         """
-        plane, nbytes = self.lane.plane, elements * arithmetic.itemsize
-        if not isinstance(plane, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
+        backend, nbytes = self.lane.plane, elements * arithmetic.itemsize
+        if not isinstance(backend, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
             return None
-        return plane.inline(arithmetic, elements, number)
+        return backend.inline(arithmetic, elements, number)
 
     def _wait(self, index: int) -> bool | None:
         """The answer, None when patience has run out."""

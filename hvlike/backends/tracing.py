@@ -16,17 +16,17 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class TracedBackend:
-    """Does what the plane does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
+    """Does what the backend does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
 
-    def __init__(self, plane: Backend, recorder: Recorder, row: int) -> None:
-        self.plane = plane
+    def __init__(self, backend: Backend, recorder: Recorder, row: int) -> None:
+        self.plane = backend
         self._recorder = recorder
         self._row = row
-        self._kind = type(plane).__name__.removesuffix("Backend").upper()
+        self._kind = type(backend).__name__.removesuffix("Backend").upper()
 
-    def over(self, plane: Backend) -> TracedBackend:
-        """Another plane in the same row."""
-        return TracedBackend(plane, self._recorder, self._row)
+    def over(self, backend: Backend) -> TracedBackend:
+        """Another backend in the same row."""
+        return TracedBackend(backend, self._recorder, self._row)
 
     @contextmanager
     def phase(self, name: str, nbytes: int) -> Iterator[None]:
@@ -77,9 +77,9 @@ class TracedBackend:
         self.plane.close()
 
 
-def phase(plane: Backend, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """A phase in the row of `plane`, if it has one; nothing otherwise."""
-    return plane.phase(name, total_bytes(tensors)) if isinstance(plane, TracedBackend) else _NOTHING
+def phase(backend: Backend, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A phase in the row of `backend`, if it has one; nothing otherwise."""
+    return backend.phase(name, total_bytes(tensors)) if isinstance(backend, TracedBackend) else _NOTHING
 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:

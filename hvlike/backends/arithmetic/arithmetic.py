@@ -186,18 +186,6 @@ class Arithmetic:
                 for output in outputs:
                     kernel.copy(output[block], mine)
 
-    def spread(self, tensors: Sequence[Sequence[Piece]], runs: Sequence[tuple[int, int, int]]) -> None:
-        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, in their order, to all.
-
-        The caller silences numpy's warnings.
-        """
-        if self.joining is not None:
-            self.joining.spread(tensors, runs)
-            return
-        for tensor, start, stop in runs:
-            first, *others = [each[start:stop] for each in tensors[tensor]]
-            self.combine(first, others, others)
-
     def calls(self, copies: Sequence[Piece], own: Piece) -> list[KernelCall]:
         """What to call, one after the other, for `reduce_copies`: made once where the same memory is reduced often.
 

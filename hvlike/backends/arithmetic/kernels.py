@@ -159,22 +159,6 @@ class ArrayKernel(Kernel[Array]):
         out = {"out": own}
         return [(self._reduce, (first, second), out), *((self._reduce, (own, other), out) for other in others)]
 
-    # All in one frame: between chunks, which empty the caches, every call and object is fetched anew.
-    def spread(self, tensors: Sequence[Sequence[Array]], runs: Sequence[tuple[int, int, int]]) -> None:
-        """Of each run (tensor, start, stop) write the reduction of all copies of the tensor, finished, to all."""
-        reduce, finish = self._reduce, self.finish if self._finishes else None
-        for tensor, start, stop in runs:
-            copies = tensors[tensor]
-            first, second = copies[0][start:stop], copies[1][start:stop]
-            reduce(first, second, out=first)
-            for other in copies[2:]:
-                reduce(first, other[start:stop], out=first)
-            if finish is not None:
-                finish(first)
-            second[...] = first
-            for other in copies[2:]:
-                other[start:stop] = first
-
     @abstractmethod
     def scale(self, source: Array, out: Array) -> None:
         """Write prescale * source to `out`, which may be `source`."""

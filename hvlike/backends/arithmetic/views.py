@@ -1,15 +1,9 @@
-"""Memory as elements of one dtype: tensors known by their addresses only, and small tensors gathered into scratch.
-
-A Bundle is gathered when the turn of its chunk has come and scattered as soon as the result is in. Both times the
-elements are still in the caches; a buffer of all small tensors would go through memory on the way there and back.
-"""
+"""Memory of this process as elements of one dtype, for tensors of which only the addresses are known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.transport.memory.dtypes import bytes_at
@@ -56,42 +50,3 @@ class AddressView:
             else:
                 found.append([everything[firsts[tensor] + a : firsts[tensor] + b] for tensor, a, b in runs])
         return found
-
-
-class Bundle:
-    """Reduces other tensors of the same shapes each time: those that `tensors` was last set to."""
-
-    __slots__ = ("_views", "tensors")
-
-    def __init__(
-        self,
-        scratch: torch.Tensor,
-        shapes: Sequence[Sequence[int]],
-        strides: Sequence[Sequence[int]],
-    ) -> None:
-        """scratch: flat, of the dtype to reduce in; strides: the order of the elements in it, dense, by tensor."""
-        self.tensors: list[torch.Tensor] = []
-        self._views: list[torch.Tensor] = []
-        start = 0
-        for shape, stride in zip(shapes, strides, strict=True):
-            view = scratch.as_strided(shape, stride, start)
-            self._views.append(view)
-            start += view.numel()
-
-    def gather(self) -> None:
-        """Copy the tensors into scratch, cast to its dtype."""
-        torch._foreach_copy_(self._views, self.tensors)
-
-    def scatter(self) -> None:
-        """Copy what is in scratch back into the tensors."""
-        write(self.tensors, self._views)
-
-
-def write(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target."""
-    try:
-        torch._foreach_copy_(targets, sources)
-    except RuntimeError:
-        # It does not write lazy conjugates and negatives; to look for them costs more than they are worth.
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)

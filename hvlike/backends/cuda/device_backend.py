@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class DeviceBackend(ABC):
-    """What the planes of a device have in common. Tensors in host memory (flags, counts) go the host's way."""
+    """What the backends of a device have in common. Tensors in host memory (flags, counts) go the host's way."""
 
     launches = False
     """A job is begun as a whole by whoever takes its first step: nothing is left for the loop to do."""
@@ -37,7 +37,7 @@ class DeviceBackend(ABC):
     def __init__(
         self, host: Backend, runtime: DeviceRuntime, device: torch.device, stream: Stream | None = None
     ) -> None:
-        """host: the plane of the same lane for host memory; stream: where jobs run, None for one of its own."""
+        """host: the backend of the same lane for host memory; stream: where jobs run, None for one of its own."""
         self.host = host
         self.runtime = runtime
         self.home: torch.device = device
@@ -59,7 +59,7 @@ class DeviceBackend(ABC):
 
     def beside(self, routine: Coroutine[T]) -> Coroutine[T]:
         """What the host does itself in the middle of a job, in the loop; whatever stream is in use."""
-        # Whoever begins a job may be a thread that the host's plane does not know.
+        # Whoever begins a job may be a thread that the host's backend does not know.
         yield Wait.AGAIN
         return (yield from self._stepping(routine, self.runtime.aside))
 
@@ -104,7 +104,7 @@ class DeviceBackend(ABC):
         """Do nothing more; who waits, and who asks later, gets `error`. Does not block."""
         self.broken = self.broken or error
 
-    # -- what a plane does ----------------------------------------------------------------------
+    # -- what a backend does ----------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """See Backend."""
@@ -146,8 +146,8 @@ class DeviceBackend(ABC):
         return (yield from self.beside(self.host.end_count()))
 
     def close(self) -> None:
-        """Give back what belongs to the device; the host's plane has its own end."""
-        self.abort(RuntimeError("the plane was closed"))
+        """Give back what belongs to the device; the host's backend has its own end."""
+        self.abort(RuntimeError("the backend was closed"))
 
     def _is_elsewhere(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(tensors) and tensors[0].device != self.home
@@ -156,7 +156,7 @@ class DeviceBackend(ABC):
     def on_host(
         self, tensors: Sequence[torch.Tensor], work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]]
     ) -> Coroutine[None]:
-        """Run `work(host plane, copies in host memory)`, then bring the copies back into the tensors."""
+        """Run `work(host backend, copies in host memory)`, then bring the copies back into the tensors."""
 
     @abstractmethod
     def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]: ...
@@ -174,23 +174,23 @@ class DeviceBackend(ABC):
 
 
 class StreamFence:
-    """Between a plane and whoever uses what it has made: his stream waits, he does not."""
+    """Between a backend and whoever uses what it has made: his stream waits, he does not."""
 
     __slots__ = ("_event", "_plane", "_tensors")
 
-    def __init__(self, plane: DeviceBackend, event: Event, tensors: list[torch.Tensor]) -> None:
-        self._plane = plane
+    def __init__(self, backend: DeviceBackend, event: Event, tensors: list[torch.Tensor]) -> None:
+        self._plane = backend
         self._event = event
         self._tensors = tensors
 
     def __call__(self) -> None:
         """Make the current stream of this thread wait. Raises: what has gone wrong on the device meanwhile."""
-        plane = self._plane
-        plane.check()
-        stream = plane.runtime.current_stream(plane.home)
-        plane.runtime.wait(stream, self._event)
+        backend = self._plane
+        backend.check()
+        stream = backend.runtime.current_stream(backend.home)
+        backend.runtime.wait(stream, self._event)
         for tensor in self._tensors:
-            plane.runtime.keep(tensor, stream)
+            backend.runtime.keep(tensor, stream)
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:

@@ -17,15 +17,15 @@ from hvlike.transport.loop.coroutine import Coroutine
 T = TypeVar("T")
 
 
-def device_of(plane: Backend) -> DeviceBackend | None:
-    """The plane of a device that a job was given; None where it works on host memory."""
-    inner = plane.plane if isinstance(plane, TracedBackend) else plane
+def device_of(backend: Backend) -> DeviceBackend | None:
+    """The backend of a device that a job was given; None where it works on host memory."""
+    inner = backend.plane if isinstance(backend, TracedBackend) else backend
     return inner if isinstance(inner, DeviceBackend) else None
 
 
-def home_of(plane: Backend) -> torch.device | None:
+def home_of(backend: Backend) -> torch.device | None:
     """The device on which the tensors of a job have to be; None for host memory."""
-    device = device_of(plane)
+    device = device_of(backend)
     return None if device is None else device.home
 
 
@@ -35,7 +35,7 @@ def on_device(
     job: Job,
     ready: Iterable[Event] = (),
 ) -> Job:
-    """The same job for the plane of the lane's device.
+    """The same job for the backend of the lane's device.
 
     opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
     the lane. ready: when the tensors of the
@@ -48,23 +48,25 @@ def on_device(
         device = lane.device
         if device is None:
             return
-        plane: Backend = host.over(device) if isinstance(host, TracedBackend) else device
-        yield from device.run(job(plane), ready)
+        backend: Backend = host.over(device) if isinstance(host, TracedBackend) else device
+        yield from device.run(job(backend), ready)
 
     return run
 
 
-def beside(plane: Backend, work: Callable[[Backend], Coroutine[T]]) -> Coroutine[T]:
+def beside(backend: Backend, work: Callable[[Backend], Coroutine[T]]) -> Coroutine[T]:
     """Have the ranks' hosts do something among themselves in the middle of a job; its result."""
-    device = device_of(plane)
+    device = device_of(backend)
     if device is None:
-        return (yield from work(plane))
+        return (yield from work(backend))
     return (yield from device.beside(work(device.host)))
 
 
 def in_host_memory(
-    plane: Backend, tensors: Sequence[torch.Tensor], work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]]
+    backend: Backend,
+    tensors: Sequence[torch.Tensor],
+    work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]],
 ) -> Coroutine[None]:
-    """Do `work(plane, tensors)` where it knows host memory only: with copies, where the tensors are on a device."""
-    device = device_of(plane)
-    yield from work(plane, tensors) if device is None else device.on_host(tensors, work)
+    """Do `work(backend, tensors)`, which takes host memory only: with copies, where the tensors are on a device."""
+    device = device_of(backend)
+    yield from work(backend, tensors) if device is None else device.on_host(tensors, work)

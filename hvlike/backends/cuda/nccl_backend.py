@@ -75,7 +75,7 @@ NcclCall = tuple[Callable[..., None], tuple[int, ...]]
 
 
 class NcclBackend(StagedBackend):
-    """See the head of this file. Calls of one plane are made in the same order on all ranks."""
+    """See the head of this file. Calls of one backend are made in the same order on all ranks."""
 
     launches = True
 

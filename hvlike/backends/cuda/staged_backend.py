@@ -81,7 +81,7 @@ class StagedBackend(DeviceBackend):
     def __init__(
         self, host: Backend, runtime: DeviceRuntime, device: torch.device, rank: int, stream: Stream | None = None
     ) -> None:
-        """rank: of this process in the group; stream: that of a plane which this one helps out."""
+        """rank: of this process in the group; stream: that of a backend which this one helps out."""
         super().__init__(host, runtime, device, stream)
         self._rank = rank
         self._down = runtime.new_stream(device)
@@ -151,7 +151,7 @@ class StagedBackend(DeviceBackend):
         self.runtime.wait(self._down, self.runtime.record(self.stream))
         waiting = iter(pieces)
         loaded = deque(self._load(tensors, piece, reads) for piece in islice(waiting, AHEAD))
-        # What follows is the loop's: the host's plane may only be used there.
+        # What follows is the loop's: the host's backend may only be used there.
         yield Wait.AGAIN
         while loaded:
             piece = loaded.popleft()

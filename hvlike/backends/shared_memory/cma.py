@@ -42,7 +42,7 @@ PASSES = 8
 
 
 class CmaMemory:
-    """The memories of a plane's ranks, and scratch for what is read from them."""
+    """The memories of a backend's ranks, and scratch for what is read from them."""
 
     def __init__(self, processes: Sequence[int], *, crowded: bool = False) -> None:
         """processes: their numbers, in the order of the ranks; none where the system does not let them be reached.
@@ -82,7 +82,7 @@ class CmaChunk(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A rank of the plane as a reduction sees it."""
+    """A rank of the backend as a reduction sees it."""
 
     memory: ProcessMemory
     addresses: memoryview

@@ -10,7 +10,7 @@ touches a copy before all have arrived with the same work, and none leaves befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.shared_memory.region import Region
@@ -30,10 +30,10 @@ class AllocationPlace(NamedTuple):
 
 
 class SharedAllocations:
-    """The shared allocations as one plane sees them."""
+    """The shared allocations as one backend sees them."""
 
     def __init__(self, allocations: Allocations, ranks: Sequence[int]) -> None:
-        """ranks: of the world, those of the plane, in its order."""
+        """ranks: of the world, those of the backend, in its order."""
         self.allocations = allocations
         self._ranks = tuple(ranks)
 
@@ -54,11 +54,11 @@ class SharedAllocations:
         return found
 
     def has(self, allocation: Allocation) -> bool:
-        """Whether every rank of the plane has a copy of an allocation."""
+        """Whether every rank of the backend has a copy of an allocation."""
         return allocation.includes(self._ranks)
 
     def copies(self, place: AllocationPlace, nbytes: int, arithmetic: Arithmetic) -> list[Piece]:
-        """The tensor of so many bytes at the same place on each rank of the plane."""
+        """The tensor of so many bytes at the same place on each rank of the backend."""
         stop = place.offset + nbytes
         return [arithmetic.over(place.allocation.copy(rank)[place.offset : stop]) for rank in self._ranks]
 
@@ -77,13 +77,17 @@ class InPlaceReduction:
     def __init__(
         self, region: Region, arithmetic: Arithmetic, tensors: Sequence[Sequence[Piece]], first_owner: int
     ) -> None:
-        """tensors: for each tensor its copies on all ranks of the plane; first_owner: of the first chunk."""
+        """tensors: for each tensor its copies on all ranks of the backend; first_owner: of the first chunk."""
         rank = region.rank
         runs = cut([len(copies[0]) for copies in tensors], region.chunk // arithmetic.itemsize)
         self._claims = WorkStealing(region, runs, first_owner)
-        self._arithmetic = arithmetic
+        steps = arithmetic.steps()
+        self._join = steps.join
+        self._scales = steps.deliver is not None or steps.factor is not None
         # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
-        self._tensors = [[each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else each for each in tensors]
+        self._tensors: list[list[Any]] = [
+            [each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else [*each] for each in tensors
+        ]
 
     @property
     def tensors(self) -> int:
@@ -102,5 +106,10 @@ class InPlaceReduction:
     def advance(self) -> bool:
         """Reduce the next few chunks, if any can be taken now; the caller silences numpy."""
         runs = self._claims.take(PASSES)
-        self._arithmetic.spread(self._tensors, runs)
+        for tensor, start, stop in runs:
+            first, *others = [copy[start:stop] for copy in self._tensors[tensor]]
+            self._join(0, first, others)
+            # Where nothing is scaled the first of the others has the result already.
+            for other in others if self._scales else others[1:]:
+                other[...] = first
         return bool(runs)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.views import Bundle
 from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.device_jobs import home_of
-from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, small_ones
+from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, small_ones
 from hvlike.backends.tracing import phase
 from hvlike.collectives.requests.reduction import Operand, is_dense, row_by_row
 from hvlike.transport.loop.coroutine import Coroutine
@@ -59,7 +58,7 @@ class BucketPacker:
         self._strides: list[Strides] = []
         self._large: list[int] = []
         self._pick_small: Callable[[Sequence[Any]], tuple[Any, ...]] = pick([])
-        self._bundles: list[tuple[Bundle, slice]] = []
+        self._bundles: list[tuple[FusedViews, slice]] = []
         self._whole = torch.empty(0, device="cpu")
 
     def allreduce(self, plane: Backend, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
@@ -146,9 +145,9 @@ class BucketPacker:
             )
             self._bundles = [(self._bundle(small[first:last], shapes), slice(first, last)) for first, last in parts]
 
-    def _bundle(self, members: Sequence[int], shapes: Sequence[torch.Size]) -> Bundle:
+    def _bundle(self, members: Sequence[int], shapes: Sequence[torch.Size]) -> FusedViews:
         strides = [self._strides[index] or row_by_row(shapes[index]) for index in members]
-        return Bundle(self._whole, [shapes[index] for index in members], strides)
+        return FusedViews(self._whole, [shapes[index] for index in members], strides)
 
 
 def _fits(shape: Sequence[int], strides: Sequence[int]) -> bool:
