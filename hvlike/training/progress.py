@@ -26,7 +26,7 @@ class Progress(Generic[T]):
     """A bar, made by hvd.progress. Iterate over it, or call update() yourself and close it (or use `with`)."""
 
     def __init__(self, iterable: Iterable[T], desc: str, bar: Any) -> None:
-        """bar: the tqdm object that shows it here; None: nothing is shown."""
+        """`bar` is the tqdm object that shows it here; None: nothing is shown."""
         self._iterable = iterable
         self._bar = bar
         self._context = current()
@@ -42,19 +42,24 @@ class Progress(Generic[T]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The means of what set_metrics was given so far: on rank 0 over all ranks, elsewhere over this one.
+        """The means of what set_metrics() was given so far: on rank 0 over all ranks, elsewhere over this one.
 
-        What other ranks have given in the last half second may be missing. Local, does not block.
+        Values of other ranks from the last half second may be missing. Local, does not block.
         """
         self._report()
         return self._gazette.means(self._column)
 
     def set_metrics(self, **values: float | Tensor) -> None:
-        """Give this rank's values of this step (loss=loss), numbers or tensors of one element. Local.
+        """Give this rank's values of this step (loss=loss). Local.
 
-        The bar shows the mean over all ranks and steps so far. Ranks need not give the same names, nor equally often.
+        The bar shows the mean over all ranks and steps so far. Ranks may give different names, and not equally often.
         Tensors on a device are read about twice a second, not in every step.
-        Raises: UsageError for a tensor of several elements.
+
+        Args:
+            values: Numbers or tensors of one element, by name.
+
+        Raises:
+            UsageError: A tensor has several elements.
         """
         for name, value in values.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -67,12 +72,20 @@ class Progress(Generic[T]):
                 self._bar.set_postfix(self._gazette.means(self._column), refresh=False)
 
     def update(self, n: int = 1) -> None:
-        """So many steps are done; iterating does it by itself. Local."""
+        """Count steps that are done; iterating does it by itself. Local.
+
+        Args:
+            n: How many steps.
+        """
         if self._bar is not None:
             self._bar.update(n)
 
     def write(self, text: str) -> None:
-        """Print a line on rank 0, above the bar if there is one. Local; other ranks print nothing."""
+        """Print a line on rank 0, above the bar if there is one. Local; other ranks print nothing.
+
+        Args:
+            text: The line.
+        """
         if self._bar is not None:
             self._bar.write(text)
         elif self._context.world.rank == 0:
@@ -106,7 +119,7 @@ class Progress(Generic[T]):
         self.close()
 
     def _report(self) -> None:
-        """Hand on what this rank has gathered; after shutdown() there is nobody to tell."""
+        """Report what this rank has added up, unless hvlike was shut down."""
         sums = {name: (float(total), count) for name, (total, count) in self._sums.items()}
         self._sums = {}
         if sums and is_running() and current() is self._context:
@@ -141,13 +154,29 @@ def progress(
 ) -> Progress[T]:
     """Return a progress bar around `iterable`, shown by tqdm on rank 0 alone; the others just iterate.
 
-    iterable: what to loop over; None: call update() by hand. desc, total, options: as tqdm has them.
-    disable: None: quiet where rank 0's output is no terminal (that of mpirun counts); False: show it all the same;
-        True: never.
     Give values with set_metrics(loss=loss, ...): the bar shows means over all ranks, which send theirs to rank 0 about
-    twice a second, without waiting for anybody. Bars are matched between ranks by desc and their order.
+    twice a second, without waiting. Bars are matched between ranks by desc and their order.
     Local, does not block; ranks may have different numbers of steps. Without tqdm nothing is shown.
-    Raises: NotInitializedError; UsageError for what is not iterable.
+
+    Args:
+        iterable: What to loop over. Default: nothing; call update() yourself.
+        desc: Text before the bar.
+        total: Number of steps, where `iterable` has no length.
+        disable: None: show no bar where rank 0's output is no terminal (that of mpirun counts). False: show it all the
+            same. True: show none.
+        options: Other keywords of tqdm.tqdm.
+
+    Returns:
+        The bar: an iterable with update(), set_metrics(), write() and close().
+
+    Raises:
+        NotInitializedError: init() has not been called.
+        UsageError: `iterable` is not iterable.
+
+    Example:
+        for batch in (bar := hvd.progress(loader, "training")):
+            bar.set_metrics(loss=train(batch))
+
     Source: tqdm.tqdm.
     """
     if iterable is not None and not hasattr(iterable, "__iter__"):
@@ -158,7 +187,7 @@ def progress(
 
 
 def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, *, force: bool, options: Any) -> Any:
-    """The bar of rank 0; None where nobody would see it."""
+    """Return the bar of rank 0; None where no terminal would show it."""
     columns = columns_of_terminal()
     if columns is None and not force:
         return None
@@ -172,7 +201,7 @@ def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, 
 
 
 def _number(name: str, value: float | Tensor) -> float | Tensor:
-    """A value to add up; one on a device stays there."""
+    """Return a value to add up; a tensor on a device stays there."""
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:

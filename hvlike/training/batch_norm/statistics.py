@@ -30,7 +30,7 @@ from hvlike.errors import UsageError
 
 
 class Statistics(NamedTuple):
-    """Of one channel each, over all ranks: float64, (C) but for the count."""
+    """Statistics over all ranks, float64: of shape (C), one of each channel, but for `total`."""
 
     total: Tensor
     """0-dim: how many values each channel has."""
@@ -39,16 +39,16 @@ class Statistics(NamedTuple):
     """Sum of the squared distances from the mean."""
 
     def variance(self) -> Tensor:
-        """What the values are normalised by."""
+        """The variance that values are normalised by."""
         return self.squares / self.total
 
     def unbiased_variance(self) -> Tensor:
-        """What running statistics take up."""
+        """The variance that running statistics use."""
         return self.squares / (self.total - 1)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What 16-bit values are computed in: float32; all others in their own."""
+    """float32 for 16-bit dtypes, else the dtype itself."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -68,10 +68,7 @@ def count_of(values: Tensor) -> int:
 
 
 def local_sums(values: Tensor) -> Tensor:
-    """What this rank adds to the sum over ranks: (1 + 2C) of float64, [n, n m, M + n m^2].
-
-    values: (N, C, ...), also with no element at all: that adds nothing.
-    """
+    """This rank's part of the sum over ranks, [n, n m, M + n m^2]: (1 + 2C), float64. (N, C, ...) may be empty."""
     count, channels = count_of(values), values.shape[1]
     sums = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
     if count:
@@ -79,7 +76,7 @@ def local_sums(values: Tensor) -> Tensor:
         dimensions = channel_dimensions(values)
         mean = exact.mean(dimensions)
         centered = exact - per_channel(mean, exact)
-        # What is left of the mean by rounding it: the distances are then exactly those from mean + rest.
+        # The rounding error of the mean: the distances are exactly those from mean + rest.
         rest = centered.mean(dimensions).to(torch.float64)
         mean = mean.to(torch.float64) + rest
         squares = centered.square_().sum(dimensions).to(torch.float64) - count * rest.square()
@@ -98,18 +95,12 @@ def combine(sums: Tensor) -> Statistics:
 
 
 def squares_around(own: Tensor, mean: Tensor) -> Tensor:
-    """What this rank adds to M once the mean of the whole batch is known: (C).
-
-    own: this rank's values, (N, C, ...).
-    """
+    """This rank's part of M, (C), around the mean of the whole batch."""
     return (own - per_channel(mean, own)).square_().sum(channel_dimensions(own))
 
 
 def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None) -> Statistics:
-    """The statistics over all ranks of (N, C, ...); one allreduce, two for float64.
-
-    Collective over the process set; blocks.
-    """
+    """The statistics over all ranks of (N, C, ...): one allreduce, two for float64. Collective; blocks."""
     values = values.detach()
     sums = allreduce_(local_sums(values), name=f"{name}.forward", op=Sum, process_set=process_set)
     statistics = combine(sums)
@@ -159,7 +150,7 @@ class Normalization(torch.autograd.Function):
         incoming = gradients[0].to(dtype)
         normalized = (values.to(dtype) - per_channel(mean, values)).mul_(per_channel(inverse, values))
         sums = torch.stack([incoming.sum(dimensions), (incoming * normalized).sum(dimensions)])
-        # Memory of its own for each: what is a view of the other's changes with it when gradients are summed up.
+        # Copies: views of one tensor would change together when gradients are accumulated.
         to_bias, to_weight = (part.clone() for part in sums)
         to_values = None
         if ctx.needs_input_grad[0]:

@@ -24,19 +24,29 @@ from hvlike.training.batch_norm.statistics import Statistics, count_of, normaliz
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation of inputs with 2 or more dimensions, over the batches of all ranks as if they were one.
 
-    num_features, eps, momentum, affine, track_running_stats, device, dtype: as of torch.nn.BatchNorm2d, and so are
-    parameters, buffers and state dict. process_set: the ranks to normalise over, None for all.
-
     In training the statistics are those of all ranks, whose batches may differ in size; a rank with an empty batch,
     of shape (0, C, ...), takes part. Running statistics become those of one process with the whole batch, the same
     bits on every rank. Inputs of float16 and bfloat16 are normalised in float32. Tensors stay on their device.
-    In evaluation nothing is communicated, so one rank may evaluate alone. Not traced by torch.compile in training.
+    In evaluation nothing is communicated, so one rank may evaluate alone. torch.compile does not trace training.
 
-    Forward in training is collective: every rank of the set calls the layer equally often, and layers in the same
-    order; blocks. So is backward, unless the input needs no gradient.
-    Raises: UsageError (a ValueError) for an input with wrong dimensions; ValueError on every rank where training has
-    one value a channel over all ranks; ShapeMismatchError on every rank where ranks have different numbers of features;
-    NotInitializedError in training without init().
+    Forward in training is collective and blocks: every rank of the set calls the layer equally often, and layers in the
+    same order. So is backward, unless the input needs no gradient.
+
+    Args:
+        num_features: C, the size of dimension 1 of inputs.
+        eps: Added to the variance.
+        momentum: Weight of a new batch in running statistics; None: their plain average.
+        affine: Have parameters weight and bias, of shape (C).
+        track_running_stats: Have running statistics, which evaluation uses.
+        process_set: The ranks to normalise over. Default: all.
+        device: Of parameters and buffers.
+        dtype: Of parameters and buffers.
+
+    Raises:
+        UsageError: (a ValueError) An input has wrong dimensions, or one value a channel over all ranks in training.
+        ShapeMismatchError: On every rank: ranks have different numbers of features.
+        NotInitializedError: Training without init().
+
     Gradient: to the input, of the sum of all ranks' losses; to weight and bias, this rank's part of it, which a
     DistributedOptimizer averages like all others. No second derivative: UsageError.
     Source: torch.nn.SyncBatchNorm; horovod.torch.SyncBatchNorm; Ioffe and Szegedy 2015, "Batch Normalization".
@@ -57,7 +67,14 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """(N, C, ...) to the same shape and dtype; see the class."""
+        """Normalise a batch; see the class.
+
+        Args:
+            input: Shape (N, C, ...), a floating-point dtype.
+
+        Returns:
+            A tensor of the same shape and dtype.
+        """
         self._check_input_dim(input)
         if self.training:
             return self._train(input)
@@ -73,12 +90,22 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet | None = None) -> nn.Module:
-        """Same as `hvlike.convert_sync_batchnorm`. Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm."""
+        """Call hvlike.convert_sync_batchnorm.
+
+        Args:
+            module: The model, changed in place.
+            process_set: The ranks the new layers normalise over. Default: all.
+
+        Returns:
+            The model, or the new layer if `module` is a batch normalisation itself.
+
+        Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
+        """
 
         return convert_sync_batchnorm(module, process_set)
 
     def extra_repr(self) -> str:
-        """What is shown of the layer."""
+        """Return the options that repr() shows."""
         own = "" if self.process_set is None else f", process_set={self.process_set}"
         return f"{super().extra_repr()}{own}"  # type: ignore[no-untyped-call]  # torch's has no annotations
 
@@ -98,7 +125,7 @@ class SyncBatchNorm(_BatchNorm):
         set_state = current().set_state(self.process_set, "SyncBatchNorm")
         name = _name_of(self, set_state)
         statistics = reduce_statistics(values, name, self.process_set)
-        # A rank that has more values than one needs not ask: on a GPU the question would wait for the device.
+        # A rank with more than one value need not look: on a GPU that would wait for the device.
         if count_of(values) <= 1 and int(statistics.total) == 1:
             raise UsageError(
                 "Expected more than 1 value per channel when training, got 1 over all ranks; input size of this rank "
@@ -126,11 +153,11 @@ class SyncBatchNorm(_BatchNorm):
 
 
 _names: WeakKeyDictionary[nn.Module, tuple[AutomaticNames, str]] = WeakKeyDictionary()
-"""What the ranks match a layer by, and who gave the name out. Not kept in the layer: copies are layers of their own."""
+"""The name that ranks match a layer by, and the counter it came from. Not kept in the layer, whose copies need others."""
 
 
 def _name_of(layer: nn.Module, set_state: ProcessSetState) -> str:
-    """The name of a layer in the running job, given at its first training pass, which all ranks do in one order."""
+    """Return the name of a layer in the running job, given at its first training pass, in one order on all ranks."""
     giver = set_state.controller.names
     known = _names.get(layer)
     if known is None or known[0] is not giver:
@@ -141,12 +168,20 @@ def _name_of(layer: nn.Module, set_state: ProcessSetState) -> str:
 def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSet | None = None) -> nn.Module:
     """Replace every BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm in a model by an hvlike.SyncBatchNorm.
 
-    module: changed in place. process_set: the ranks the new layers normalise over, None for all.
     Parameters and buffers are the same objects as before, so an optimizer made earlier still has them; a layer that is
     used in several places stays one layer; training flags are kept. Other layers are left alone. Hooks of a replaced
     layer are not taken over. Local.
-    Returns the model, or the new layer if `module` is a batch normalisation itself.
-    Raises: UsageError for a lazy layer that does not know its number of features yet.
+
+    Args:
+        module: The model, changed in place.
+        process_set: The ranks the new layers normalise over. Default: all.
+
+    Returns:
+        The model, or the new layer if `module` is a batch normalisation itself.
+
+    Raises:
+        UsageError: A lazy layer does not know its number of features yet.
+
     Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
     """
     return _converted(module, process_set, {})

@@ -29,10 +29,19 @@ def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) 
     """Return, on the root, the optimizer's state dict with the compression errors of all ranks in it.
 
     Saved by the root and loaded by every rank, it continues a compressed run exactly, in a job of the same size.
-    Without a compressor that remembers errors it is `optimizer.state_dict()`. root_rank: global rank of the root.
-    Collective: every rank of the optimizer's process set calls it, between steps. Blocks until done; the errors of
-    one rank at a time are in memory beside those that the root keeps.
-    Returns None on the other ranks. Raises: UsageError for anything but a DistributedOptimizer.
+    Without a compressor that remembers errors it is `optimizer.state_dict()`.
+    Collective: every rank of the optimizer's process set calls it, between steps. Blocks until done. Besides what the
+    root keeps, the errors of one rank at a time are in memory.
+
+    Args:
+        optimizer: The DistributedOptimizer.
+        root_rank: Rank of the root in the job.
+
+    Returns:
+        The state dict; None on the other ranks.
+
+    Raises:
+        UsageError: optimizer is no DistributedOptimizer.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         raise UsageError(f"gather_optimizer_state expects a DistributedOptimizer, got {type(optimizer).__name__}.")
@@ -41,7 +50,7 @@ def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) 
     memory = state.get("compression")
     errors: dict[int, dict[str, Tensor]] = {}
     for each in process_set.ranks or range(size()):
-        # The root shall not have them on its GPU as well.
+        # Sent from host memory, so that the root does not get them on its GPU.
         kept = memory["errors"] if memory is not None and each == rank() else {}
         own = {number: {name: error.cpu() for name, error in found.items()} for number, found in kept.items()}
         received = broadcast_object(own, each, process_set=process_set)
@@ -68,12 +77,12 @@ def check_parts(parts: Mapping[str, Any], call: str) -> None:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether the value keeps its identity: what is in it is saved and loaded."""
+    """Whether the contents of the value are saved and loaded, and the object stays the same."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def gather_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring to rank 0 what is spread over the ranks; returns what `states` needs of it. Collective; blocks."""
+    """Bring to rank 0 what is spread over the ranks; return it by part. Collective; blocks."""
     gathered: dict[str, Any] = {}
     for name, value in parts.items():
         if isinstance(value, DistributedOptimizer):
@@ -86,7 +95,7 @@ def gather_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of each part, on rank 0. Local."""
+    """Return what is saved of each part, on rank 0. Local."""
     return {
         name: gathered[name] if name in gathered else _unwrapped(value).state_dict() if is_stateful(value) else value
         for name, value in parts.items()
@@ -94,9 +103,9 @@ def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[s
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """Load the states into the parts; returns what else was saved. Local.
+    """Load the states into the parts; return what else was saved. Local.
 
-    Raises: CheckpointError for a part that was not saved; UsageError for one that cannot be loaded into.
+    Raises CheckpointError for a part that was not saved, UsageError for one that cannot be loaded into.
     """
     for name, value in parts.items():
         if not is_stateful(value):
@@ -108,7 +117,7 @@ def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -
             raise CheckpointError(f"{where} has no part {name!r}; it has {', '.join(sorted(saved)) or 'none'}.")
     for name, value in parts.items():
         if isinstance(value, DistributedOptimizer):
-            # A step that an error has interrupted is forgotten.
+            # Forgets a step that an error has interrupted.
             value.abandon()
         _unwrapped(value).load_state_dict(saved[name])
     return {name: value for name, value in saved.items() if name not in parts}
@@ -137,27 +146,42 @@ logger = logging.getLogger("hvlike")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What load() has loaded."""
+    """What load() has loaded.
+
+    Args:
+        step: The step after which it was saved.
+        path: Its file, on rank 0.
+        values: The plain values that were saved with it, by name.
+    """
 
     step: int
-    """The step it was saved after."""
     path: str
-    """Its file, on rank 0."""
     values: dict[str, Any]
-    """The plain values that were saved with it."""
 
 
 def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: Any) -> str:
-    """Write a checkpoint of models, optimizers and plain values; returns the path of its file on rank 0.
+    """Write a checkpoint of models, optimizers and plain values.
 
-    folder: on a disk of rank 0's node; made if it is not there. step: a number that rises; load() takes the highest.
-    keep: how many checkpoints stay, this one among them; older ones are removed once this one is on the disk.
-    saved: by name, objects with state_dict() and load_state_dict(), of which a ZeroRedundancyOptimizer is brought
-        together and a DistributedDataParallel saved as the module inside of it; or plain values: numbers, strings,
-        tensors, lists and dicts of them, as they are on rank 0.
     Collective: every rank calls it with the same arguments, between two steps. Blocks until the file is on the disk.
     A save that is interrupted leaves the earlier checkpoints as they were.
-    Raises: UsageError for wrong arguments; CheckpointError on every rank if rank 0 cannot write.
+
+    Args:
+        folder: On a disk of rank 0's node; made if it is not there.
+        step: A number that rises, at least 0; load() takes the highest.
+        keep: How many checkpoints stay, this one among them. Older ones are removed once this one is on the disk.
+        saved: What to save, by name. Objects with state_dict() and load_state_dict(), of which the state of a
+            ZeroRedundancyOptimizer is collected from all ranks and a DistributedDataParallel is saved as its module.
+            Or plain values, as they are on rank 0: numbers, strings, tensors, lists and dicts of them.
+
+    Returns:
+        The path of the file on rank 0.
+
+    Raises:
+        UsageError: An argument is wrong.
+        CheckpointError: On every rank: rank 0 cannot write.
+
+    Example:
+        hvd.checkpoint.save("checkpoints", step, model=model, optimizer=optimizer)
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"checkpoint.save: step must be a whole number of at least 0, got {step!r}.")
@@ -186,15 +210,27 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
 
 
 def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) -> Checkpoint | None:
-    """Load the newest checkpoint that is whole into models and optimizers; None where there is none at all.
+    """Load the newest checkpoint that is whole into models and optimizers.
 
-    folder: as for save; only rank 0 looks into it, and sends what it has read to the others.
-    trusted: also load classes that torch.load does not hold for safe; only for files that nobody else can have written.
-    into: by name, what was saved under that name. What is left of the file is in the result's `values`.
     Collective: every rank calls it with the same arguments. Blocks until all have it. A file that is damaged is named
     in the log and passed over.
-    Raises: CheckpointError on every rank if no file can be read, or a part was not saved; UsageError for a plain value
-        in `into`; what load_state_dict raises for a state that does not fit.
+
+    Args:
+        folder: As for save(). Only rank 0 reads it, and sends the contents to the others.
+        trusted: Also load classes that torch.load does not consider safe; only for files that nobody else can have
+            written.
+        into: By name, the objects that were saved under that name. What else is in the file is in the result's
+            `values`.
+
+    Returns:
+        What was loaded; None where there is no checkpoint.
+
+    Raises:
+        CheckpointError: On every rank: no file can be read, or a part was not saved.
+        UsageError: A plain value is in `into`.
+
+    Example:
+        loaded = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)
     """
     found, data = (
         _find(Path(folder)) if current().world.rank == 0 else (None, torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -226,7 +262,7 @@ def _write(folder: Path, step: int, keep: int, states: dict[str, Any]) -> str:
 
 
 def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:
-    """On rank 0, the newest file that is whole: path, step, bytes, what was wrong with newer ones; and its contents."""
+    """Find the newest file that is whole, on rank 0: path, step, bytes, faults of newer ones; and its contents."""
     wrong: list[str] = []
     try:
         candidates = files.list_files(folder)
@@ -240,7 +276,7 @@ def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:
 
 
 def _read(file: files.CheckpointFile, wrong: list[str]) -> bytearray | None:
-    """The contents; None, with the reason in `wrong`, for a file that cannot be used."""
+    """Return the contents; None, with the reason added to `wrong`, for a file that cannot be used."""
     try:
         return files.read(file)
     except (OSError, ValueError) as error:

@@ -338,7 +338,7 @@ class DataParallelJoinHook(BuiltInHook):
         self._take_over = take_over
         self._reduces_now = reduces_now
         self._divide_by_active = divide_by_active
-        self.rides = gradients.hook is None
+        self.needs_heartbeat = gradients.hook is not None
 
     def begin(self) -> None:
         """See BuiltInHook."""

@@ -31,10 +31,10 @@ from hvlike.training.elastic.state import State
 
 
 def restart() -> None:
-    """Start hvlike anew, whatever was in flight; it must be running, or have been stopped by an error on the way.
+    """Start hvlike anew, whatever was in flight, with the same ranks and process sets. Collective; blocks.
 
-    Process sets are registered again: the same objects, under new numbers. Collective: all ranks; blocks until all do.
-    Raises: NotInitializedError when hvlike does not run; UsageError on every rank where the ranks' sets differ.
+    Process sets keep their objects and get new numbers.
+    Raises NotInitializedError when hvlike does not run, UsageError on every rank where the ranks' sets differ.
     """
     if not context.is_running():
         raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
@@ -66,15 +66,31 @@ def run(*, retries: int = 3) -> Callable[[Function], Function]: ...
 def run(func: Any = None, *, retries: int = 3) -> Any:
     """Decorate a training function so that it survives errors of the job; its first argument is a State.
 
-    func: trains from where `state` says, calls `state.commit()` now and then, returns what the call shall return.
-    retries: how many failures in a row, without a commit between them, are answered by another attempt.
     Before each attempt the state is synchronised from rank 0. After a HorovodInternalError (a mismatch between ranks, a
-    stall, a shutdown by another rank) every rank goes back to its last commit; hvlike is started anew with the same
+    stall, a shutdown by another rank) every rank goes back to its last commit, hvlike is started anew with the same
     ranks and process sets, reset callbacks are called, and func is called again. A HostsUpdatedInterrupt does the same
     without going back, and without synchronising if it says so on all ranks. Other exceptions pass through. A rank that
     has ended is not replaced.
-    Calls of the decorated function are collective: all ranks, after init(); they return when func has returned on all.
-    Raises: HorovodInternalError on every rank after too many failures; UsageError for wrong arguments.
+    Calls of the decorated function are collective: all ranks, after init(). They return when func has returned on all.
+
+    Args:
+        func: Trains from where its argument `state` says, calls `state.commit()` now and then, and returns the result.
+        retries: How many failures in a row, without a commit between them, are answered by another attempt.
+
+    Returns:
+        The decorated function; without func, a decorator.
+
+    Raises:
+        HorovodInternalError: On every rank: too many failures.
+        UsageError: An argument is wrong.
+
+    Example:
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, 90):
+                train_one_epoch(state)
+                state.commit()
+
     Source: horovod.torch.elastic.run.
     """
     if func is None:
@@ -122,9 +138,9 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
 
 
 def _agree(failures: int, skip_sync: bool, retries: int, reason: Exception) -> bool:
-    """Return whether all ranks can do without sync(). Collective, the first operation of the new start.
+    """Return whether all ranks can do without sync(). Collective, the first operation after the restart.
 
-    Raises: HorovodInternalError on every rank if one has failed too often.
+    Raises HorovodInternalError on every rank if one has failed too often.
     """
     answers = torch.tensor([failures, int(not skip_sync)], device="cpu")
     most, has_to_sync = allreduce(answers, name="elastic.agree", op=Max).tolist()

@@ -18,18 +18,14 @@ class Sized(Protocol):
 
 
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """The indices 0 .. length - 1 in the order of this epoch; the same on every rank. Pure function."""
+    """The indices 0 .. length - 1 in the order of this epoch; the same on every rank."""
     if not shuffle:
         return list(range(length))
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch), device="cpu").tolist()
 
 
 def share_of(indices: Sequence[int], rank: int, size: int) -> list[int]:
-    """Every size-th index from `rank` on; the first ones again at the end where that makes all shares equally long.
-
-    Pure function. Every index is in some share; none is in two but the repeated ones, of which there are fewer
-    than `size`.
-    """
+    """Every size-th index from `rank` on; the first ones again at the end where that makes all shares equally long."""
     length = -(-len(indices) // size)
     return [indices[place % len(indices)] for place in range(rank, length * size, size)]
 
@@ -37,11 +33,18 @@ def share_of(indices: Sequence[int], rank: int, size: int) -> list[int]:
 class ElasticSampler(Sampler[int]):
     """Divides what is left of an epoch among the ranks.
 
-    dataset: anything with a length, the same on every rank. shuffle: in an order that depends on seed and epoch alone.
-    An epoch starts with set_epoch(). record_batch() after each batch says what was processed; after a restart, or
+    An epoch starts with set_epoch(). record_batch() after each batch records what was processed; after a restart, or
     load_state_dict(), only the rest is handed out. In a TorchState, sync() merges what all ranks have recorded.
-    All shares are equally long: a few indices come twice where the rest cannot be divided.
-    Made after init(); local but for sync(). Raises: NotInitializedError.
+    All shares are equally long: fewer indices than there are ranks come twice where the rest cannot be divided. Local.
+
+    Args:
+        dataset: Anything with a length, the same on every rank.
+        shuffle: Use an order that depends on seed and epoch alone; else that of the dataset.
+        seed: Seed of the order.
+
+    Raises:
+        NotInitializedError: init() has not been called.
+
     Source: horovod.torch.elastic.ElasticSampler.
     """
 
@@ -60,35 +63,64 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it is processed. Every rank, before it iterates; not after a restart within it."""
+        """Begin an epoch, of which nothing is processed. Each rank calls it before it iterates, not after a restart.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Say that a batch is processed: the batch_idx-th since iteration began, of batch_size indices."""
+        """Record that a batch is processed.
+
+        Args:
+            batch_idx: Number of the batch since iteration began, from 0.
+            batch_size: How many indices a batch has.
+        """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Say that these indices are processed."""
+        """Record that indices are processed.
+
+        Args:
+            indices: The indices.
+        """
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of a batch of this rank."""
+        """Return the indices of a batch of this rank.
+
+        Args:
+            batch_idx: Number of the batch since iteration began, from 0.
+            batch_size: How many indices a batch has.
+
+        Returns:
+            The indices.
+        """
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync()."""
+        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync().
+
+        Returns:
+            The state dict.
+        """
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state dict: what is left is divided anew."""
+        """Go on from a state dict: what is left is divided anew.
+
+        Args:
+            state_dict: What state_dict() has returned.
+        """
         processed: Collection[int] = state_dict["processed_indices"]
         self.epoch, self.processed_indices = state_dict["epoch"], set(processed)
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is not processed yet among the ranks of now."""
+        """Divide what is not processed yet among the ranks of now. Local."""
         order = order_of(len(self.dataset), self.seed, self.epoch, shuffle=self.shuffle)
         self.num_replicas, self.rank = size(), rank()
         self.remaining_indices = [index for index in order if index not in self.processed_indices]

@@ -22,9 +22,9 @@ from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast
 
 
 class State:
-    """The state of a training run that `elastic.run` brings back.
+    """The state of a training run that `elastic.run` brings back. Subclasses define save, restore and sync.
 
-    Subclasses say what save, restore and sync do. Source: horovod.common.elastic.State.
+    Source: horovod.common.elastic.State.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,17 @@ class State:
         """How often commit() was called on this rank."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have these functions called, in this order, after each restart of hvlike and before the next sync(). Local.
+        """Have functions called, in this order, after each restart of hvlike and before the next sync(). Local.
 
-        For what depends on the ranks of the job, a learning rate say.
+        For what depends on the ranks of the job, a learning rate, say.
+
+        Args:
+            callbacks: The functions, without arguments.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """hvlike was started anew: calls reset() and then the reset callbacks."""
+        """Call reset() and then the reset callbacks: hvlike was started anew. elastic.run calls it. Local."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -48,9 +51,12 @@ class State:
     def commit(self) -> None:
         """Save the state as the one to return to, then check_host_updates().
 
-        All ranks commit or none: a rank that fails before it gets here takes the others back to the commit before.
-        Copies everything: call it after every so many batches, not after each one.
-        Collective: all ranks, at the same place; blocks. Raises: HorovodInternalError where a rank has failed.
+        All ranks commit or none: a rank that fails before takes the others back to the previous commit. It copies
+        everything: call it after every so many batches, not after each one.
+        Collective: all ranks, at the same place; blocks.
+
+        Raises:
+            HorovodInternalError: A rank has failed.
         """
         barrier()
         self.save()
@@ -61,7 +67,7 @@ class State:
         """Raise HostsUpdatedInterrupt where hosts have come or gone. Local: the ranks of an MPI job stay the same."""
 
     def reset(self) -> None:
-        """Forget what depends on the ranks of the job; called after each restart. Nothing unless overridden."""
+        """Forget what depends on the ranks of the job; called after each restart. Does nothing unless overridden."""
 
     def save(self) -> None:
         """Keep a copy of the state in memory. Local."""
@@ -79,8 +85,12 @@ class State:
 class ObjectState(State):
     """Plain objects as attributes: `ObjectState(epoch=0, batch=0)`.
 
-    objects: anything that pickles and can be deep-copied; set and read as attributes of the state.
-    Raises: UsageError for a name that a method of the state has.
+    Args:
+        objects: Anything that pickles and can be deep-copied, by name. Set and read as attributes of the state.
+
+    Raises:
+        UsageError: A name is that of a method of the state.
+
     Source: horovod.common.elastic.ObjectState.
     """
 
@@ -102,10 +112,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Set the attributes to those of rank 0, and save them. Collective: all ranks; blocks.
-
-        Raises: as broadcast_object.
-        """
+        """Set the attributes to those of rank 0, and save them. Collective: all ranks; blocks."""
         if self._saved:
             mine = {name: getattr(self, name) for name in self._saved}
             for name, value in broadcast_object(mine, root_rank=0, name="elastic.objects").items():
@@ -114,14 +121,14 @@ class ObjectState(State):
 
 
 def check_names(state: type, names: Iterable[str]) -> None:
-    """Refuse names that would hide what a state itself has. Raises: UsageError."""
+    """Raise UsageError for names that would hide attributes of a state."""
     for name in names:
         if hasattr(state, name) or name == "commits" or name.startswith("_"):
             raise UsageError(f"{state.__name__}: {name!r} cannot be the name of a value; the state uses it itself.")
 
 
 class StateHandler(ABC):
-    """One object of a state that keeps its identity: only what is in it changes."""
+    """Saves, restores and synchronises the contents of one object of a state."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -135,19 +142,19 @@ class StateHandler(ABC):
 
     def restore(self) -> None:
         """Load what was saved. Local."""
-        # Optimizers take the tensors they are given for their own.
+        # Optimizers keep the tensors they are given.
         self.value.load_state_dict(deepcopy(self._saved))
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over the state of rank 0. Collective; blocks."""
+        """Load the state of rank 0. Collective; blocks."""
 
 
 class ModelStateHandler(StateHandler):
     """A model: parameters and buffers."""
 
     def sync(self) -> None:
-        """Broadcast the tensors in place; what else is in the state dict goes as objects."""
+        """Broadcast the tensors in place, other entries of the state dict as objects."""
         state = self.value.state_dict()
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in state.items() if name not in tensors}
@@ -161,7 +168,7 @@ class OptimizerStateHandler(StateHandler):
     """A torch optimizer, wrapped or not; gradients are not part of the state."""
 
     def restore(self) -> None:
-        """Load what was saved; a step that the error has interrupted is forgotten."""
+        """Load what was saved, and forget a step that the error has interrupted."""
         if isinstance(self.value, DistributedOptimizer):
             self.value.abandon()
         super().restore()
@@ -172,10 +179,10 @@ class OptimizerStateHandler(StateHandler):
 
 
 class SamplerStateHandler(StateHandler):
-    """An ElasticSampler: what the ranks together have processed."""
+    """An ElasticSampler: the indices that the ranks together have processed."""
 
     def sync(self) -> None:
-        """Merge what the ranks have processed in the epoch of rank 0."""
+        """Merge the indices that the ranks have processed in the epoch of rank 0."""
         states = allgather_object(self.value.state_dict(), name=f"elastic.{self.name}")
         epoch = states[0]["epoch"]
         processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
@@ -191,10 +198,10 @@ class StatefulHandler(StateHandler):
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """What handles this value; None for a plain object."""
+    """Return the handler of a value; None for a plain object."""
     if isinstance(value, nn.Module):
         return ModelStateHandler(name, value)
-    # Asked by its own name first: a DistributedOptimizer says that it is of the class it wraps.
+    # A DistributedOptimizer may say that it is only of the class it wraps.
     if isinstance(value, (DistributedOptimizer, Optimizer)):
         return OptimizerStateHandler(name, value)
     if isinstance(value, ElasticSampler):
@@ -205,16 +212,27 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """The state of a training run with torch: `TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)`.
+    """The state of a training run with torch; all its parts are attributes.
 
-    model: a torch.nn.Module. optimizer: any torch optimizer, a DistributedOptimizer too.
-    objects: anything else by name. Modules, optimizers, ElasticSamplers and objects with state_dict and
-    load_state_dict (learning rate schedulers, GradScalers) stay the same objects, and their contents are saved,
-    restored and synchronised; all others are values, which are copied and pickled.
-    All are attributes of the state. Setting one of the former replaces and saves it.
-    save() and restore() copy in memory and are local. sync() gives every rank what rank 0 has; of samplers it merges
-    what the ranks have processed. Collective then: all ranks, with the same names; blocks.
-    Raises: ShapeMismatchError, MismatchError on every rank where models or optimizers differ between ranks.
+    Modules, optimizers, ElasticSamplers and objects with state_dict and load_state_dict (learning rate schedulers,
+    GradScalers) stay the same objects, and their contents are saved, restored and synchronised. Setting such an
+    attribute replaces and saves the object. All others are values, which are copied and pickled.
+    save() and restore() copy in memory and are local. sync() gives every rank what rank 0 has, and merges what the
+    ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
+
+    Args:
+        model: A torch.nn.Module.
+        optimizer: Any torch optimizer, a DistributedOptimizer too.
+        objects: Anything else by name.
+
+    Raises:
+        UsageError: A name is that of a method of the state.
+        ShapeMismatchError: From sync(), on every rank: models differ between ranks.
+        MismatchError: From sync(), on every rank: optimizers differ between ranks.
+
+    Example:
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
+
     Source: horovod.torch.elastic.TorchState.
     """
 

@@ -35,53 +35,22 @@ from hvlike.training.usage_errors import warn_user
 from hvlike.transport.loop.coroutine import Coroutine
 
 
-class Heartbeat:
-    """The heartbeats of one context."""
-
-    def __init__(self, number: int, process_set: ProcessSet | None) -> None:
-        """number: of the context, the same on all ranks."""
-        self._name = f"Join.{number}"
-        self._process_set = process_set
-        self.count = 0
-        """Heartbeats that this rank has begun."""
-
-    def beat(self, *, active: bool) -> Handle:
-        """Begin a heartbeat: the sum over the ranks is how many have inputs. Collective over the set."""
-        number = torch.tensor([float(active)], device="cpu")
-        # As the heartbeat of the next iteration may begin before this one has ended, each has a name of its own.
-        _, name = self.key
-        self.count += 1
-        return allreduce_async(number, name=name, op=ReduceOp.SUM, process_set=self._process_set)
-
-    @property
-    def key(self) -> RequestKey:
-        """What identifies the heartbeat that begins next."""
-        return ("allreduce", f"{self._name}.heartbeat.{self.count + 1}")
-
-    def agree(self, values: list[int]) -> list[int]:
-        """Return the highest of each value over the ranks. Collective over the set; blocks."""
-        name = f"{self._name}.agreement"
-        handle = allreduce_async(
-            torch.tensor(values, device="cpu"), name=name, op=ReduceOp.MAX, process_set=self._process_set
-        )
-        highest: list[int] = handle.result().tolist()
-        return highest
-
-
-def active_ranks(handle: Handle) -> int:
-    """How many ranks have inputs. Blocks until the heartbeat has ended."""
-    return int(handle.result().item())
-
-
 WARN_THRESHOLD = 1000
 """Iterations that a rank may miss without a warning."""
 
 
 class JoinContext:
-    """What a rank does and learns in a context; seen by the hooks of what hvlike brings itself."""
+    """What one rank does in a context; hooks of hvlike's own joinables see it."""
 
     def __init__(self, hooks: Sequence[JoinHook], process_set: ProcessSet | None, what: str, *, throws: bool) -> None:
-        """Local. what: the joinables, for errors. throws: all ranks end when the first one has no inputs."""
+        """Local.
+
+        Args:
+            hooks: Those of the joinables, in their order.
+            process_set: The ranks; None for all.
+            what: The joinables, for errors.
+            throws: All ranks leave when the first one has no inputs.
+        """
         self.process_set = process_set
         self.authority = -1
         """The rank of the job whose state all take over: the highest that has missed no iteration. In post hooks."""
@@ -93,19 +62,20 @@ class JoinContext:
         self._throws = throws
         self._thrown = False
         self._rank = current().world.rank
-        self._membership = current().set_state(process_set, "Join")
-        rides = len(self._built_in) == len(self._hooks) and all(each.rides for each in self._built_in)
-        self._beats = throws or not rides
-        self._rounds = self._membership.rounds
+        self._set_state = current().set_state(process_set, "Join")
+        planned = len(self._built_in) == len(self._hooks) and not any(each.needs_heartbeat for each in self._built_in)
+        self._beats = throws or not planned
+        self._heartbeats = 0
+        """Heartbeats that this rank has begun."""
+        self._contexts = self._set_state.rounds
         self._warned = False
-        self._number = number = self._rounds.enter()
-        current().fabric.loop.perform(lambda: self._rounds.begin(number))
-        self._heartbeat = Heartbeat(number, process_set)
+        self._number = number = self._contexts.enter()
+        current().fabric.loop.perform(lambda: self._contexts.begin(number))
 
     @property
     def missed(self) -> int:
         """How many iterations this rank has missed."""
-        return self._membership.proxies.missed
+        return self._set_state.proxies.missed
 
     def begin(self) -> None:
         """The body begins. Local."""
@@ -117,90 +87,102 @@ class JoinContext:
     # -- in the body ----------------------------------------------------------------------------
 
     def notify(self, *, first: bool) -> Handle | None:
-        """This rank has inputs. first: on behalf of the first joinable. Returns the heartbeat, if there is one.
+        """Note that this rank has inputs; `first`: for the first joinable. Return the heartbeat, if there is one.
 
-        Raises: RuntimeError where ranks shall end together and one has no inputs; JoinError.
+        Raises RuntimeError where ranks end together and one has no inputs, JoinError where another rank has failed.
         """
         if not self._beats:
-            # What is planned finds out by itself that a rank has failed, in the same step on every rank.
+            # A planned reduction finds a failed rank by itself, in the same step on every rank.
             return None
-        self._rounds.check()
+        self._contexts.check()
         if self._thrown:
             raise early_termination()
         if not first:
             return None
-        handle = self._heartbeat.beat(active=True)
-        if self._throws and active_ranks(handle) < self._membership.group.size:
+        handle = self._heartbeat(active=True)
+        if self._throws and _sum(handle) < self._set_state.group.size:
             self._thrown = True
             raise early_termination()
         return handle
 
+    @property
+    def _next_heartbeat(self) -> RequestKey:
+        """Key of the heartbeat that begins next. Each has its own name: it may begin before the last one has ended."""
+        return ("allreduce", f"Join.{self._number}.heartbeat.{self._heartbeats + 1}")
+
+    def _heartbeat(self, *, active: bool) -> Handle:
+        """Begin a heartbeat: its sum is the number of ranks with inputs. Collective over the set."""
+        _, name = self._next_heartbeat
+        self._heartbeats += 1
+        mine = torch.tensor([float(active)], device="cpu")
+        return allreduce_async(mine, name=name, op=ReduceOp.SUM, process_set=self.process_set)
+
     # -- after the body -------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The body has ended well: stand in for the others until all have no inputs, and run the hooks.
-
-        Collective over the set; blocks.
-        """
+        """The body has ended well: act for this rank until no rank has inputs, then run the hooks. Collective; blocks."""
         if self._thrown:
             raise early_termination()
         for hook in self._built_in:
             hook.leave()
-        self._rounds.check()
+        self._contexts.check()
         if self._throws:
-            if active_ranks(self._heartbeat.beat(active=False)):
+            if _sum(self._heartbeat(active=False)):
                 self._thrown = True
                 raise InputsExhaustedError(f"Rank {self._rank} exhausted all inputs.")
-            shadowed, last = 0, self._rank
+            missed, last = 0, self._rank
         else:
-            shadowed, last = self._stand_in()
-        is_last_joiner = not shadowed
-        authority, absent = self._heartbeat.agree([self._rank if is_last_joiner else -1, int(not is_last_joiner)])
-        # Where every rank has missed something, nobody has seen all: then it is the one that joined last.
+            missed, last = self._stand_in()
+        is_last_joiner = not missed
+        mine = torch.tensor([self._rank if is_last_joiner else -1, int(not is_last_joiner)], device="cpu")
+        agreement = f"Join.{self._number}.agreement"
+        agreed = allreduce_async(mine, name=agreement, op=ReduceOp.MAX, process_set=self.process_set).result()
+        authority, absent = agreed.tolist()
+        # Where every rank has missed an iteration, the one that joined last counts.
         self.authority = authority if authority >= 0 else last
         self.absent = bool(absent)
         for each in self._hooks:
             each.post_hook(is_last_joiner)
 
     def _stand_in(self) -> tuple[int, int]:
-        """Return how many iterations this rank has missed, and who joined last."""
-        set_state = self._membership
+        """Return how many iterations this rank has missed, and the rank that joined last."""
+        set_state = self._set_state
         marks = set_state.proxies.marks()
         everything = not self._beats
         set_away(set_state, everything)
         try:
             scope = JoinScope.EVERYTHING if everything else JoinScope.PLANS
             handle = begin_join(set_state, marks, scope, f"left its Join context of {self._what}")
-            shadowed = self._shadow_heartbeats() if self._beats else 0
-            end: JoinEnd = self._wait_beside_shadows(JOIN_KEY, handle).result()
+            missed = self._run_main_hooks() if self._beats else 0
+            end: JoinEnd = self._wait_beside_proxies(JOIN_KEY, handle).result()
             end_join([set_state], [end])
         finally:
             set_away(set_state, False)
-        return max(shadowed, set_state.proxies.missed), end.last
+        return max(missed, set_state.proxies.missed), end.last
 
-    def _shadow_heartbeats(self) -> int:
-        """Run the main hooks while any rank has inputs; returns how often."""
-        shadowed = 0
-        while active_ranks(self._wait_beside_shadows(self._heartbeat.key, self._heartbeat.beat(active=False))):
+    def _run_main_hooks(self) -> int:
+        """Run the main hooks while any rank has inputs; return how often."""
+        missed = 0
+        while _sum(self._wait_beside_proxies(self._next_heartbeat, self._heartbeat(active=False))):
             for hook in self._hooks:
                 hook.main_hook()
-            shadowed += 1
-            self._warn(shadowed)
-        return shadowed
+            missed += 1
+            self._warn(missed)
+        return missed
 
-    def _wait_beside_shadows(self, key: RequestKey, handle: Handle) -> Handle:
-        """Wait for the operation `key`; what this rank stands in for meanwhile runs in the loop.
+    def _wait_beside_proxies(self, key: RequestKey, handle: Handle) -> Handle:
+        """Wait for the operation `key`, while this rank's proxies take part in planned steps, in the loop.
 
-        Raises: what has gone wrong there: the others would wait for this rank.
+        Raises the error of a proxy, as other ranks would wait for this one.
         """
-        proxies = self._membership.proxies
+        proxies = self._set_state.proxies
 
-        def worth_a_look() -> bool:
+        def has_news() -> bool:
             warn = proxies.missed > WARN_THRESHOLD and not self._warned
             return handle.done() or warn or proxies.error() is not None
 
         while not handle.done():
-            self._membership.controller.wait(key, worth_a_look, None)
+            self._set_state.controller.wait(key, has_news, None)
             self._warn(proxies.missed)
             error = proxies.error()
             if error is not None and not handle.done():
@@ -220,47 +202,47 @@ class JoinContext:
     # -- the end --------------------------------------------------------------------------------
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave together with all other ranks; `error`: what this rank leaves by. Collective over the set; blocks.
+        """Leave together with all other ranks; `error` is what this rank raises. Collective over the set; blocks.
 
-        Raises: JoinError where another rank has failed, and this one has not.
+        Raises JoinError where another rank has failed and this one has not.
         """
-        controller = self._membership.controller
+        controller = self._set_state.controller
         if error is not None and not isinstance(error, JoinError) and not self._thrown:
-            failure = JoinFailure(self._describe(error), self._membership.proxies.steps())
+            failure = JoinFailure(self._describe(error), self._set_state.proxies.steps())
             controller.report_failure(self._number, failure)
         failed = error is not None
         try:
             handle = self._start_leaving(failed=failed)
             if error is not None and not isinstance(error, (Exception, KeyboardInterrupt)):
-                # The program ends: it shall not wait for anybody.
+                # The program ends: wait for no other rank.
                 return
             end: LeaveEnd = handle.result()
             failed = end.failed
         except HorovodInternalError:
             failed = True
-            current().fabric.loop.perform(lambda: self._rounds.end(None))
+            current().fabric.loop.perform(lambda: self._contexts.end(None))
             if error is None:
                 raise
             return
         finally:
-            # Not before the lanes of what was half done are lost: the steps may still run there.
+            # Only now have all half-done steps ended.
             for hook in self._built_in:
                 if failed:
                     hook.abandon()
-                # The context knows the hook, too.
+                # Breaks the reference cycle.
                 del hook.context
         if error is None and end.error is not None:
             raise JoinError(str(end.error))
 
     def _start_leaving(self, *, failed: bool) -> Handle:
-        set_state = self._membership
+        set_state = self._set_state
         request = LeaveRequest(set_state.controller.names.counts(), set_state.proxies.spare_lanes(), failed)
         ends: list[LeaveEnd] = []
 
         def job(end: LeaveEnd) -> Job:
-            def run(plane: Backend) -> Coroutine[None]:
-                # On the lane like any other operation: lanes that were being opened are open then.
-                self._rounds.end(end)
+            def run(backend: Backend) -> Coroutine[None]:
+                # In the queue like any other operation: queues that were being opened are open then.
+                self._contexts.end(end)
                 ends.append(end)
                 yield from ()
 
@@ -277,6 +259,11 @@ class JoinContext:
         )
 
 
+def _sum(handle: Handle) -> int:
+    """Return how many ranks have inputs. Blocks until the heartbeat has ended."""
+    return int(handle.result().item())
+
+
 def early_termination() -> RuntimeError:
-    """What ranks with inputs raise where all shall end with the first one that has none."""
+    """The error of ranks with inputs where all end with the first one that has none."""
     return RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

@@ -16,22 +16,31 @@ from hvlike.training.join.joinable import Joinable, JoinConfig
 class Join:
     """Let the ranks of a process set have different numbers of inputs.
 
-        with Join([model, optimizer]):
-            for batch in batches: ...
+    A rank that has ended the body takes part in the reductions of the others until all have; then the hooks of the
+    joinables make the ranks equal. hvlike's own joinables (DistributedOptimizer, DistributedDataParallel,
+    ZeroRedundancyOptimizer) cost no message in an iteration. With one of your own, or with throw_on_early_termination,
+    the first joinable sums up one number over the ranks in each iteration.
 
-    A rank that is through with the body stands in for the others until all are; then the hooks of the joinables make
-    the ranks equal. hvlike's own joinables (DistributedOptimizer, DistributedDataParallel, ZeroRedundancyOptimizer)
-    cost no message in an iteration; where one of the user's own is among them, or with throw_on_early_termination, the
-    first joinable sums up one number over the ranks in each iteration.
-
-    joinables: at least one, the same on every rank; their hooks run in this order. enable: False makes the context do
-    nothing, for inputs that are known to be even. throw_on_early_termination: end on all ranks, with RuntimeError, as
-    soon as one has no more inputs. kwargs: handed to every `join_hook`.
     Making and entering it is local; leaving it is collective over the process set, and blocks. On a rank outside of
     the process set it does nothing. An exception in the body leaves the context on all ranks: unchanged on the rank
     that raises it, as JoinError, which names that rank, on the others.
-    Raises: ValueError without joinables and for several process sets; UsageError for joinables that are in a context
-    already; JoinError; RuntimeError, see above.
+
+    Args:
+        joinables: At least one, the same on every rank. Their hooks run in this order.
+        enable: False makes the context do nothing, for inputs that are known to be even.
+        throw_on_early_termination: End on all ranks, with RuntimeError, as soon as one has no more inputs.
+        kwargs: Passed to every `join_hook`.
+
+    Raises:
+        UsageError: (a ValueError) No joinables, several process sets, or joinables that are in a context already.
+        JoinError: Another rank has left the context by an exception.
+        RuntimeError: With throw_on_early_termination, a rank has no more inputs.
+
+    Example:
+        with Join([model, optimizer]):
+            for batch in batches:
+                train(batch)
+
     Source: torch.distributed.algorithms.join.Join.
     """
 
@@ -59,8 +68,9 @@ class Join:
 
     @property
     def authority(self) -> int:
-        """The rank of the job whose state all have taken over, after the context; the highest of those that have
-        missed no iteration. Where the context does nothing, the highest rank of the process set.
+        """The rank of the job whose state all have taken over, after the context: the highest that missed no iteration.
+
+        Where the context does nothing, the highest rank of the process set.
         """
         return self._authority if self._authority >= 0 else (self._process_set.ranks or [0])[-1]
 
@@ -113,12 +123,21 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Handle | None:
-        """Say that this rank has inputs; a Joinable calls it in each iteration before its collective operations.
+        """Tell the context that this rank has inputs, in each iteration before the collective operations of a Joinable.
 
-        Returns the handle of the sum over the ranks where this is the first joinable and one is needed, else None.
-        Collective in effect, does not block but where the context throws on early termination.
-        Raises: RuntimeError on early termination; JoinError where another rank has left the context by an exception;
-        AssertionError for a Joinable that has not called the constructor of its base.
+        Collective in effect. Blocks only where the context throws on early termination.
+
+        Args:
+            joinable: The caller.
+
+        Returns:
+            The handle of the sum over the ranks, where this is the first joinable and a sum is needed; else None.
+
+        Raises:
+            RuntimeError: On early termination.
+            JoinError: Another rank has left the context by an exception.
+            AssertionError: The Joinable has not called the constructor of its base class.
+
         Source: torch.distributed.algorithms.join.Join.notify_join_context.
         """
         if not hasattr(joinable, "_join_config"):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class JoinConfig(NamedTuple):
-    """What a Joinable has to know of the context it is in."""
+    """What a Joinable knows of the context it is in."""
 
     enable: bool
     throw_on_early_termination: bool
@@ -22,37 +22,36 @@ class JoinConfig(NamedTuple):
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
-        """Return what holds outside of a context."""
+        """Return the configuration outside of a context."""
         return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 class JoinHook:
-    """What a Joinable does in a context after this rank has run out of inputs; override what is needed.
+    """What a Joinable does in a context after this rank has run out of inputs. Override what you need.
 
     Source: torch.distributed.algorithms.join.JoinHook.
     """
 
     def main_hook(self) -> None:
-        """Do the collective operations of one training iteration in the place of this rank; called while any rank has
-        inputs left.
-        """
+        """Do the collective operations of one training iteration; called again while any rank has inputs left."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Called once, when no rank has inputs left.
 
-        is_last_joiner: this rank never had to run its main hooks; true on at least one rank, on several if they have
-        the same number of inputs.
+        Args:
+            is_last_joiner: This rank never had to run its main hooks. True on several ranks where they have the same
+                number of inputs; on none where each has missed an iteration.
         """
 
 
 class BuiltInHook(JoinHook):
-    """The hook of what hvlike itself brings: it communicates by plans, which a rank stands in for without a message.
+    """The hook of hvlike's own joinables. Their reductions are planned, so proxies take part without a message.
 
-    Its main hook has nothing to do.
+    The main hook has nothing to do.
     """
 
-    rides = True
-    """Needs no heartbeat: what it does in an iteration is planned."""
+    needs_heartbeat = False
+    """Some operation of an iteration is not planned."""
 
     context: JoinContext
     """Set before `begin`."""
@@ -61,17 +60,19 @@ class BuiltInHook(JoinHook):
         """The body begins. Local."""
 
     def leave(self) -> None:
-        """The body has ended well. Local. Raises: UsageError where a step is half done."""
+        """The body has ended well. Local. Raises UsageError where a step is half done."""
 
     def abandon(self) -> None:
         """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
 
 
 class Joinable(ABC):
-    """Base of what can take part in a Join context.
+    """Base class of what can take part in a Join context.
 
     A subclass calls the constructor of this class, and `Join.notify_join_context(self)` once in each iteration before
-    its own collective operations. Source: torch.distributed.algorithms.join.Joinable.
+    its own collective operations.
+
+    Source: torch.distributed.algorithms.join.Joinable.
     """
 
     _join_config: JoinConfig
@@ -85,7 +86,14 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook for one context. kwargs: those of the context, the same for all its joinables."""
+        """Return a hook for one context.
+
+        Args:
+            kwargs: The keywords of the Join, the same for all its joinables.
+
+        Returns:
+            The hook.
+        """
 
     @property
     @abstractmethod

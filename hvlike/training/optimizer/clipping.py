@@ -19,17 +19,33 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Reduce the gradients of a DistributedOptimizer and clip their total norm; a plain optimizer.step() follows.
 
-    Also for a ZeroRedundancyOptimizer with reduce_gradients=True, where each rank holds some of the gradients.
-    max_norm, norm_type, error_if_nonfinite, foreach: as in torch. The norm is taken over all parameters of the
-    optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
+    Also for a ZeroRedundancyOptimizer with reduce_gradients=True, where each rank holds some of the gradients. The norm
+    is taken over all parameters of the optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
     Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
-    Returns the total norm before clipping, a 0-dim tensor, the same on every rank of the set. With op=Adasum the
-    gradients are this rank's, and so is the norm.
-    Raises: UsageError for an optimizer that is not distributed; RuntimeError, on every rank, for a norm that is not
-    finite if error_if_nonfinite; otherwise as DistributedOptimizer.synchronize.
+
+    Args:
+        optimizer: A DistributedOptimizer, or a ZeroRedundancyOptimizer with reduce_gradients=True.
+        max_norm: Gradients are scaled so that their norm is at most this.
+        norm_type: Order of the norm, inf for the largest element.
+        error_if_nonfinite: Raise RuntimeError where the norm is infinite or not a number.
+        foreach: As in torch; a ZeroRedundancyOptimizer does not use it.
+
+    Returns:
+        The total norm before clipping, a 0-dim tensor, the same on every rank of the set. With op=Adasum the gradients
+        are this rank's, and so is the norm.
+
+    Raises:
+        UsageError: The optimizer is not distributed.
+        RuntimeError: On every rank: the norm is not finite, with error_if_nonfinite.
+
+    Example:
+        loss.backward()
+        hvd.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
     Source: torch.nn.utils.clip_grad_norm_.
     """
-    # Only programs that use it shall load it.
+    # Loaded only here: few programs use it.
     from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):

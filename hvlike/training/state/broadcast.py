@@ -31,11 +31,14 @@ _MOST = 3
 def check_same(
     what: str, mine: Mapping[str, Any], root_rank: int, process_set: ProcessSet | None, error: type[MismatchError]
 ) -> None:
-    """Check that `mine`, descriptions by name, is the same on all ranks.
+    """Check that `mine`, descriptions by name, is the same on all ranks. Collective over the process set; blocks.
 
-    what: for the error, "broadcast_parameters", say. root_rank: global rank the others are compared with.
-    Collective over the process set; blocks.
-    Raises: `error` on every rank, naming the ranks, the names and both descriptions.
+    Args:
+        what: For the error, "broadcast_parameters", say.
+        mine: What this rank has.
+        root_rank: Rank of the job that the others are compared with.
+        process_set: The ranks; None for all.
+        error: Class of the error that every rank raises; it names the ranks, the names and both descriptions.
     """
     root: Mapping[str, Any] = broadcast_object(dict(mine), root_rank, process_set=process_set)
     differences = find_differences(root, mine)
@@ -50,7 +53,7 @@ def check_same(
 
 
 def find_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Return a few texts that name what differs; none if all is the same. Pure function."""
+    """Return a few texts that name what differs; none if all is the same."""
     missing = [f"{name!r} is missing" for name in expected if name not in got]
     extra = [f"{name!r} exists only here" for name in got if name not in expected]
     changed = [
@@ -68,11 +71,21 @@ Parameters: TypeAlias = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[st
 def broadcast_parameters(params: Parameters, root_rank: int, process_set: ProcessSet | None = None) -> None:
     """Copy the root's tensors into those of all ranks, in place.
 
-    params: a state dict, or an iterable (list, generator) of tensors or of pairs (name, tensor). Any dtype, also
-    non-contiguous ones and parameters that require a gradient. root_rank: global rank of the root.
     Collective: every rank of the set calls it. Blocks until done.
-    Raises: UsageError for values that are no tensors; ShapeMismatchError, on every rank, where names, shapes or dtypes
-    differ between ranks; nothing has been changed then.
+
+    Args:
+        params: A state dict, or an iterable (list, generator) of tensors or of pairs (name, tensor). Any shape and
+            dtype, also non-contiguous tensors and parameters that require a gradient.
+        root_rank: Rank of the root in the job.
+        process_set: The ranks that get the tensors. Default: all.
+
+    Raises:
+        UsageError: A value is no tensor.
+        ShapeMismatchError: On every rank: names, shapes or dtypes differ between ranks. Nothing has been changed then.
+
+    Example:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
     Source: horovod.torch.broadcast_parameters.
     """
     tensors = named_tensors(params)
@@ -86,12 +99,21 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give the optimizer of every rank the root's state and options; parameters are not touched.
 
-    optimizer: any torch optimizer, wrapped or not; its state may be empty or different on other ranks, the root's
-    takes its place. root_rank: global rank of the root. model: accepted for Horovod's sake, not needed.
     Tensors travel as tensors, everything else pickled. The root's optimizer is not changed. Of what a compressor
-    remembers, every rank gets what is to be equal on all, and keeps the errors of its own gradients.
+    remembers, every rank gets what must be equal on all, and keeps the errors of its own gradients.
     Collective: every rank of the set calls it. Blocks until done.
-    Raises: MismatchError, on every rank, where classes differ, or parameter groups in their parameters.
+
+    Args:
+        optimizer: Any torch optimizer, wrapped or not. Its state may be empty or different on other ranks; the root's
+            replaces it.
+        root_rank: Rank of the root in the job.
+        model: Accepted for Horovod's sake, without effect.
+        process_set: The ranks that get the state. Default: all.
+
+    Raises:
+        UsageError: optimizer is no torch.optim.Optimizer.
+        MismatchError: On every rank: classes of optimizers or parameters of groups differ between ranks.
+
     Source: horovod.torch.broadcast_optimizer_state.
     """
     distributed: DelegatingOptimizer | None = None
@@ -132,10 +154,7 @@ def broadcast_optimizer_state(
 
 
 def named_tensors(params: object) -> dict[str, Tensor]:
-    """Return the tensors by name; those without one are named by their place.
-
-    Raises: UsageError for anything that is not what broadcast_parameters accepts.
-    """
+    """Return the tensors by name or place. Raises UsageError for what broadcast_parameters does not accept."""
     if isinstance(params, nn.Module):
         raise UsageError("broadcast_parameters expects tensors, got a module. Pass model.state_dict().")
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -171,14 +190,14 @@ def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, 
 
 
 def _empty(form: TensorForm, device: torch.device) -> Tensor:
-    """Return memory for a tensor of the root: on the host if it was there, else where this rank's parameters are."""
+    """Return memory for a tensor of the root: on the host if it lies there, else where this rank's parameters are."""
     return torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.device_type == "cpu" else device)
 
 
 def _adopt(optimizer: Optimizer, state: Mapping[Any, Any], options: list[dict[str, Any]]) -> None:
-    """Put the root's state and options in the place of this rank's.
+    """Replace this rank's state and options by the root's.
 
-    Not by load_state_dict: it casts state to the parameters' dtypes, which would differ from what the root has.
+    Without load_state_dict, which would cast state to the dtypes of the parameters.
     """
     optimizer.state.clear()
     optimizer.state.update(state)
