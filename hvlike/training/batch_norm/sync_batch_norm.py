@@ -153,7 +153,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 _names: WeakKeyDictionary[nn.Module, tuple[AutomaticNames, str]] = WeakKeyDictionary()
-"""The name that ranks match a layer by, and the counter it came from. Not kept in the layer, whose copies need others."""
+"""The name that ranks match a layer by, and the counter it came from. Not kept in the layer: a copy needs another."""
 
 
 def _name_of(layer: nn.Module, set_state: ProcessSetState) -> str:

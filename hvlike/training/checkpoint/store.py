@@ -146,17 +146,14 @@ logger = logging.getLogger("hvlike")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What load() has loaded.
-
-    Args:
-        step: The step after which it was saved.
-        path: Its file, on rank 0.
-        values: The plain values that were saved with it, by name.
-    """
+    """What load() has loaded."""
 
     step: int
+    """The step after which it was saved."""
     path: str
+    """Its file, on rank 0."""
     values: dict[str, Any]
+    """The plain values that were saved with it, by name."""
 
 
 def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: Any) -> str:

@@ -22,11 +22,23 @@ from hvlike.training.ddp.hooked_reducer import GradBucket
 
 
 class PowerSGDState:
-    """The state of `powerSGD_hook`: its options, and what it remembers from step to step.
+    """The state of `powerSGD_hook` for one module: its options, and what it remembers from step to step.
 
-    For one module. Accepted for torch's sake, without effect: process_group, as the ranks are those of the module;
-    batch_tensors_with_same_shape, as all matrices of a bucket travel together whatever their shapes;
-    compression_stats_logging_frequency: compression_stats() says it at any time.
+    Args:
+        process_group: Accepted for torch's sake, without effect: the ranks are those of the module.
+        matrix_approximation_rank: Rank of the approximations; more is exacter and slower.
+        start_powerSGD_iter: How many steps are reduced in full before compression begins.
+        min_compression_rate: A gradient is compressed only where that saves at least this factor.
+        use_error_feedback: Add what compression has left out of a step to the next gradients.
+        warm_start: Start each step from the approximation of the one before.
+        orthogonalization_epsilon: Added to lengths of vectors before they are divided by.
+        random_seed: Seed of the first approximation, the same on every rank.
+        compression_stats_logging_frequency: Accepted without effect: compression_stats() tells it at any time.
+        batch_tensors_with_same_shape: Accepted without effect: all matrices of a bucket travel together.
+
+    Raises:
+        UsageError: A value is wrong.
+
     Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
     """
 
@@ -43,7 +55,6 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        """Options as those of hvlike.Compression.PowerSGD. Raises: UsageError for wrong values."""
         self.process_group = process_group
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
@@ -58,31 +69,63 @@ class PowerSGDState:
         )
 
     def compression_stats(self) -> CompressionStats:
-        """Return what was saved so far on this rank, in bytes; torch counts elements. Local."""
+        """Return how much was saved so far on this rank, in bytes; torch counts elements. Local."""
         return self.compressor.compression_stats()
 
 
 def allreduce_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks: what is done without a hook.
+    """Average over the ranks, as without a hook. Collective; blocks.
 
-    process_set: the state; None for all ranks. Collective; blocks.
+    Args:
+        process_set: The state of the hook: the ranks; None for all.
+        bucket: The gradients.
+
+    Returns:
+        A future of the averages, shape (N).
+
     Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
     """
     return _average(process_set, bucket, Compression.none)
 
 
 def fp16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as float16. As `allreduce_hook` otherwise."""
+    """Average over the ranks; gradients travel as float16. Collective; blocks.
+
+    Args:
+        process_set: The state of the hook: the ranks; None for all.
+        bucket: The gradients.
+
+    Returns:
+        A future of the averages, shape (N).
+    """
     return _average(process_set, bucket, Compression.fp16)
 
 
 def bf16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as bfloat16. As `allreduce_hook` otherwise."""
+    """Average over the ranks; gradients travel as bfloat16. Collective; blocks.
+
+    Args:
+        process_set: The state of the hook: the ranks; None for all.
+        bucket: The gradients.
+
+    Returns:
+        A future of the averages, shape (N).
+    """
     return _average(process_set, bucket, Compression.bf16)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as low-rank approximations. Only to be registered.
+    """Average over the ranks; gradients travel as low-rank approximations. You can only register it.
+
+    Args:
+        state: The PowerSGDState.
+        bucket: The gradients.
+
+    Returns:
+        Nothing: a call raises UsageError.
+
+    Raises:
+        UsageError: Always.
 
     Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
     """
@@ -90,9 +133,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def compression_of(state: Any, hook: object) -> CompressorLike | None:
-    """Return what a hook of this file, or torch's of the same name, is to the planned reduction; None for others.
+    """Return the compression that a hook of this file, or torch's of the same name, stands for; None for others.
 
-    Raises: UsageError for powerSGD_hook without its state, and for one of torch's hooks that needs what is not there.
+    Raises UsageError for powerSGD_hook without its state, and for a hook of torch's that needs torch.distributed.
     """
     state, hook = ours_for(state, hook)
     if hook is powerSGD_hook:
@@ -104,10 +147,10 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
 
 
 def ours_for(state: Any, hook: object) -> tuple[Any, object]:
-    """Return the hook of this file that does what a hook of torch does, and its state; others as they are.
+    """Replace a hook of torch's and its state by the hook of this file that does the same; return others as they are.
 
-    Torch's reduce over a process group of torch.distributed: with one as their state they are left as they are.
-    Raises: UsageError where there is no such group.
+    Torch's hooks reduce over a process group of torch.distributed: with one as their state they stay as they are.
+    Raises UsageError where there is no such group.
     """
     place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
     if not place.startswith(_OF_TORCH):
@@ -126,7 +169,7 @@ def ours_for(state: Any, hook: object) -> tuple[Any, object]:
 
 
 def _power_sgd_state(state: Any) -> PowerSGDState:
-    """The options of a state of torch's; what it remembers is empty before the first step."""
+    """Return a state with the options of a state of torch's, which remembers nothing before the first step."""
     names = (
         "matrix_approximation_rank",
         "start_powerSGD_iter",
@@ -135,7 +178,7 @@ def _power_sgd_state(state: Any) -> PowerSGDState:
         "warm_start",
         "orthogonalization_epsilon",
     )
-    # The first word of a generator's state is what it was seeded with.
+    # The first word of a generator's state is its seed.
     seed = int(state.rng.get_state()[1][0])
     return PowerSGDState(random_seed=seed, **{name: getattr(state, name) for name in names})
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# torch's own optimizers use it, too: torch.compile does not trace such methods.
 from torch._compile import _disable_dynamo as untraced
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
@@ -28,14 +30,11 @@ from hvlike.training.ddp.comm_hooks import compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook
 from hvlike.training.ddp.module_gradients import DataParallelJoinHook, ModuleGradients
-from hvlike.training.ddp.module_sync import BufferSync, give, verify_and_broadcast
+from hvlike.training.ddp.module_sync import BufferSync, broadcast_module, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction
 from hvlike.training.join.join import Join
 from hvlike.training.join.joinable import Joinable, JoinConfig
 from hvlike.training.usage_errors import warn_user
-
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
-
 
 OWNER = "DistributedDataParallel"
 
@@ -43,24 +42,41 @@ OWNER = "DistributedDataParallel"
 class DistributedDataParallel(nn.Module, Joinable):
     """A module that is trained on the data of all ranks: `.grad` holds averages when backward() returns.
 
-    module: the same on every rank; kept as `.module`. device_ids, output_device: one GPU, or None. dim: accepted for
-    torch's sake. broadcast_buffers: False leaves buffers to each rank, at the start too; forward_sync_buffers: the same
-    without the start. init_sync: compare the ranks' modules and start from rank 0's. process_set (or process_group):
-    the ranks, None for all. bucket_cap_mb: MiB that are reduced together; None: HVLIKE_BUCKET_BYTES, or hvlike's
-    choice. find_unused_parameters: parameters may be left out; what no rank has used keeps its `.grad`.
-    gradient_as_bucket_view: gradients are reduced where they are, so there is no copy to save: makes no difference.
-    static_graph: parameters are used alike in every iteration, which lets reentrant checkpoints share some.
-    torch_only: arguments of torch's that are not there, as long as they are None or False.
-
     A backward pass that comes through an output of a forward outside of no_sync() reduces, once, at its end; others
-    add up on this rank. Reduction starts beside backward where cores are spare. At the start of a forward that follows
-    a synchronised one, buffers become those of the first rank. Parameters added later are not reduced; those whose
-    requires_grad changes are followed, on all ranks alike.
+    only add up gradients on this rank. Reduction starts beside backward where cores are spare. At the start of a
+    forward that follows a synchronised one, buffers become those of the first rank. Parameters added later are not
+    reduced; changes of requires_grad take effect, alike on all ranks.
 
     Collective: every rank of the set makes it, and calls it as often. Blocks.
-    Raises: UsageError for wrong arguments, DataParallelError (a RuntimeError) for a module that cannot be trained so;
-    MismatchError, on every rank, where the modules differ. Forward: DataParallelError for parameters that the iteration
-    before has not reached.
+
+    Args:
+        module: The same on every rank; kept as `.module`.
+        device_ids: One GPU that inputs are moved to. Default: inputs are used where they are.
+        output_device: The same GPU, for torch's sake.
+        dim: Accepted for torch's sake, without effect.
+        broadcast_buffers: False leaves buffers to each rank, also at the start.
+        init_sync: Compare the ranks' modules and start from rank 0's.
+        process_group: Torch's name of process_set.
+        bucket_cap_mb: MiB that are reduced together. Default: HVLIKE_BUCKET_BYTES, or hvlike's choice.
+        find_unused_parameters: An iteration may leave out parameters. One that no rank has used keeps its `.grad`.
+        check_reduction: Accepted for torch's sake, with a warning.
+        gradient_as_bucket_view: Without effect: gradients are reduced where they are, so there is no copy to save.
+        static_graph: Every iteration uses the parameters alike, so that reentrant checkpoints may share some.
+        forward_sync_buffers: False leaves buffers to each rank, but for the start.
+        process_set: The ranks. Default: all.
+        torch_only: Arguments of torch's that hvlike does not have, as long as they are None or False.
+
+    Raises:
+        UsageError: An argument is wrong.
+        DataParallelError: (a RuntimeError) The module cannot be trained so. From forward: the iteration before has left
+            out parameters.
+        MismatchError: On every rank: the modules differ.
+
+    Example:
+        model = hvlike.nn.DistributedDataParallel(model)
+        loss_function(model(inputs), labels).backward()
+        optimizer.step()
+
     Source: torch.nn.parallel.DistributedDataParallel.
     """
 
@@ -140,12 +156,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.forward_sync_buffers = value
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective over the process set, and blocks, where buffers are synchronised."""
+        """Run the module. Collective over the process set, and blocks, where buffers are synchronised.
+
+        Args:
+            inputs: Passed to the module.
+            kwargs: Passed to the module.
+
+        Returns:
+            What the module returns.
+        """
         inputs, kwargs = self._before_forward(inputs, kwargs)
         return self._after_forward(self.module(*inputs, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the module and the arguments; a reduction under way is not among them."""
+        """Return the module and the arguments; a reduction under way is not copied or pickled."""
         state = self.__dict__.copy()
         state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
         gradients = self._gradients
@@ -172,7 +196,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Let backward passes through forwards that are made inside only add up gradients on this rank. Local.
 
-        The next synchronised pass reduces the sums. Source: torch DistributedDataParallel.no_sync.
+        The next synchronised pass reduces the sums.
+
+        Source: torch DistributedDataParallel.no_sync.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -183,11 +209,19 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let gradients be reduced in another way; once, by every rank of the set. Local.
 
-        hook: `hook(state, bucket)` gets a GradBucket of this rank's own gradients, and returns what takes their place:
-        a tensor of as many elements, or a torch Future or hvlike Handle of one. Called in backward's thread for every
-        bucket at the end of a pass, before the first result is waited for. Those of hvlike.nn (allreduce_hook,
-        fp16_compress_hook, bf16_compress_hook, powerSGD_hook) become settings of the planned reduction instead.
-        Raises: UsageError for what cannot be called, DataParallelError for a second hook.
+        The hooks of hvlike.nn (allreduce_hook, fp16_compress_hook, bf16_compress_hook, powerSGD_hook) become settings
+        of the planned reduction and are not called.
+
+        Args:
+            state: First argument of the hook.
+            hook: `hook(state, bucket)` gets a GradBucket of this rank's own gradients and returns what replaces them:
+                a tensor of as many elements, or a torch Future or hvlike Handle of one. Called in backward's thread
+                for every bucket at the end of a pass, before the first result is waited for.
+
+        Raises:
+            UsageError: The hook cannot be called.
+            DataParallelError: A hook was registered before.
+
         Source: torch DistributedDataParallel.register_comm_hook.
         """
         if not callable(hook):
@@ -199,9 +233,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_hook = True
 
     def _set_static_graph(self) -> None:
-        """Say after construction what static_graph=True says in it; every rank, before the first forward. Local.
+        """Do what static_graph=True does in the constructor; every rank, before the first forward. Local.
 
-        Raises: DataParallelError later than that. Source: torch DistributedDataParallel._set_static_graph.
+        Raises:
+            DataParallelError: A forward was made before.
+
+        Source: torch DistributedDataParallel._set_static_graph.
         """
         if self.static_graph:
             warn_user("You've set static_graph to be True, no need to set it again.", UserWarning)
@@ -222,8 +259,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     def reduce_through(self, output: Any) -> None:
         """Let backward passes that come through these tensors reduce, as if forward had returned them. Local.
 
-        output: tensors in nested lists, tuples, dicts and dataclasses. For losses that are computed inside of forward
-        and differentiated there, too; the first such pass reduces without this. Inside no_sync() it does nothing.
+        For losses that are computed and differentiated inside of forward; the first such pass reduces without this.
+        Inside no_sync() it does nothing.
+
+        Args:
+            output: Tensors in nested lists, tuples, dicts and dataclasses.
         """
         if self.require_backward_grad_sync:
             self._gradients.after_forward(output)
@@ -236,7 +276,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may have different numbers of inputs; see hvlike.join.Join.
 
-        divide_by_initial_world_size: gradients of ranks without inputs count as zeros in averages, else not at all.
+        Args:
+            divide_by_initial_world_size: Gradients of ranks without inputs count as zeros in averages, else not at all.
+            enable: As for Join.
+            throw_on_early_termination: As for Join.
+
+        Returns:
+            The context.
+
         Source: torch DistributedDataParallel.join.
         """
         return Join(
@@ -244,7 +291,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> DataParallelJoinHook:
-        """Return what a Join context needs; of its keywords divide_by_initial_world_size counts. See Joinable."""
+        """Return the hook for one Join context.
+
+        Args:
+            kwargs: divide_by_initial_world_size, as for join(); others are ignored.
+
+        Returns:
+            The hook.
+        """
         divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return DataParallelJoinHook(
             self._gradients, self._take_over, self._reduces_now, divide_by_active=divide_by_active
@@ -263,15 +317,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _take_over(self, root_rank: int) -> None:
         """Give all ranks the module of one, after a Join context. Collective over the process set; blocks."""
         buffers = dict(self._named_buffers()) if self.forward_sync_buffers else {}
-        give(self._parameters_to_train(), buffers, root_rank, self._gradients.reduction.process_set)
+        broadcast_module(self._parameters_to_train(), buffers, root_rank, self._gradients.reduction.process_set)
         # Ranks that have left early do not know what the last forward was.
         self.require_forward_param_sync = True
 
     def _reduces_now(self, wanted: bool) -> bool:
-        """Say in a Join context, and hear from the others, whether this iteration's backward pass reduces.
-
-        Collective over the process set; blocks.
-        """
+        """Return whether this iteration's backward pass reduces on any rank of a Join context. Collective; blocks."""
         flag = torch.tensor(int(wanted), device="cpu")
         where = self._gradients.reduction.process_set
         return bool(allreduce(flag, op=ReduceOp.MAX, name=f"{self._gradients.name}.reduces", process_set=where))
@@ -316,6 +367,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._buffer_sync
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are not to be ignored; the module may have replaced some."""
+        """The buffers of now that are not ignored; the module may have replaced some."""
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if name not in self.parameters_to_ignore)

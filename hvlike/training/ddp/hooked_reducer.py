@@ -25,11 +25,16 @@ from hvlike.transport.memory.dtypes import dtype_name
 class GradBucket:
     """Gradients that are reduced together, in the order in which backward usually finishes them.
 
+    Args:
+        index: Its place among the buckets of the module.
+        parameters: The parameters.
+        gradients: Their gradients: dense ones of one dtype, or a single sparse one.
+        last: It is the last one of the backward pass.
+
     Source: torch.distributed.GradBucket.
     """
 
     def __init__(self, index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
-        """gradients: dense ones of one dtype, or a single sparse one."""
         self._index = index
         self._parameters = list(parameters)
         self._shapes = [gradient.shape for gradient in gradients]
@@ -42,11 +47,15 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """All its gradients: (N), a copy of this rank's own; or the sparse one, as it is."""
+        """All its gradients as one tensor of shape (N), a copy of this rank's own; or the sparse one, as it is."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put another tensor, of as many elements, in the place of the buffer."""
+        """Replace the buffer.
+
+        Args:
+            tensor: Shape (N).
+        """
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
@@ -71,12 +80,12 @@ def split(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def hook_result(returned: Any) -> Any:
-    """The value of a Future, a Handle or a list of one, or what was returned itself. Blocks. Raises: what they do."""
+    """Return the value of a Future, a Handle or a list of one, or what the hook has returned itself. Blocks."""
     value = returned
     if isinstance(returned, Handle):
         value = returned.result()
     elif isinstance(returned, torch._C.Future):
-        # The class of those that `then` makes, too.
+        # `then` makes futures of this base class.
         value = _wait_for(returned)
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
@@ -84,7 +93,7 @@ def hook_result(returned: Any) -> Any:
 
 
 def _wait_for(future: torch._C.Future[Any]) -> Any:
-    """Return the value of a future; this rank takes part in communication meanwhile. Raises: its error."""
+    """Return the value of a future or raise its error; this rank's loop runs meanwhile."""
     loop = current().fabric.loop
     if not future.done():
         future.add_done_callback(lambda _: loop.post(_nothing))
@@ -127,16 +136,15 @@ class HookedReducer:
         self._limit = bucket_bytes or DEFAULT_BUCKET_BYTES
 
     def mark_ready(self, index: int, tensor: Tensor) -> None:
-        """Nothing begins before the end."""
+        """Do nothing: all hooks are called at the end."""
 
     def close(self) -> None:
-        """Nothing was agreed."""
+        """Do nothing: nothing was agreed."""
 
     def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Reduce the gradients as the hook does, and what comes after them as averages. What the hook does may block.
+        """Reduce the gradients by the hook, and tensors after them as averages; return sparse results by index.
 
-        Returns sparse gradients, which are not written in place, by index.
-        Raises: what the hook raises; UsageError for what it may not return.
+        Raises what the hook raises, and UsageError for a result that it may not return.
         """
         count = len(self._parameters)
         gradients = [tensor.detach() for tensor in tensors[:count]]
@@ -157,7 +165,7 @@ class HookedReducer:
 
     def _buckets(self, gradients: Sequence[Tensor]) -> list[tuple[list[int], GradBucket]]:
         order = range(len(gradients) - 1, -1, -1)
-        # A kind of its own for each sparse one: it shares no bucket.
+        # Each sparse gradient is a kind of its own: it shares no bucket.
         kinds = [f"sparse {i}" if each.is_sparse else dtype_name(each.dtype) for i, each in enumerate(gradients)]
         sizes = [parameter.nbytes for parameter in self._parameters]
         filled = fill_buckets([[index] for index in order], sizes, kinds, self._limit)
@@ -175,7 +183,7 @@ class HookedReducer:
         ]
 
     def _result(self, pending: Any, bucket: GradBucket) -> Tensor:
-        """Wait for what the hook has returned, and look at it."""
+        """Wait for what the hook has returned, and check it."""
         value = hook_result(pending)
         if not isinstance(value, Tensor) or value.numel() != bucket.buffer().numel():
             got = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__

@@ -102,11 +102,7 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync().
-
-        Returns:
-            The state dict.
-        """
+        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync()."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

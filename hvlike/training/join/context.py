@@ -34,7 +34,6 @@ from hvlike.training.join.joinable import BuiltInHook, JoinHook
 from hvlike.training.usage_errors import warn_user
 from hvlike.transport.loop.coroutine import Coroutine
 
-
 WARN_THRESHOLD = 1000
 """Iterations that a rank may miss without a warning."""
 
@@ -120,7 +119,7 @@ class JoinContext:
     # -- after the body -------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The body has ended well: act for this rank until no rank has inputs, then run the hooks. Collective; blocks."""
+        """Take part in iterations of other ranks until none has inputs, then run the hooks. Collective; blocks."""
         if self._thrown:
             raise early_termination()
         for hook in self._built_in:

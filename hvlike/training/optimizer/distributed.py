@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+# torch's own optimizers use it, too: torch.compile does not trace such methods.
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
@@ -26,8 +28,6 @@ from hvlike.training.join.join import Join
 from hvlike.training.join.joinable import Joinable
 from hvlike.training.optimizer.join_hook import OptimizerJoinHook
 from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
-
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 
 
 class DistributedOptimizer(DelegatingOptimizer, Joinable):
@@ -222,9 +222,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
 
-        Returns:
-            A context manager.
-
         Raises:
             UsageError: On entering it between backward and step.
 
@@ -295,9 +292,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         Other optimizers ignore the key. It holds the errors of this rank alone: for an exact continuation every rank
         saves its own state dict, or one holds them all (hvlike.gather_optimizer_state).
 
-        Returns:
-            The state dict.
-
         Source: torch.optim.Optimizer.state_dict.
         """
         state = self._wrapped.state_dict()
@@ -326,7 +320,14 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._wrapped.load_state_dict(state_dict)
 
     def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers that must be equal on all ranks; None: nothing. See DelegatingOptimizer."""
+        """Return what a compressor remembers that must be equal on all ranks; ranks agree on it anew. Local.
+
+        Args:
+            call: The name of the function that asks, for errors.
+
+        Returns:
+            The state of the compressor; None where there is none.
+        """
         memory = self._gradients.reduction.memory
         if memory is None:
             return None
@@ -334,7 +335,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         return memory.shared_state()
 
     def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take over another rank's `shared_memory`, with a compressor of the same kind. Local."""
+        """Take over another rank's `shared_memory`, with a compressor of the same kind. Local.
+
+        Args:
+            state: What it has returned there.
+        """
         memory = self._gradients.reduction.memory
         if memory is not None:
             memory.load_shared(state)

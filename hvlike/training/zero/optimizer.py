@@ -9,6 +9,8 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+
+# torch's own optimizers use it, too: torch.compile does not trace such methods.
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
@@ -42,33 +44,42 @@ from hvlike.training.zero.steps import Steps, StepShare
 from hvlike.training.zero.uneven_inputs import ZeroJoinHook
 from hvlike.transport.memory.dtypes import dtype_name
 
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
-
-
 _log = logging.getLogger("hvlike")
 
 
 class ZeroRedundancyOptimizer(ShardedState, Joinable):
     """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
 
-    The parameters are dealt to the ranks by size, whole tensors, the same on every rank. In step() each rank updates
-    those it owns, in a plain optimizer of its own (`optim`), and all ranks get the updated parameters. `param_groups`
-    has the groups of all parameters; options that are changed there (by a learning rate scheduler, say) reach `optim`
-    with the next step, and what `optim` changes reaches `param_groups`. `state` holds this rank's share.
-
-    params: an iterable of tensors, all dense, of one dtype, or of dicts, which become parameter groups.
-    optimizer_class: class of the plain optimizer; `defaults` are its keywords. process_set: ranks to share among, None
-    for all (process_group: torch's name for it). parameters_as_bucket_view: the parameters of each owner become views
-    of one flat tensor, which travels as it is. overlap_with_ddp: the update is done by a communication hook of
-    DistributedDataParallel (hvlike.optim.hook_with_zero_step), step() does nothing.
-    reduce_gradients: False: gradients are the same on all ranks when step() is called, as DistributedDataParallel
-    leaves them; where they are not, the first step logs a warning. True: they are this rank's own; step() averages them
-    over the ranks, each on the rank that owns its parameter, and drops the others (p.grad is None afterwards).
-    Parameters without a gradient count as zeros then.
+    Whole tensors are assigned to ranks by size, the same on every rank. In step() each rank updates those it owns, in a
+    plain optimizer of its own (`optim`), and all ranks get the updated parameters. `param_groups` has the groups of all
+    parameters; options that are changed there (by a learning rate scheduler, say) reach `optim` with the next step, and
+    what `optim` changes reaches `param_groups`. `state` holds this rank's share.
 
     Collective over the set, also for a rank without data; blocks.
-    Raises: TypeError, UsageError (a ValueError) for wrong parameters; MismatchError, on every rank, where the ranks
-    have different parameters or settings; NotInitializedError.
+
+    Args:
+        params: An iterable of tensors, all dense, of one dtype, or of dicts, which become parameter groups.
+        optimizer_class: Class of the plain optimizer.
+        process_set: The ranks to share among. Default: all.
+        parameters_as_bucket_view: Make the parameters of each owner views of one flat tensor, which travels as it is.
+        overlap_with_ddp: A communication hook of DistributedDataParallel makes the update
+            (hvlike.optim.hook_with_zero_step), and step() does nothing.
+        reduce_gradients: False: gradients are the same on all ranks when step() is called, as DistributedDataParallel
+            leaves them; where they are not, the first step logs a warning. True: they are this rank's own, and step()
+            averages each over the ranks, on the rank that owns its parameter. Missing ones count as zeros, and p.grad
+            is None afterwards on other ranks.
+        process_group: Torch's name of process_set.
+        defaults: Keywords of optimizer_class.
+
+    Raises:
+        TypeError: params has no parameters.
+        UsageError: (a ValueError) An argument is wrong.
+        MismatchError: On every rank: ranks have different parameters or settings.
+        NotInitializedError: init() has not been called.
+
+    Example:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3, reduce_gradients=True)
+
     Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al. 2020, ZeRO (stages 1 and 2).
     """
 
@@ -106,8 +117,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.reduces_gradients = reduce_gradients
         self.overlaps_with_ddp = overlap_with_ddp
-        self._shares = Partition(self._groups, self.world_size)
-        self.optim: Optimizer = optimizer_class(self._shares.groups_of(self.rank), **defaults)
+        self._partition = Partition(self._groups, self.world_size)
+        self.optim: Optimizer = optimizer_class(self._partition.groups_of(self.rank), **defaults)
         """The plain optimizer of this rank's share."""
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
@@ -119,9 +130,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._scaled = False
         """A GradScaler has read the reduced gradients of this step."""
         self._compared = self.reduces_gradients or self.world_size == 1
-        """Whether the gradients are the same on all ranks has been seen, or does not matter."""
-        self._sign: Tensor | None = None
-        """The gradient that tells it whether any rank has found an infinity."""
+        """Gradients were compared between ranks, or need not be equal."""
+        self._infinity_flag: Tensor | None = None
+        """The gradient in which a GradScaler finds an infinity if any rank has one."""
         self._prepare()
         self.initialized = True
 
@@ -129,11 +140,19 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's share of the parameters and get the others'.
+        """Update this rank's share of the parameters and get the others'. Collective over the process set; blocks.
 
-        closure: evaluates the model and leaves gradients; passed on. kwargs: passed on to the plain optimizer.
-        Collective over the process set; blocks. Returns what the plain optimizer returns.
-        Raises: UsageError for gradients that arrived after they were reduced; PeerLeftError, MismatchError.
+        Args:
+            closure: Evaluates the model and leaves gradients; passed on to the plain optimizer.
+            kwargs: Passed on to the plain optimizer.
+
+        Returns:
+            What the plain optimizer returns.
+
+        Raises:
+            UsageError: Gradients have arrived after they were reduced.
+            PeerLeftError: Another rank has ended.
+
         Source: torch.distributed.optim.ZeroRedundancyOptimizer.step.
         """
         if self.overlaps_with_ddp:
@@ -141,11 +160,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             return None
         Join.notify_join_context(self)
         if closure is None:
-            # A rank that is absent from a Join context could not be asked.
+            # In a Join context a rank may be absent and could not compare.
             if not self._compared and not self._join_config.enable:
                 self._compared = True
-                gradients = [each.grad for each in self._shares.parameters]
-                warn_if_gradients_differ(self._lane.name, gradients, self.process_set, warns=self.rank == 0)
+                gradients = [each.grad for each in self._partition.parameters]
+                warn_if_gradients_differ(self._queue.name, gradients, self.process_set, warns=self.rank == 0)
             self._reduce()
         elif self.reduces_gradients:
             closure = after(closure, self._after_closure)
@@ -154,7 +173,15 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         return result
 
     def step_share(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-        """Update this rank's share alone. Local."""
+        """Update this rank's share alone. Local.
+
+        Args:
+            closure: As of step().
+            arguments: Keywords of the plain optimizer's step().
+
+        Returns:
+            What the plain optimizer returns.
+        """
         copy_options(self._groups, self.optim.param_groups)
         with self._changes.change():
             self._version += 1
@@ -168,7 +195,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     def share(self, arguments: dict[str, Any]) -> None:
         """Give all ranks the updated parameters. Collective; blocks.
 
-        arguments: the keywords of the step, for ranks that are out of data and update their share now.
+        Args:
+            arguments: The keywords of the step, for ranks that are out of data and update their share now.
         """
         self._step += 1
         if self.world_size == 1:
@@ -185,9 +213,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if not self._steps.is_reduced:
             self._steps.reduce()
             return
-        own = set(self._shares.owned(self.rank))
-        foreign = [each.grad for place, each in enumerate(self._shares.parameters) if place not in own]
-        if any(gradient is not None and gradient is not self._sign for gradient in foreign):
+        own = set(self._partition.owned(self.rank))
+        foreign = [each.grad for place, each in enumerate(self._partition.parameters) if place not in own]
+        if any(gradient is not None and gradient is not self._infinity_flag for gradient in foreign):
             raise usage_errors.backward_after_reduction()
 
     def _after_closure(self, loss: Any) -> Any:
@@ -206,22 +234,36 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters. Local. Source: torch.optim.Optimizer.zero_grad."""
+        """Reset the gradients of all parameters. Local.
+
+        Args:
+            set_to_none: Set gradients to None; else to zeros.
+
+        Source: torch.optim.Optimizer.zero_grad.
+        """
         self._steps.is_reduced = self._scaled = False
         super().zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Reduce the gradients and clip their norm over all shares; see hvlike.clip_grad_norm_.
+        """Reduce the gradients and clip their norm over all shares, for hvlike.clip_grad_norm_. Collective; blocks.
 
-        Collective; blocks. Returns the norm before, a 0-dim tensor. Raises: UsageError unless this optimizer owns the
-        reduction, and for a norm that is not positive.
+        Args:
+            max_norm: Gradients are scaled so that their norm is at most this.
+            norm_type: Order of the norm, above 0.
+            error_if_nonfinite: Raise RuntimeError where the norm is infinite or not a number.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor.
+
+        Raises:
+            UsageError: Not with reduce_gradients=True, or norm_type is not above 0.
         """
         if not self.reduces_gradients:
             raise usage_errors.not_reducing("hvlike.clip_grad_norm_")
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise UsageError(f"hvlike.clip_grad_norm_: norm_type must be > 0 for shared gradients, got {norm_type}.")
-        parameters = self._shares.parameters
+        parameters = self._partition.parameters
         if self.world_size == 1:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite).detach()
         self._reduce()
@@ -239,7 +281,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups, in the order of a state dict."""
-        return self._shares.parameters
+        return self._partition.parameters
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -252,7 +294,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._groups = value
 
     def before_groups_are_read(self) -> None:
-        """A GradScaler that reads the groups finds reduced gradients, and infinities on all ranks or on none.
+        """Reduce gradients for a GradScaler that reads the groups: it finds infinities on all ranks or on none.
 
         Collective then; local for other readers.
         """
@@ -264,19 +306,26 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._scaled = True
         infinity = float("inf")
         norm = self._steps.clip(infinity, infinity, error_if_nonfinite=True)
-        parameter = self._shares.parameters[next(iter(self._shares.owned(self.rank)), 0)]
+        parameter = self._partition.parameters[next(iter(self._partition.owned(self.rank)), 0)]
         if parameter.grad is None:
-            # A rank that owns nothing has something to look at, too.
+            # The scaler needs a gradient also on a rank that owns no parameter.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        self._sign = parameter.grad
+        self._infinity_flag = parameter.grad
         if not norm.isfinite():
-            self._sign.fill_(infinity)
+            self._infinity_flag.fill_(infinity)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they go to the ranks that hold least so far, the others stay where they are.
+        """Add parameters; ranks that hold least so far get them, and the others stay where they are.
 
-        Collective over the process set, but in the constructor; blocks. Every rank adds the same.
-        Raises: as the constructor; UsageError inside a Join context; RuntimeError with overlap_with_ddp.
+        Collective over the process set; blocks. Every rank adds the same.
+
+        Args:
+            param_group: The parameters under "params", and options.
+
+        Raises:
+            UsageError: Wrong parameters, or the call is inside a Join context.
+            RuntimeError: With overlap_with_ddp.
+
         Source: torch.optim.Optimizer.add_param_group.
         """
         if self.initialized and self.overlaps_with_ddp:
@@ -291,15 +340,15 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         except UsageError:
             self._groups.pop()
             raise
-        self._lane.close()
-        self._shares = Partition(self._groups, self.world_size)
-        self.optim.add_param_group(self._shares.groups_of(self.rank)[-1])
+        self._queue.close()
+        self._partition = Partition(self._groups, self.world_size)
+        self.optim.add_param_group(self._partition.groups_of(self.rank)[-1])
         copy_options(self.optim.param_groups, self._groups)
         self._version += 1
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what depends on the parameters, and agree about them with the other ranks."""
+        """Make what depends on the parameters, and compare them with those of the other ranks."""
         described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
         for number, group in enumerate(self._groups):
             described[f"number of parameters in group {number}"] = len(group["params"])
@@ -312,42 +361,46 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         described["optimizer_class"] = type(self.optim).__qualname__
         described["reduce_gradients"] = self.reduces_gradients
         described["parameters_as_bucket_view"] = self.parameters_as_bucket_view
-        self._lane = PlannedQueue(
+        self._queue = PlannedQueue(
             "ZeroRedundancyOptimizer",
             self.process_set,
             described,
             advice="Build the same model and the same optimizer on every rank.",
-            device=gpu_of(self._shares.parameters),
+            device=gpu_of(self._partition.parameters),
         )
-        exchange = ParameterExchange(self._shares, self.rank, as_buckets=self.parameters_as_bucket_view)
-        reduction = GradientReduction(self._shares, self.rank) if self.reduces_gradients else None
-        # Nothing below refers back: what is dropped is gone at once, on every rank.
+        exchange = ParameterExchange(self._partition, self.rank, as_buckets=self.parameters_as_bucket_view)
+        reduction = GradientReduction(self._partition, self.rank) if self.reduces_gradients else None
+        # No reference cycle: an optimizer that is dropped is freed at once, on every rank.
         step_absent: WeakMethod[StepShare] = WeakMethod(self._step_absent)
-        self._steps = Steps(self._lane, self._shares, self.rank, exchange, reduction, step_absent)
-        self._lane.stand_in = self._steps.stand_in
+        self._steps = Steps(self._queue, self._partition, self.rank, exchange, reduction, step_absent)
+        self._queue.stand_in = self._steps.stand_in
         if self.world_size > 1:
-            # Before another rank can know that this one has agreed.
+            # Answers must be possible before another rank knows that this one has agreed.
             state_service(current())
-            self._lane.agree()
-            state_service(current()).offer((self._group.number, self._lane.name), self._snapshot)
+            self._queue.agree()
+            state_service(current()).offer((self._group.number, self._queue.name), self._snapshot)
 
     # Join
 
     def join_hook(self, **kwargs: Any) -> ZeroJoinHook:
         """Return the hook for a Join context.
 
-        divide_by_initial_world_size (True), a keyword of the context: with reduce_gradients averages divide by the
-        number of all ranks; False: of those that have inputs.
+        Args:
+            kwargs: divide_by_initial_world_size (True): with reduce_gradients, averages divide by the number of all
+                ranks; False: of those that have inputs.
+
+        Returns:
+            The hook.
         """
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return ZeroJoinHook(self, lambda: self._steps, divides_by_active=divides_by_active)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._shares.parameters[0].device
+        """The device of the first parameter."""
+        return self._partition.parameters[0].device
 
     @property
     def join_process_group(self) -> ProcessSet:
-        """The ranks that share the work."""
+        """The ranks that share the parameters."""
         return self.process_set or global_process_set

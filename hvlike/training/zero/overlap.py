@@ -32,9 +32,19 @@ def hook_with_zero_step(
 ) -> Hook:
     """Return a communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
 
-    ddp: the DistributedDataParallel it will be registered with. shard_buckets: accepted; parameters are always dealt
-    one by one. warm_up: backward passes without an update; None: as many as in torch, 2, or 3 for a static graph.
-    Raises: UsageError (a ValueError) unless `zero` was made with overlap_with_ddp=True.
+    Args:
+        hook: The hook that reduces a bucket.
+        ddp: The DistributedDataParallel it will be registered with.
+        zero: Made with overlap_with_ddp=True.
+        shard_buckets: Accepted for torch's sake, without effect: parameters are assigned to ranks one by one.
+        warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
+
+    Returns:
+        The hook.
+
+    Raises:
+        UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
+
     Source: torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook.
     """
     return _Overlap(hook, ddp, zero, warm_up, interleaved=False)
@@ -48,7 +58,21 @@ def hook_with_zero_step_interleaved(
     *,
     warm_up: int | None = None,
 ) -> Hook:
-    """As `hook_with_zero_step`, but parameters are updated as soon as their own bucket is reduced."""
+    """Do as `hook_with_zero_step`, but update parameters as soon as their own bucket is reduced.
+
+    Args:
+        hook: The hook that reduces a bucket.
+        ddp: The DistributedDataParallel it will be registered with.
+        zero: Made with overlap_with_ddp=True.
+        shard_buckets: Accepted for torch's sake, without effect.
+        warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
+
+    Returns:
+        The hook.
+
+    Raises:
+        UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
+    """
     return _Overlap(hook, ddp, zero, warm_up, interleaved=True)
 
 
@@ -78,10 +102,10 @@ class _Overlap:
         self._reduced: dict[Tensor, Tensor] = {}
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
-        """Reduce the bucket; see the head of this file."""
+        """Reduce the bucket, and update its parameters once that is done."""
         pending = self._hook(state, bucket)
         if self._zero.is_absent:
-            # Others' steps are stood in for; the optimizer does that by itself.
+            # The optimizer takes part in the steps of other ranks by itself.
             return pending
         if self._passes_left:
             self._passes_left -= bucket.is_last()
@@ -101,7 +125,7 @@ class _Overlap:
         return pending
 
     def _update(self) -> Tensor:
-        """Update what the buckets hold that have been started; return the result of the last of them."""
+        """Update the parameters of all buckets that were started; return the result of the last bucket."""
         result = torch.empty(0, device="cpu")
         started, self._started = self._started, []
         for bucket, pending in started:
@@ -115,12 +139,12 @@ class _Overlap:
         return result
 
     def _only(self, gradients: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
-        """While parameters have these gradients and no others."""
+        """Let parameters have these gradients and no others inside."""
         return temporary_gradients({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
 
 
 def _wait(pending: Any) -> Tensor:
-    """Return the tensor that a hook's result is or will be."""
+    """Wait for the tensor of a hook's result."""
     value = hook_result(pending)
     if not isinstance(value, Tensor):
         raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")

@@ -19,8 +19,8 @@ Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
 def check_parameters(params: object) -> Parameters:
     """Return the parameters, or their groups, as a list.
 
-    Raises: TypeError for anything but an iterable of tensors or of dicts; UsageError (a ValueError) for an empty one,
-    a group without "params", and parameters that are sparse or of several types.
+    Raises TypeError for anything but an iterable of tensors or of dicts, and UsageError (a ValueError) for an empty
+    one, a group without "params", and parameters that are sparse or of several types.
     """
     if isinstance(params, Tensor):
         raise WrongTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
@@ -52,7 +52,7 @@ def check_parameters(params: object) -> Parameters:
 
 
 def check_type(parameters: list[Tensor]) -> None:
-    """Check that all parameters are dense and of one type. Raises: UsageError (a ValueError)."""
+    """Raise UsageError (a ValueError) unless all parameters are dense and of one type."""
     types = list(dict.fromkeys(map(torch.typename, parameters)))
     if any(parameter.layout is not torch.strided for parameter in parameters):
         raise UsageError(
@@ -88,9 +88,13 @@ _OF_PARAMETERS = ("params", "param_names")
 def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     """Give each parameter an owner so that all ranks hold about as many elements.
 
-    groups: the elements of each parameter, by parameter group. Group by group, the largest parameter first, each goes
-    to the rank that holds least so far, the first of them where several do. A group that is added later changes
-    nothing before it. Sizes [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]: 12 elements each.
+    Group by group, the largest parameter first, each goes to the rank that holds least so far, the first of them where
+    several do. A group that is added later changes nothing before it.
+    Sizes [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]: 12 elements each.
+
+    Args:
+        groups: The number of elements of each parameter, by parameter group.
+        ranks: The number of ranks.
     """
     held = [0] * ranks
     result = []
@@ -116,11 +120,11 @@ class Partition:
         self._owners_by_group = owners
 
     def owned(self, rank: int) -> list[int]:
-        """The places in `parameters` of what `rank` owns."""
+        """The indices in `parameters` of those that `rank` owns."""
         return [index for index, owner in enumerate(self.owners) if owner == rank]
 
     def groups_of(self, rank: int) -> list[dict[str, Any]]:
-        """The parameter groups, with all options, reduced to what `rank` owns; some may be empty."""
+        """The parameter groups, with all options and the parameters that `rank` owns; some may be empty."""
         return [
             {
                 **{key: value for key, value in group.items() if key != "param_names"},

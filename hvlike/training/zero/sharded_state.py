@@ -29,11 +29,11 @@ from hvlike.transport.world import Group
 
 
 class StateLock:
-    """Keeps changes, by the program or in the loop, and copies, there too, apart."""
+    """Keeps changes of a state and copies of it apart, whichever thread makes them."""
 
     def __init__(self) -> None:
         self.under_way = False
-        """The state is being changed, by whichever thread."""
+        """Some thread is changing the state."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -48,7 +48,7 @@ class StateLock:
 
     @contextmanager
     def copy(self, *, wait: bool) -> Iterator[bool]:
-        """Around a copy; yields whether it may be made. wait: for another copy, never for a change that is seen."""
+        """Around a copy; yields whether it may be made. With `wait` it waits for another copy, never for a change."""
         if self.under_way or not self._lock.acquire(blocking=wait):
             yield False
             return
@@ -62,15 +62,15 @@ _ADVICE = "Pass the shards that all ranks saved after the same step, each once."
 
 
 def make_shard(state: Mapping[str, Any], rank: int, size: int, step: int) -> dict[str, Any]:
-    """Return a state dict of some parameters as a shard: it says whose it is, of how many, and after which step."""
+    """Return a state dict of some parameters as a shard, with its rank, the number of ranks and the step."""
     return {**state, "shard": {"rank": rank, "size": size, "step": step}}
 
 
 def merge_shards(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple[dict[str, Any], int]:
-    """Return the state dict of the parameters `wanted`, by place, and the step it is of. Pure function.
+    """Return the state dict of the parameters `wanted`, by index, and its step.
 
-    shards: what make_shard has made, of all ranks, in any order. One is looked at at a time, so they can be read as
-    they are needed. Raises: UsageError for shards that are missing, of different steps, or no shards.
+    The shards of all ranks come in any order, one at a time, so that they can be read as they are needed.
+    Raises UsageError for shards that are missing or of different steps, and for what is no shard.
     """
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] | None = None
@@ -108,18 +108,18 @@ def _check(seen: dict[int, tuple[int, int]], rank: int, what: tuple[int, int]) -
 
 
 class ShardedState(Optimizer):
-    """What ZeroRedundancyOptimizer does with its state; that class sets the attributes."""
+    """The methods of ZeroRedundancyOptimizer that concern its state; that class sets the attributes."""
 
     rank: int
     world_size: int
     process_set: ProcessSet | None
     optim: Optimizer
-    _shares: Partition
+    _partition: Partition
     _group: Group
     _groups: list[dict[str, Any]]
-    _lane: PlannedQueue
+    _queue: PlannedQueue
     _step: int
-    """How many steps have been made, by other ranks for this one, too."""
+    """How many steps were made, also those in which this rank was absent."""
     _version: int
     """How often the state has changed."""
     _changes: StateLock
@@ -129,9 +129,12 @@ class ShardedState(Optimizer):
         """Return the state of all parameters, as the plain optimizer would have it in one process.
 
         After `consolidate_state_dict(to)` and until the next step it is on the rank `to` alone, in host memory. Without
-        it any rank asks the others for their share; they answer in the background as long as they have made the same
-        steps, which they have where gradients are reduced, and have not ended. Not collective; blocks.
-        Raises: RuntimeError where the state of another rank cannot be had.
+        it any rank asks the others for their share. They answer in the background as long as they have made the same
+        steps, as ranks that reduce gradients have, and have not ended. Not collective; blocks.
+
+        Raises:
+            RuntimeError: The state of another rank is not available.
+
         Source: torch.distributed.optim.ZeroRedundancyOptimizer.state_dict.
         """
         state = super().state_dict()
@@ -145,7 +148,7 @@ class ShardedState(Optimizer):
         return {**state, "state": dict(sorted(consolidated.states.items()))}
 
     def _fetch(self) -> Consolidated:
-        """Ask the other ranks for their share of the state as it is now here."""
+        """Ask the other ranks for their share of the state, of this rank's version."""
         service = state_service(current())
         with self._changes.copy(wait=True) as allowed:
             if not allowed:
@@ -154,34 +157,42 @@ class ShardedState(Optimizer):
         for place, rank in enumerate(self._group.ranks):
             if place == self.rank:
                 continue
-            status, share = service.fetch(rank, (self._group.number, self._lane.name), self._version)
+            status, share = service.fetch(rank, (self._group.number, self._queue.name), self._version)
             if status != HERE:
                 raise usage_errors.not_consolidated(self.rank, f"Rank {rank} {status}.")
             states.update(share)
         return Consolidated(self._version, self.rank, states)
 
     def _snapshot(self, version: int) -> tuple[str, States]:
-        """How this rank's state stands to a version, and a copy of its share if it is of that one. In the loop."""
+        """Compare this rank's state with a version; also return a copy of its share if it has that one. In the loop."""
         with self._changes.copy(wait=False) as allowed:
             if self._version > version:
                 return AHEAD, {}
             if self._version < version or not allowed:
-                # Not allowed: this rank still loads, or copies its share, too. It is asked again.
+                # Not allowed: this rank is loading or copying its share. The other one asks again.
                 return BEHIND, {}
             return HERE, copy_states(self._own_states())
 
     def _own_states(self) -> States:
-        """What the plain optimizer keeps for each parameter of this rank's share, by its place."""
+        """The state of each parameter of this rank's share, by index."""
         kept = self.optim.state
-        parameters = self._shares.parameters
-        return {place: kept[parameters[place]] for place in self._shares.owned(self.rank) if parameters[place] in kept}
+        parameters = self._partition.parameters
+        return {
+            place: kept[parameters[place]] for place in self._partition.owned(self.rank) if parameters[place] in kept
+        }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks to one, in host memory, where `state_dict()` returns it then.
 
-        to: place of that rank in the process set. One rank after the other sends; beside the result there are never
-        more than two parts of 16 MiB in memory. Collective over the process set; blocks.
-        Raises: UsageError for a rank that does not exist.
+        One rank after the other sends; beside the result there are never more than two parts of 16 MiB in memory.
+        Collective over the process set; blocks.
+
+        Args:
+            to: Position of that rank in the process set.
+
+        Raises:
+            UsageError: There is no such rank.
+
         Source: torch.distributed.optim.ZeroRedundancyOptimizer.consolidate_state_dict.
         """
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
@@ -192,12 +203,17 @@ class ShardedState(Optimizer):
         self._consolidated = Consolidated(self._version, to, states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all parameters, from this class or from the plain optimizer; this rank keeps its share.
+        """Load the state of all parameters; this rank keeps its share. Local; every rank loads the same.
 
-        Local; every rank loads the same. The dict is not changed.
-        Raises: ValueError for groups that do not fit. Source: torch.optim.Optimizer.load_state_dict.
+        Args:
+            state_dict: From this class or from the plain optimizer; it is not changed.
+
+        Raises:
+            ValueError: The groups do not fit.
+
+        Source: torch.optim.Optimizer.load_state_dict.
         """
-        own = set(self._shares.owned(self.rank))
+        own = set(self._partition.owned(self.rank))
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         mine = {number for place, number in enumerate(numbers) if place in own}
         kept = {key: value for key, value in state_dict["state"].items() if key in mine}
@@ -212,8 +228,8 @@ class ShardedState(Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's share alone, for a file of its own on each rank. Local.
 
-        It also says which shard of how many it is, and after how many steps. `load_sharded_state_dict` puts the
-        shards of all ranks together, on any number of ranks.
+        It names its rank, the number of ranks and the step. `load_sharded_state_dict` puts the shards of all ranks
+        together, on any number of ranks.
         """
         copy_options(self._groups, self.optim.param_groups)
         return make_shard(super().state_dict(), self.rank, self.world_size, self._step)
@@ -221,16 +237,21 @@ class ShardedState(Optimizer):
     def load_sharded_state_dict(self, shards: Iterable[Mapping[str, Any]]) -> None:
         """Load what `sharded_state_dict()` has returned on all ranks of this or another job, of any size.
 
-        shards: one after the other, in any order; a generator that reads the files has one in memory at a time. This
-        rank keeps its share. Local; every rank loads the same.
-        Raises: UsageError for shards that are missing or of different steps; ValueError for groups that do not fit.
+        This rank keeps its share. Local; every rank loads the same.
+
+        Args:
+            shards: All shards, in any order; a generator that reads the files has one in memory at a time.
+
+        Raises:
+            UsageError: Shards are missing or of different steps.
+            ValueError: The groups do not fit.
         """
-        state, step = merge_shards(shards, self._shares.owned(self.rank))
+        state, step = merge_shards(shards, self._partition.owned(self.rank))
         self.load_state_dict(state)
         self._step = step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over loaded groups and state, for Optimizer.load_state_dict."""
+        """Set loaded groups and state, for Optimizer.load_state_dict."""
         self._groups = state.pop("param_groups")
         super().__setstate__(state)
 

@@ -31,7 +31,7 @@ from hvlike.transport.messages.topics import Topic
 PART_BYTES = 16 << 20
 
 States = dict[int, Any]
-"""What the optimizer keeps for each parameter, by its place."""
+"""The state of each parameter, by its index."""
 
 
 class Consolidated(NamedTuple):
@@ -40,20 +40,29 @@ class Consolidated(NamedTuple):
     version: int
     """How often it had changed then."""
     place: int
-    """Of the rank that has it, in the process set."""
+    """Position of the rank that has it."""
     states: States | None
     """None on the other ranks."""
 
 
 def consolidate(own: States, to: int, rank: int, size: int, process_set: ProcessSet | None) -> States | None:
-    """Return the states of all ranks on the rank `to` of the set, as copies in host memory; None on the others.
+    """Return the states of all ranks on the rank `to`, as copies in host memory; None on the others.
 
-    Collective over the set of `size` ranks, of which this is number `rank`; blocks.
+    Collective over the set of `size` ranks, in which this one has the position `rank`; blocks.
     """
+
+    def send(data: Tensor | None) -> Tensor:
+        """Send bytes from the source, return those that have come to `to`. Collective; blocks."""
+        part = torch.empty(0, dtype=torch.uint8, device="cpu") if data is None else data
+        splits = [len(part) if place == to else 0 for place in range(size)]
+        rows, _ = alltoall(part, splits, process_set=process_set)
+        assert isinstance(rows, Tensor)
+        return rows
+
     data, tensors = pack(own, [])
     head, _ = pack((data, [TensorForm.of(tensor) for tensor in tensors]), [])
     lengths = allgather(
-        torch.tensor([[len(head), sum(map(_nbytes, tensors))]], device="cpu"), process_set=process_set
+        torch.tensor([[len(head), sum(tensor.nbytes for tensor in tensors)]], device="cpu"), process_set=process_set
     ).tolist()
     result: States = {}
     for source in range(size):
@@ -61,22 +70,21 @@ def consolidate(own: States, to: int, rank: int, size: int, process_set: Process
             if rank == to:
                 result.update(copy_states(own))
             continue
-        post = _ByteSender(source, to, rank, size, process_set)
         head_bytes, stream_bytes = lengths[source]
-        received = post.send(torch.frombuffer(bytearray(head), dtype=torch.uint8) if rank == source else None)
+        received = send(torch.frombuffer(bytearray(head), dtype=torch.uint8) if rank == source else None)
         assert rank != to or len(received) == head_bytes
         parts = -(-stream_bytes // PART_BYTES)
         if rank == source:
             for part in cut(map(_flat, tensors), PART_BYTES):
-                post.send(part)
+                send(part)
         elif rank == to:
             structure, forms = unpack(bytes(received.numpy()), [], [])
             arrived = [torch.empty(form.shape, dtype=form.dtype, device="cpu") for form in forms]
-            fill([each.view(-1).view(torch.uint8) for each in arrived], (post.send(None) for _ in range(parts)))
+            fill([each.view(-1).view(torch.uint8) for each in arrived], (send(None) for _ in range(parts)))
             result.update(unpack(structure, [], arrived))
         else:
             for _ in range(parts):
-                post.send(None)
+                send(None)
     return result if rank == to else None
 
 
@@ -86,25 +94,6 @@ def copy_states(states: States) -> States:
     copies = [_flat(tensor).clone().view(tensor.dtype).view(tensor.shape) for tensor in tensors]
     copied: States = unpack(data, [], copies)
     return copied
-
-
-class _ByteSender:
-    """Sends bytes from one rank of a set to another; the others only take part."""
-
-    def __init__(self, source: int, to: int, rank: int, size: int, process_set: ProcessSet | None) -> None:
-        self._splits = [0] * size
-        self._is_source = rank == source
-        self._to = to
-        self._process_set = process_set
-
-    def send(self, data: Tensor | None) -> Tensor:
-        """Send `data`, on the source; return what came, on the receiver. Collective; blocks."""
-        if data is None:
-            data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._splits[self._to] = len(data)
-        rows, _ = alltoall(data, self._splits, process_set=self._process_set)
-        assert isinstance(rows, Tensor)
-        return rows
 
 
 def cut(flats: Iterator[Tensor], most: int) -> Iterator[Tensor]:
@@ -139,10 +128,6 @@ def fill(flats: Sequence[Tensor], parts: Iterator[Tensor]) -> None:
             start += taken
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, row by row, in host memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -154,7 +139,7 @@ AHEAD = "has gone on"
 GONE = "no longer has the optimizer, or does not answer"
 
 PATIENCE_SECONDS = 10.0
-"""How long a rank that is behind may take to catch up: it still loads what this one has loaded."""
+"""How long a rank that is behind may take to catch up: it may still be loading a state."""
 _ANSWER_SECONDS = 120.0
 _PAUSE_SECONDS = 0.02
 
@@ -162,7 +147,7 @@ Key = tuple[int, str]
 """Number of the process set, and name of the optimizer in it."""
 
 Snapshot = Callable[[int], tuple[str, States]]
-"""How this rank's state stands to a version, and a copy of it in host memory where it is of that one. In the loop."""
+"""Compares this rank's state with a version; also returns a copy in host memory if it has that one. In the loop."""
 
 
 class StateService:
@@ -185,9 +170,9 @@ class StateService:
         self._snapshots[key] = WeakMethod(snapshot)
 
     def fetch(self, rank: int, key: Key, version: int) -> tuple[str, States]:
-        """Return how the state of `rank`, of the job, stands to this version, and its share where it has it.
+        """Ask a rank of the job whether it has this version, and for its share if so.
 
-        Blocks, but waits for no call of that rank's program.
+        Blocks, but needs no call on that rank.
         """
         waited = 0.0
         while True:
@@ -223,7 +208,7 @@ class StateService:
 
 
 def state_service(context: Context) -> StateService:
-    """Return that of the running hvlike, made at the first call. Local."""
+    """Return the service of the running hvlike, made at the first call. Local."""
     service = _services.get(context)
     if service is None:
         service = _services[context] = StateService(context)

@@ -1,7 +1,7 @@
-"""What the ranks of a ZeroRedundancyOptimizer tell each other while some are out of data, and its Join hook.
+"""What the ranks of a ZeroRedundancyOptimizer send each other while some are absent (out of data), and its Join hook.
 
-All in the lane of the optimizer: which ranks are active, what comes next, and the gradients that an absent rank needs
-to go on updating its share. Sent only while a rank is absent.
+Which ranks are active, what comes next, and the gradients with which an absent rank goes on updating its share. Sent
+only while a rank is absent, in the queue of the optimizer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_CLIPPING = Clipping(float("inf"), 2.0, False)
 
 @dataclass(frozen=True)
 class StepCommand:
-    """What comes next, as the highest active rank tells it."""
+    """What comes next, from the highest active rank."""
 
     kind: str
     options: GroupOptions = field(default_factory=list)
@@ -52,37 +52,37 @@ class StepCommand:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keywords of the wrapped step()."""
     without_gradient: frozenset[int] = frozenset()
-    """The parameters that have no gradient, by place."""
+    """The indices of parameters that have no gradient."""
     clipping: Clipping = NO_CLIPPING
 
 
-def gather_active_ranks(plane: Backend, rank: int, size: int, *, active: bool) -> Coroutine[list[int]]:
+def gather_active_ranks(backend: Backend, rank: int, size: int, *, active: bool) -> Coroutine[list[int]]:
     """Return the active ranks, in rising order, on every rank."""
     flags = torch.zeros(size, dtype=torch.int32, device="cpu")
     flags[rank] = int(active)
-    yield from plane.allreduce([flags], arithmetic_of(torch.int32, Sum, size, 1.0, 1.0))
+    yield from backend.allreduce([flags], arithmetic_of(torch.int32, Sum, size, 1.0, 1.0))
     return [each for each, there in enumerate(flags.tolist()) if there]
 
 
-def broadcast_command(plane: Backend, leader: int, rank: int, command: StepCommand | None) -> Coroutine[StepCommand]:
+def broadcast_command(backend: Backend, leader: int, rank: int, command: StepCommand | None) -> Coroutine[StepCommand]:
     """Return the leader's command on every rank."""
     data = pickle.dumps(command, protocol=5) if rank == leader else b""
     length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    yield from plane.gather([length.view(torch.uint8)], [leader])
+    yield from backend.gather([length.view(torch.uint8)], [leader])
     payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     if rank == leader:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    yield from plane.gather([payload], [leader])
+    yield from backend.gather([payload], [leader])
     told: StepCommand = pickle.loads(payload.numpy().data)
     return told
 
 
 def send_gradients(
-    plane: Backend, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]
+    backend: Backend, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]
 ) -> Coroutine[dict[Tensor, Tensor]]:
     """Send the leader's gradients to the absent ranks; return those that came here, by parameter.
 
-    shares: for each rank the parameters whose gradients it needs; none for those that are active.
+    `shares` has, for each absent rank, the parameters whose gradients it needs.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
@@ -90,28 +90,28 @@ def send_gradients(
     mine = shares[rank]
     if mine:
         receives[leader] = torch.empty(sum(_bytes(parameter) for parameter in mine), dtype=torch.uint8, device="cpu")
-    yield from plane.alltoall(sends, receives)
+    yield from backend.alltoall(sends, receives)
     if not mine:
         return {}
     parts = torch.split(receives[leader], [_bytes(each) for each in mine])
-    # Copies: the parts of a flat tensor need not lie where their dtype may.
+    # Copies: the parts of the flat tensor may not be aligned for their dtype.
     return {
         parameter: part.clone().view(parameter.dtype).view(parameter.shape).to(parameter.device)
         for parameter, part in zip(mine, parts, strict=True)
     }
 
 
-def total_norm(plane: Backend, size: int, gradients: Sequence[Tensor], norm_type: float) -> Coroutine[Tensor]:
+def total_norm(backend: Backend, size: int, gradients: Sequence[Tensor], norm_type: float) -> Coroutine[Tensor]:
     """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64.
 
-    On a GPU it is computed there, and the host does not wait for it.
+    A GPU computes it without a wait of the host.
     """
-    home = home_of(plane) or torch.device("cpu")
+    home = home_of(backend) or torch.device("cpu")
     norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).to(home, torch.float64) for gradient in gradients]
     own = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=home)]), norm_type)
     largest = norm_type == float("inf")
     part = (own if largest else own**norm_type).reshape(1)
-    yield from plane.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
+    yield from backend.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
     norm: Tensor = part[0] if largest else part[0].pow(1.0 / norm_type)
     return norm
 
@@ -132,7 +132,7 @@ def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class ZeroJoinHook(BuiltInHook):
-    """A rank that is out of data goes on updating its share, in the loop (steps.py); so no shadowed iteration is left.
+    """Lets a rank that is out of data go on updating its share, in the loop (steps.py).
 
     Afterwards all ranks have the options of one that has seen all iterations.
     """
@@ -140,7 +140,7 @@ class ZeroJoinHook(BuiltInHook):
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, steps: Callable[[], Steps], *, divides_by_active: bool
     ) -> None:
-        """steps: those of now; a parameter group that is added replaces them."""
+        """Local. `steps` returns the jobs of now: a parameter group that is added replaces them."""
         self._optimizer = optimizer
         self._steps = steps
         self._divides_by_active = divides_by_active
