@@ -1,8 +1,4 @@
-"""What every optimizer of hvlike that wraps another one needs.
-
-Delegation to the wrapped optimizer, closures whose loss is that of all ranks, and the check whether a GradScaler is
-reading the gradients.
-"""
+"""For optimizers that wrap another one: delegation, closures whose loss is that of all ranks, and GradScalers."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 
 
 class DelegatingOptimizer(Optimizer):
-    """A torch.optim.Optimizer that owns nothing but the one it wraps.
+    """A torch.optim.Optimizer that has only the one it wraps.
 
     Optimizer's own constructor is not called: it would make groups and state of its own. Every attribute that is not
     in `own_attributes` is read, set and deleted on the wrapped optimizer, so that a GradScaler's `grad_scale` reaches
@@ -30,7 +26,7 @@ class DelegatingOptimizer(Optimizer):
     """
 
     own_attributes: ClassVar[frozenset[str]] = frozenset({"_wrapped", "step"})
-    """What is kept here. LRScheduler replaces `step` on the object it is given."""
+    """Attributes of this object. LRScheduler replaces `step` on the object it is given."""
 
     _wrapped: Optimizer
 
@@ -40,17 +36,14 @@ class DelegatingOptimizer(Optimizer):
         return self._wrapped
 
     def before_groups_are_read(self) -> None:
-        """Called when somebody reads `param_groups`, two frames below the reader."""
+        """Called when `param_groups` is read, two frames below the reader."""
 
     def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what is to be equal on all ranks beside the state of the wrapped optimizer; None: nothing.
-
-        call: the name of the function that asks, for errors.
-        """
+        """Return what must be equal on all ranks beside the wrapped optimizer's state; `call` asks, for errors."""
         return None
 
     def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take up another rank's `shared_memory`."""
+        """Take over another rank's `shared_memory`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
@@ -95,7 +88,7 @@ class DelegatingOptimizer(Optimizer):
         return type(self) if wrapped is None else type(wrapped)
 
     def __getattr__(self, name: str) -> Any:
-        # Without the check, copy and pickle, which ask before there is a wrapped optimizer, would never end.
+        # copy and pickle ask before there is a wrapped optimizer: without the check they would recurse for ever.
         if name in self.own_attributes:
             raise AttributeError(name)
         return getattr(self._wrapped, name)
@@ -117,11 +110,10 @@ class DelegatingOptimizer(Optimizer):
 
 
 def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
-    """Return the loss of all ranks for the loss of this one: a number, or a tensor of one element.
+    """Return the loss of all ranks for this rank's: a number, or a tensor of one element; other results as they are.
 
-    Optimizers that call the closure several times (L-BFGS) decide by the loss how often; they must decide the same
-    on every rank. Anything else (None, a tuple) is returned as it is.
-    Collective over the process set; blocks.
+    Optimizers that call the closure several times (L-BFGS) decide by the loss how often, and must decide the same on
+    every rank. Collective over the process set; blocks.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         reduced = allreduce(loss.detach().to(torch.float64), op=op, process_set=process_set)
@@ -141,7 +133,12 @@ def after(closure: Callable[[], Any], finish: Callable[[Any], Any]) -> Callable[
 
 
 def is_read_by_grad_scaler() -> bool:
-    """True if `param_groups` is being read in a method of a GradScaler; to be called in `before_groups_are_read`."""
+    """Return whether a method of a GradScaler is reading `param_groups`; for `before_groups_are_read`.
+
+    A GradScaler searches the gradients for infinities before it calls `optimizer.step()`, and skips that call when it
+    finds one. Gradients that are not reduced yet would let one rank skip the step while others wait in theirs. It has
+    no hook for this; the first thing it does is read `optimizer.param_groups`.
+    """
     # Frames: this function, before_groups_are_read, param_groups, the reader.
     try:
         reader = sys._getframe(3)

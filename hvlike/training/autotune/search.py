@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
 
 FIRST_SHARES = (1, 4, 16)
-"""The first bucket may be this many times smaller than the others: communication then starts earlier."""
+"""How many times smaller the first bucket may be than the others, so that communication starts earlier."""
 
 CYCLE_MICROSECONDS = (0, 500, 1000, 2500, 5000)
 """How long the coordinator may gather requests before it answers."""
@@ -46,7 +46,7 @@ def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[
     the better and is left out of the search.
     """
     limits = sorted({*BUCKET_BYTES, start.bucket_bytes})
-    # The smallest limit that holds everything stands for all larger ones.
+    # All limits that hold everything have the same effect.
     enough = next((limit for limit in limits if limit >= total_bytes), limits[-1])
     sizes = [limit for limit in limits if limit <= enough]
     shares = FIRST_SHARES if overlaps else FIRST_SHARES[:1]
@@ -56,7 +56,7 @@ def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[
 
 
 def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
-    """Places of the choices in a space where equal distances mean equal ratios."""
+    """Coordinates of the choices in a space where equal distances mean equal ratios."""
     return [
         (
             math.log2(each.bucket_bytes),
@@ -70,7 +70,7 @@ def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
 Array = NDArray[np.float64]
 
 LENGTH_SCALES = (1.6, 0.8, 0.4, 0.2)
-"""How far apart points of the unit cube may be and still tell of each other; the likeliest wins, or else the first."""
+"""Distances in the unit cube over which times are correlated; the likeliest is used, or else the first."""
 
 _LEAST_NOISE = 1e-6
 
@@ -83,7 +83,7 @@ class Measurement(NamedTuple):
 
 
 class Belief(NamedTuple):
-    """What the process says of every point: mean and deviation, in units of the measured deviation."""
+    """The process's mean and deviation at every point, in units of the measured deviation."""
 
     mean: Array
     deviation: Array
@@ -163,10 +163,17 @@ def _kernel(first: Array, second: Array, scale: float) -> Array:
 
 
 class TuningSearch:
-    """Hears the time of each sample and says which setting comes next."""
+    """Chooses the next setting from the time of each sample."""
 
     def __init__(self, table: Sequence[Choice], *, warmup: int, samples: int, noise: float) -> None:
-        """table: the choices, the one in use first; warmup: samples that do not count; samples: how many do."""
+        """Start the search.
+
+        Args:
+            table: The choices, the one in use first.
+            warmup: How many samples are thrown away at the start.
+            samples: How many samples count.
+            noise: Variance of a measurement relative to that of all of them.
+        """
         self.choice = table[0]
         """The setting in use."""
         self.finished = False
@@ -180,11 +187,11 @@ class TuningSearch:
 
     @property
     def warming_up(self) -> bool:
-        """The next sample will be thrown away."""
+        """Whether the next sample will be thrown away."""
         return self._warmup > 0
 
-    def hear(self, seconds: float) -> None:
-        """A sample of the setting in use is complete; afterwards `choice` is the next one."""
+    def record(self, seconds: float) -> None:
+        """Take the time of a step in a sample of `choice`, and set the next `choice`."""
         if self._warmup:
             self._warmup -= 1
             return

@@ -43,7 +43,7 @@ class StepSampler:
         self._times: list[float] = []
 
     def step_ended(self, served: int, now: float) -> float | None:
-        """Note the end of a step at `now` seconds; the median time of a step once a sample is complete."""
+        """Note the end of a step at `now` seconds; return the median time of a step if that completes a sample."""
         last, self._last = self._last, now
         if served <= 1 or last is None:
             self._times = []
@@ -56,7 +56,7 @@ class StepSampler:
         return sample
 
     def resume(self, now: float) -> None:
-        """Start the clock again after something that is no part of a step."""
+        """Start the clock again after something that is not part of a step."""
         self._last = now
 
 
@@ -66,12 +66,12 @@ of a step on the slowest rank."""
 
 
 class TuningReport:
-    """Writes on the first rank of the set; nothing on others."""
+    """Writes the CSV file, the line with the best setting and the settings file; on the first rank of the set."""
 
     def __init__(self, log: str | None, file: str | None) -> None:
-        """log: path of the CSV file; file: path of the file of knobs; None for none.
+        """Take the paths of the CSV file and the settings file, None for none.
 
-        Raises: UsageError when one of them cannot be written, before any time is spent on tuning.
+        Raises UsageError when one of them cannot be written, before any time is spent on tuning.
         """
         self._log = log
         self._file = file
@@ -82,7 +82,7 @@ class TuningReport:
             _write("HVLIKE_AUTOTUNE_FILE", file, "", "a")
 
     def sample(self, choice: Choice, seconds: float, *, warmup: bool) -> None:
-        """One more sample."""
+        """Write one sample."""
         self._samples += 1
         if self._log is None:
             return
@@ -91,7 +91,7 @@ class TuningReport:
         _write("HVLIKE_AUTOTUNE_LOG", self._log, ",".join([*map(str, values), *times]) + "\n", "a")
 
     def winner(self, choice: Choice, seconds: float, start_seconds: float) -> None:
-        """The search is over: say what stays."""
+        """Write the setting that stays."""
         found = f"{choice.describe()}: {1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
         where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
         print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
@@ -101,7 +101,7 @@ class TuningReport:
 
 
 def knob_lines(choice: Choice) -> list[str]:
-    """The setting as lines NAME=value."""
+    """Return the setting as lines NAME=value."""
     return [
         f"HVLIKE_BUCKET_BYTES={choice.bucket_bytes}",
         f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}",
@@ -118,7 +118,7 @@ def _write(knob: str, path: str, text: str, mode: str) -> None:
 
 
 FIRST_NAME = "DistributedOptimizer.noname.0"
-"""What the first optimizer that reduces in a process set is called between ranks."""
+"""The name of the first optimizer that reduces in a process set."""
 
 
 class Tuner:
@@ -129,32 +129,32 @@ class Tuner:
         reducer: PlannedReducer,
         name: str,
         process_set: ProcessSet | None,
-        knobs: Config,
+        config: Config,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """reducer: whose sizes are tuned; name: for the messages, the same on every rank. Local.
+        """Tune the sizes of `reducer`; messages have `name`, the same on every rank. Local.
 
-        Raises: UsageError where the log or the file of knobs cannot be written.
+        Raises UsageError where the log or the settings file cannot be written.
         """
         self.finished = False
-        """The setting stays; nothing is measured any more."""
-        self.choice = Choice(*reducer.sizes, round(1000 * knobs.cycle_time))
+        """The setting stays; nothing more is measured."""
+        self.choice = Choice(*reducer.sizes, round(1000 * config.cycle_time))
         self._name = name
         self._process_set = process_set
         set_state = current().set_state(process_set, "Autotune")
-        self._negotiator = set_state.controller
+        self._controller = set_state.controller
         self._size = set_state.group.size
         self._clock = clock
-        self._sampler = StepSampler(knobs.autotune_steps_per_sample)
-        self._decider: TuningSearch | None = None
+        self._sampler = StepSampler(config.autotune_steps_per_sample)
+        self._search: TuningSearch | None = None
         if set_state.group.rank == 0:
-            self._decider = TuningSearch(
+            self._search = TuningSearch(
                 make_candidates(self.choice, reducer.total_bytes, overlaps=reducer.overlaps),
-                warmup=knobs.autotune_warmup_samples,
-                samples=knobs.autotune_max_samples,
-                noise=knobs.autotune_noise,
+                warmup=config.autotune_warmup_samples,
+                samples=config.autotune_max_samples,
+                noise=config.autotune_noise,
             )
-            self._report = TuningReport(knobs.autotune_log, knobs.autotune_file)
+            self._report = TuningReport(config.autotune_log, config.autotune_file)
             self._start = self.choice
 
     def attach(self, reducer: PlannedReducer) -> None:
@@ -162,22 +162,22 @@ class Tuner:
         reducer.resize(BucketSizes(self.choice.bucket_bytes, self.choice.first_bucket_bytes))
 
     def step_ended(self, reducer: PlannedReducer) -> None:
-        """A reduction has ended on all ranks; at the end of a sample, go on to the next setting.
+        """Note the end of a reduction on all ranks; at the end of a sample, go on to the next setting.
 
         Collective over the process set; blocks at the end of a sample only.
-        Raises: PeerLeftError, ShutdownError, as the reduction itself.
+        Raises PeerLeftError or ShutdownError, as the reduction itself.
         """
         schedule = reducer.schedule
         if self.finished or schedule is None or schedule.active < self._size:
-            # Ranks that have joined neither count steps nor exchange; when all have, plans and counts start anew.
+            # Ranks that have joined do not count steps; when all have joined, plans and counts start anew.
             return
         seconds = self._sampler.step_ended(reducer.served, self._clock())
         if seconds is None:
             return
         slowest = self._largest(torch.tensor([seconds], dtype=torch.float64, device="cpu"), "time")
         decision = torch.full((4,), -1, dtype=torch.int64, device="cpu")
-        if self._decider is not None:
-            self._decide(self._decider, float(slowest[0]), decision)
+        if self._search is not None:
+            self._decide(self._search, float(slowest[0]), decision)
         *sizes, finished = self._largest(decision, "choice").tolist()
         self.finished = bool(finished)
         choice = Choice(*sizes)
@@ -186,14 +186,14 @@ class Tuner:
             self._apply(reducer)
         self._sampler.resume(self._clock())
 
-    def _decide(self, decider: TuningSearch, seconds: float, decision: torch.Tensor) -> None:
+    def _decide(self, search: TuningSearch, seconds: float, decision: torch.Tensor) -> None:
         """Write the next setting into `decision`, and whether it stays."""
-        self._report.sample(self.choice, seconds, warmup=decider.warming_up)
-        decider.hear(seconds)
-        decision.copy_(torch.tensor([*decider.choice, int(decider.finished)], device="cpu"))
-        if decider.finished:
-            best = decider.choice
-            self._report.winner(best, decider.seconds_of(best), decider.seconds_of(self._start))
+        self._report.sample(self.choice, seconds, warmup=search.warming_up)
+        search.record(seconds)
+        decision.copy_(torch.tensor([*search.choice, int(search.finished)], device="cpu"))
+        if search.finished:
+            best = search.choice
+            self._report.winner(best, search.seconds_of(best), search.seconds_of(self._start))
 
     def _largest(self, values: torch.Tensor, what: str) -> torch.Tensor:
         name = f"{self._name}.autotune.{what}"
@@ -201,13 +201,13 @@ class Tuner:
 
     def _apply(self, reducer: PlannedReducer) -> None:
         self.attach(reducer)
-        self._negotiator.cycle_seconds = self.choice.cycle_microseconds / 1e6
+        self._controller.cycle_seconds = self.choice.cycle_microseconds / 1e6
 
 
 def tune(tuner: Tuner | None, reducer: PlannedReducer, name: str, process_set: ProcessSet | None) -> Tuner | None:
-    """The tuner for a new reducer: the one that its optimizer has, or a new one for the first optimizer of a set.
+    """Return the tuner for a new reducer: that of its optimizer, or a new one for the first optimizer of a set.
 
-    Others would measure each other's steps: they are not tuned, and None is returned.
+    Several would measure each other's steps: other optimizers are not tuned, and get None.
     """
     if tuner is None and name == FIRST_NAME:
         return Tuner(reducer, name, process_set, current().knobs)

@@ -30,7 +30,7 @@ class CheckpointFile:
 
 
 def list_files(folder: Path) -> list[CheckpointFile]:
-    """The checkpoints of a folder, the newest first; none where there is no such folder. Raises: OSError."""
+    """The checkpoints of a folder, the newest first; none where there is no such folder. Raises OSError."""
     if not folder.exists():
         return []
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
@@ -39,7 +39,7 @@ def list_files(folder: Path) -> list[CheckpointFile]:
 
 
 def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
-    """Write a checkpoint; afterwards it is on the disk, whole. Raises: OSError, and leaves no part of it behind."""
+    """Write a checkpoint; afterwards it is on the disk, whole. Raises OSError, and leaves no part of it behind."""
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
     digest = digest_of(data)
@@ -61,7 +61,7 @@ def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
 
 
 def read(file: CheckpointFile) -> bytearray:
-    """The contents of a checkpoint. Raises: OSError; ValueError that says what is wrong with it."""
+    """The contents of a checkpoint. Raises OSError; ValueError that says what is wrong with it."""
     data = bytearray(file.path.stat().st_size)
     with file.path.open("rb") as source:
         count = source.readinto(data)
@@ -72,7 +72,7 @@ def read(file: CheckpointFile) -> bytearray:
 
 
 def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
-    """Remove all but the `keep` newest checkpoints, of which the one just written is the first. Raises: OSError."""
+    """Remove all but the `keep` newest checkpoints, of which the one just written is the first. Raises OSError."""
     others = [file for file in list_files(folder) if file.path != newest.path]
     older = [file for file in others if file.step <= newest.step]
     for file in older[keep - 1 :]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import DataParallelError, UsageError, WrongTypeError
 from hvlike.training import usage_errors
+from hvlike.training.gradients.reduction import registered_set
 
 _MEBI = 1 << 20
 
@@ -26,14 +27,14 @@ _TORCH_ONLY = {
     # There is no copy of gradients that could be made in one go.
     "batched_grad_copy": "",
 }
-"""Arguments of torch's that have no counterpart, and what to do instead; "": their effect is there anyway."""
+"""Arguments of torch's that have no counterpart, and what to do instead; "": nothing is needed."""
 
 
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
     """Return the parameters of the module that take part, by name.
 
-    Raises: UsageError for what is no module or lies on several kinds of devices; DataParallelError where nothing
-    requires a gradient, or a parameter has no shape yet.
+    Raises UsageError for what is no module or lies on several kinds of devices, DataParallelError where no parameter
+    requires a gradient or one has no shape yet.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
@@ -62,9 +63,9 @@ def check_devices(
     output_device: int | torch.device | None,
     parameters: Mapping[str, Tensor],
 ) -> torch.device | None:
-    """Return the device that inputs are moved to; None where they are used as they come.
+    """Return the device that inputs are moved to; None: they are not moved.
 
-    Raises: UsageError for several devices, and for any where the module is not on a single GPU.
+    Raises UsageError for several devices, and for any where the module is not on a single GPU.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(f"device_ids can only be None or contain a single element. Got {list(device_ids)}.")
@@ -84,7 +85,7 @@ def check_devices(
 
 
 def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
-    """Return how many bytes are reduced together; None: hvlike chooses. Raises: UsageError unless above 0."""
+    """Return how many bytes are reduced together; None: hvlike chooses. Raises UsageError unless above 0."""
     if bucket_cap_mb is None:
         return None
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
@@ -93,9 +94,9 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
 
 
 def check_torch_only(options: Mapping[str, Any]) -> None:
-    """Check arguments of torch's that are not there: they may be passed where they ask for nothing.
+    """Check arguments of torch's that hvlike does not have.
 
-    Raises: UsageError for those that do; TypeError for names that are not torch's either.
+    Raises UsageError for values but None and False, TypeError for names that torch does not have either.
     """
     for name, value in options.items():
         if name not in _TORCH_ONLY:
@@ -107,27 +108,18 @@ def check_torch_only(options: Mapping[str, Any]) -> None:
 
 
 def check_ranks(process_set: object, process_group: object) -> ProcessSet | None:
-    """Return the set of ranks, None for all; it may come under torch's name of the argument.
-
-    Raises: UsageError for anything but one registered ProcessSet that this rank is in.
-    """
+    """Return the set of ranks, None for all. Raises UsageError unless it is registered and this rank is in it."""
     if process_set is not None and process_group is not None and process_set is not process_group:
         raise UsageError("DistributedDataParallel: process_set and process_group are two names of one argument.")
     chosen = process_group if process_set is None else process_set
-    if chosen is None or chosen is global_process_set:
-        return None
-    if not isinstance(chosen, ProcessSet) or chosen.process_set_id is None:
-        raise UsageError(
-            "DistributedDataParallel: process_set must be a ProcessSet that was passed to init(process_sets=[...]) or "
-            f"returned by add_process_set, got {chosen!r}."
-        )
-    if not chosen.included():
-        raise UsageError(f"DistributedDataParallel: this rank is not among the ranks {chosen.ranks} of process_set.")
-    return chosen
+    found = registered_set(chosen, "DistributedDataParallel")
+    if found is not None and not found.included():
+        raise UsageError(f"DistributedDataParallel: this rank is not among the ranks {found.ranks} of process_set.")
+    return found
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same value with all tensors in nested lists, tuples and dicts on `device`."""
+    """Return the value with all tensors in nested lists, tuples and dicts on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,8 +1,7 @@
 """Do something once when the backward pass that is under way has ended.
 
-hvlike.autograd runs a graph in parts, so the end of one of torch's passes says nothing there. It opens a Collected
-around
-each part instead and, when all parts have run, reduces what was collected.
+hvlike.autograd runs a graph in parts, so the end of one of torch's passes means nothing there. It opens a Collected
+around each part instead and, when all parts have run, reduces the modules that they came through.
 """
 
 from __future__ import annotations
@@ -11,70 +10,77 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Owner = TypeVar("Owner")
+
+class _Actions:
+    """Actions for the end of one backward pass."""
+
+    def __init__(self) -> None:
+        self._actions: dict[int, Callable[[], None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._actions)
+
+    def add(self, number: int, action: Callable[[], None]) -> None:
+        """Run the action; numbers are the same on all ranks, unlike the order in which backward adds."""
+        self._actions[number] = action
+
+    def __call__(self) -> None:
+        actions, self._actions = self._actions, {}
+        # An error of one is raised when all have run: other ranks wait for the rest, too.
+        with ExitStack() as calls:
+            for _, action in sorted(actions.items(), reverse=True):
+                calls.callback(action)
 
 
-class EndOfBackward(Generic[Owner]):
-    """Calls `action(owner)` after the last node of a backward pass, in its thread; the pass returns then.
+class EndOfBackward:
+    """Runs an action after the last node of a backward pass, in its thread; the pass returns then.
 
-    Armed from inside of the pass. In passes inside of a pass (reentrant checkpoints) it is the one that armed it first
-    that counts: whoever wants the outermost arms in the first node. A pass that fails disarms. Several that are armed
-    in one pass are called in the order in which they were made, which is the same on all ranks, unlike that of nodes.
+    Arm it from inside of the pass. Of passes inside of a pass (reentrant checkpoints) the first one that arms counts:
+    arm in the first node for the outermost. A pass that fails disarms.
     """
 
-    def __init__(self, owner: Owner, action: Callable[[Owner], None]) -> None:
-        """owner: held weakly."""
-        self.number = next(_numbers)
-        self._owner = weakref.ref(owner)
+    _numbers = itertools.count()
+
+    def __init__(self, action: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self.number = next(EndOfBackward._numbers)
+        """In the order in which they were made, which is the same on all ranks."""
         self._action = action
-        self._ending: weakref.ref[_Ending] | None = None
+        self._pass: weakref.ref[_Actions] | None = None
 
     @property
     def armed(self) -> bool:
-        """Whether the pass under way will call."""
-        return self._ending is not None and self._ending() is not None
+        """Whether the pass under way will run the action."""
+        return self._pass is not None and self._pass() is not None
 
     def arm(self) -> None:
-        """Call when the pass under way has ended; once, however often this is said."""
+        """Run the action once when the pass under way has ended."""
         if not self.armed:
             task = torch._C._current_graph_task_id()
-            ending = _endings.get(task)
-            if ending is None:
-                ending = _endings[task] = _Ending()
-                _engine.queue_callback(ending)
-            ending.armed.append(self)
-            self._ending = weakref.ref(ending)
+            actions = _passes.get(task)
+            if actions is None:
+                # The engine alone holds them: they are gone when the pass has failed.
+                actions = _passes[task] = _Actions()
+                _engine.queue_callback(actions)
+            actions.add(self.number, self._run)
+            self._pass = weakref.ref(actions)
 
-    def call(self) -> None:
-        """The pass has ended."""
-        self._ending = None
-        owner = self._owner()
-        if owner is not None:
-            self._action(owner)
-
-
-class _Ending:
-    """What the engine calls at the end of one pass. The engine alone holds it: it is gone when the pass has failed."""
-
-    def __init__(self) -> None:
-        self.armed: list[EndOfBackward[Any]] = []
-
-    def __call__(self) -> None:
-        # An error of one is raised when all have been called: other ranks wait for the rest, too.
-        with ExitStack() as calls:
-            for each in sorted(self.armed, key=lambda each: each.number, reverse=True):
-                calls.callback(each.call)
+    def _run(self) -> None:
+        self._pass = None
+        action = self._action()
+        if action is not None:
+            action()
 
 
-_endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()
-"""Of the passes under way, by the number that torch has given them."""
+_passes: weakref.WeakValueDictionary[int, _Actions] = weakref.WeakValueDictionary()
+"""The actions of the passes under way, by torch's number of the pass."""
 
-_numbers = itertools.count()
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def is_inside_backward() -> bool:
@@ -82,43 +88,21 @@ def is_inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_engine: Any = torch.autograd.Variable._execution_engine
-"""What runs backward passes."""
-
-
-class Reduces(Protocol):
-    """The gradients of a module."""
-
-    @property
-    def number(self) -> int:
-        """In the order in which they were made, which is the same on all ranks."""
-
-    def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Reduce those that are in a map, by leaf, and not in `.grad`."""
-
-
-class Collected:
-    """The modules that one backward pass has come through."""
+class Collected(_Actions):
+    """The modules that the parts of one backward pass have come through."""
 
     def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
-        """gradients: where those of the leaves are when all has run."""
+        """`gradients` holds those of the leaves when all parts have run."""
+        super().__init__()
         self._gradients = gradients
-        self._modules: dict[Reduces, None] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
-    def add(self, module: Reduces) -> None:
-        """The pass has come through this module."""
-        self._modules[module] = None
+    def add_module(self, number: int, reduce_in: Callable[[dict[Tensor, Tensor]], None]) -> None:
+        """Note that the pass comes through a module, whose gradients `reduce_in` reduces."""
+        self.add(number, partial(reduce_in, self._gradients))
 
     def reduce(self) -> None:
-        """Reduce what was collected. Collective over the process sets of the modules; blocks."""
-        modules, self._modules = self._modules, {}
-        # In one order on all ranks. An error of one is raised after all: other ranks wait for the rest, too.
-        with ExitStack() as calls:
-            for module in sorted(modules, key=lambda module: module.number, reverse=True):
-                calls.callback(module.reduce_in, self._gradients)
+        """Reduce the gradients. Collective over the process sets of the modules; blocks."""
+        self()
 
 
 _KEY = "hvlike.training.ddp.end_of_backward"
@@ -126,13 +110,13 @@ _remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls"
 
 
 def collection() -> Collected | None:
-    """That of the pass that this thread runs a part of; None where gradients go into `.grad`."""
+    """Return the Collected of the pass that this thread runs a part of; None where gradients go into `.grad`."""
     found: Collected | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     return found
 
 
 class collecting:
-    """A part of a backward pass runs meanwhile, from this thread; around every part."""
+    """A context around each part of a backward pass that this thread runs."""
 
     __slots__ = ("_before", "_into")
 
@@ -141,12 +125,12 @@ class collecting:
 
     def __enter__(self) -> None:
         self._before = collection()
-        # torch's own kind of thread-local: a backward pass takes it along to the threads that it has for each GPU.
+        # torch's own thread-local storage: backward copies it to its threads for each GPU.
         torch._C._stash_obj_in_tls(_KEY, self._into)
 
     def __exit__(self, *_: object) -> None:
         if self._before is None and _remove is not None:
-            # What is left there when a thread ends while the interpreter does aborts the process.
+            # An object that is left when a thread ends while the interpreter ends aborts the process.
             _remove(_KEY)
         else:
             torch._C._stash_obj_in_tls(_KEY, self._before)

@@ -29,11 +29,10 @@ from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
 from hvlike.training.join.joinable import BuiltInHook
-from hvlike.training.usage_errors import changed_while_reducing
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, mappings and dataclasses; those of other objects are not seen."""
+    """Yield all tensors in nested lists, tuples, mappings and dataclasses, not those in other objects."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple)):
@@ -52,7 +51,7 @@ _USED = "(which parameters were used)"
 
 @dataclass
 class Module:
-    """The parameters of a module, in the form in which optimizers have theirs."""
+    """The parameters of a module in groups, as those of an optimizer."""
 
     param_groups: list[dict[str, Any]]
 
@@ -68,41 +67,48 @@ class ModuleGradients(Gradients):
         find_unused: bool = False,
         static_graph: bool = False,
     ) -> None:
-        """named_parameters: by the names of the module. find_unused: leave those alone that no rank has used."""
+        """Local.
+
+        Args:
+            named_parameters: By the names of the module.
+            reduction: How they are reduced.
+            find_unused: Leave gradients alone that no rank has used.
+            static_graph: Every iteration uses the parameters alike.
+        """
         self.static_graph = static_graph
         self.find_unused = find_unused or static_graph
         self._pending = False
-        """A synchronised forward has been made; nothing of it is reduced yet."""
+        """A synchronised forward was made, and no backward pass of it has reduced yet."""
         self._under_way = False
-        """A backward pass that reduces has begun and not come to its end."""
+        """A backward pass that reduces has begun and not ended."""
         self._collection: Collected | None = None
-        """Of the backward pass under way, where its gradients do not go into `.grad`."""
+        """That of the backward pass under way, where gradients do not go into `.grad`."""
         self._missing: dict[GradState, None] | None = None
-        """What no backward pass since the last synchronised forward has reached; None: there was none."""
+        """Gradients that no backward pass since the last synchronised forward has reached; None: there was no pass."""
         self._expected: dict[GradState, int] = {}
         """With a static graph: how often each gradient arrives in a backward pass."""
         self._twice: list[str] = []
         self._flags = torch.empty(0, device="cpu")
         self._weight = 1
         self.hook: Hook | None = None
-        """What the user has registered to reduce by."""
+        """The user's communication hook."""
         self.hook_state: Any = None
-        self._end = EndOfBackward(self, ModuleGradients._ended)
+        self._end = EndOfBackward(weakref.WeakMethod(self._ended))
         self._arm = _arming(self)
         groups = [{"params": list(named_parameters.values())}]
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(Module(groups), reduction, names, 1)
 
     def set_static_graph(self) -> None:
-        """Every iteration uses the parameters alike. Local. Raises: DataParallelError after the first forward."""
+        """Expect a static graph. Local. Raises DataParallelError after the first forward."""
         if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
             raise usage_errors.too_late_for_static_graph()
         self.static_graph = self.find_unused = True
 
     def before_forward(self) -> None:
-        """A synchronised forward begins. Collective where the last backward failed; else local.
+        """Begin a synchronised forward. Collective where the last backward failed; else local.
 
-        Raises: DataParallelError where gradients were missing since the forward before, after they were reduced.
+        Raises DataParallelError where gradients were missing since the forward before, after they were reduced.
         """
         if is_inside_backward():
             return
@@ -115,7 +121,7 @@ class ModuleGradients(Gradients):
             raise usage_errors.not_finished(rank(), [slot.name for slot in missing or {}], ended=ended)
 
     def after_forward(self, output: Any) -> None:
-        """Let the gradients be reduced by every backward pass that comes through these outputs. Local."""
+        """Let every backward pass that comes through these outputs reduce the gradients. Local."""
         tensor: Any
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -137,13 +143,13 @@ class ModuleGradients(Gradients):
         if not self._is_reducing():
             slot.reached = True
         elif slot.handed_over is not None:
-            # Said when the pass has ended, so that the other ranks are not left waiting.
+            # An error only when the pass has ended, so that other ranks do not wait for ever.
             self._twice.append(slot.name)
         elif slot.index >= 0:
             self._hand_over(slot, gradient)
 
     def _is_reducing(self) -> bool:
-        """Whether the backward pass under way is one that reduces; an arrival may be the first that is seen of it."""
+        """Whether the backward pass under way reduces; its first arrival may come before any output's hook."""
         if self._end.armed:
             return True
         if self._pending:
@@ -151,30 +157,22 @@ class ModuleGradients(Gradients):
         return self._end.armed
 
     def arm(self) -> None:
-        """Reduce when the backward pass under way has ended. In it."""
+        """Reduce when the backward pass under way has ended. Called in that pass."""
         elsewhere = collection()
         if self._end.armed or (elsewhere is not None and self._collection is elsewhere):
             return
         if self._under_way:
-            # An earlier pass has failed half way: the other ranks may wait for the rest.
+            # An earlier pass has failed half way: other ranks may wait for the rest.
             self._complete()
         self._under_way = True
         self._collection = elsewhere
         if elsewhere is None:
             self._end.arm()
         else:
-            elsewhere.add(self)
+            elsewhere.add_module(self._end.number, self._reduce_in)
 
-    @property
-    def number(self) -> int:
-        """In the order in which they were made."""
-        return self._end.number
-
-    def reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Reduce what a backward pass has left in this map, by leaf; `.grad` stays as it is. Collective; blocks.
-
-        Raises: as backward().
-        """
+    def _reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Reduce gradients in a map, by leaf; `.grad` stays as it is. Collective; blocks."""
         parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
         kept = [parameter.grad for parameter in parameters]
         try:
@@ -188,20 +186,20 @@ class ModuleGradients(Gradients):
                     gradients[parameter] = reduced
 
     def _ended(self) -> None:
-        """The backward pass has ended. Collective; blocks."""
+        """Reduce at the end of a backward pass. Collective; blocks."""
         twice = self._complete()
         if twice:
             raise (usage_errors.graph_changed if self.static_graph else usage_errors.ready_twice)(twice)
 
     def _complete(self) -> list[str]:
-        """Reduce all gradients; those that have arrived too often, by name."""
+        """Reduce all gradients; return the names of those that have arrived too often."""
         self._pending = self._under_way = False
         self._collection = None
         twice, self._twice = self._twice, []
         try:
             self.synchronize("backward()")
         except UsageError:
-            # Who comes twice has also been changed since it came first.
+            # A gradient that has arrived twice has also changed since its first arrival.
             if not twice:
                 raise
         finally:
@@ -223,7 +221,7 @@ class ModuleGradients(Gradients):
     def _contribution(self, slot: GradState) -> Tensor:
         if not self.find_unused or _is_reached(slot):
             return super()._contribution(slot)
-        # The gradient itself stays as it is, if it turns out that no rank has used the parameter.
+        # A copy: the gradient itself stays as it is if no rank has used the parameter.
         gradient = slot.parameter.grad
         slot.wire = slot.nothing() if gradient is None else gradient.detach().clone()
         return slot.wire
@@ -231,7 +229,7 @@ class ModuleGradients(Gradients):
     def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
         if not self.find_unused:
             return super()._finish(reducer, tensors)
-        # An average of so much for each rank that has used it: the number of these ranks.
+        # The average of `weight` from each rank that has used a parameter is the number of these ranks.
         self._flags.fill_(self._weight)
         for index, slot in enumerate(self._slots):
             if not _is_reached(slot):
@@ -253,9 +251,9 @@ class ModuleGradients(Gradients):
         return [slot.parameter for slot, used in zip(self._slots, self._flags.tolist(), strict=True) if used]
 
     def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
-        """Let the planned reduction compress, or a hook of the user reduce; all ranks alike. Local."""
+        """Let the planned reduction compress, or the user's hook reduce; all ranks alike. Local."""
         if self._under_way:
-            raise changed_while_reducing("register_comm_hook()")
+            raise usage_errors.changed_while_reducing("register_comm_hook()")
         if compression is not None:
             self.reduction = replace(self.reduction, compression=compression)
         self.hook = hook
@@ -263,7 +261,7 @@ class ModuleGradients(Gradients):
         self._drop_reducer()
 
     def reduce_zeros(self) -> None:
-        """Take part in a reduction of the others with a hook, without gradients of one's own. Collective; blocks."""
+        """Take part in a reduction by a hook, with zeros. Collective; blocks."""
         reducer = self._ready_reducer()
         if reducer is not None:
             parts = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
@@ -305,7 +303,7 @@ def _is_reached(slot: GradState) -> bool:
 
 
 def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
-    """Return the hook of outputs; a graph may keep it, so it does not keep the gradients."""
+    """Return the hook of outputs. A graph may keep it, so it holds the gradients weakly."""
     reference = weakref.ref(gradients)
 
     def output_is_reached(_: Tensor) -> None:
@@ -317,9 +315,9 @@ def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
 
 
 class DataParallelJoinHook(BuiltInHook):
-    """Others' reductions and buffers are stood in for in the loop; afterwards all ranks take over one rank's module.
+    """Proxies take part in reductions and buffers of other ranks; afterwards all ranks take over one rank's module.
 
-    Where the user's own hook reduces, only that hook can take part, so it is called with zeros in each iteration.
+    Where the user's own hook reduces, it is called with zeros in each iteration.
     """
 
     def __init__(
@@ -330,9 +328,13 @@ class DataParallelJoinHook(BuiltInHook):
         *,
         divide_by_active: bool,
     ) -> None:
-        """take_over: gives all ranks the module of one, by its rank in the job. reduces_now: see `main_hook`.
+        """Local.
 
-        divide_by_active: average over the ranks that have inputs, else over all.
+        Args:
+            gradients: Those of the module.
+            take_over: Gives all ranks the module of one, by its rank in the job.
+            reduces_now: Returns whether the backward pass of this iteration reduces on any rank.
+            divide_by_active: Average over the ranks that have inputs, else over all.
         """
         self._gradients = gradients
         self._take_over = take_over
@@ -346,7 +348,7 @@ class DataParallelJoinHook(BuiltInHook):
         self._gradients.divides_by_active = self._divide_by_active
 
     def main_hook(self) -> None:
-        """With a hook of the user: ask whether the others' backward pass of this iteration reduces, and take part."""
+        """Take part in a reduction by the user's hook, if this iteration has one."""
         if self._gradients.hook is not None and self._reduces_now(False):
             self._gradients.reduce_zeros()
 

@@ -29,7 +29,7 @@ from hvlike.training.gradients.reduction import Reducer, Reduction
 
 
 class AdasumDeltas(Gradients):
-    """Gradients that stay this rank's own; the differences that a step makes are reduced in their place.
+    """Gradients that stay this rank's own; the changes of a step are reduced instead.
 
     The phase is IDLE at all times: nothing is under way between backward and step.
     """
@@ -38,14 +38,14 @@ class AdasumDeltas(Gradients):
         self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
         self._starts: list[Tensor] = []
-        """Kept from step to step: fresh memory costs as much as the copy."""
+        """Copies of the parameters, kept from step to step: new memory would cost as much as the copy."""
         super().__init__(optimizer, reduction, names, backward_passes_per_step)
 
     def arrived(self, slot: GradState) -> None:
-        """The hook: gradients add up on this rank, whatever the number of passes."""
+        """Do nothing: gradients add up on this rank."""
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
-        """Do nothing: gradients are not reduced. Local. Raises: UsageError inside no_sync()."""
+        """Do nothing: gradients are not reduced. Local. Raises UsageError inside no_sync()."""
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
 
@@ -61,7 +61,7 @@ class AdasumDeltas(Gradients):
             if not int(flag):
                 parameters[0].grad = torch.full_like(parameters[0], torch.inf, requires_grad=False)
         elif not gradients:
-            # A scaler refuses an optimizer without a single gradient, but this rank has to step with the others.
+            # A scaler refuses an optimizer without a gradient, but this rank must step with the others.
             parameters[0].grad = torch.zeros_like(parameters[0], requires_grad=False)
 
     @contextmanager
@@ -69,7 +69,7 @@ class AdasumDeltas(Gradients):
         """Around the step of the wrapped optimizer: reduce what it changes. Collective over the process set; blocks.
 
         A rank whose step raises contributes no change, takes over that of the others, and raises then.
-        Raises: UsageError inside no_sync(), and for parameters of a dtype that has no Adasum.
+        Raises UsageError inside no_sync(), and for parameters of a dtype that has no Adasum.
         """
         self.synchronize("optimizer.step()")
         self._refresh()
@@ -89,7 +89,7 @@ class AdasumDeltas(Gradients):
         self._reduce_changes(reducer)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        # Optimizers also step on what is left in the gradient of a frozen parameter, which here is this rank's alone.
+        # Optimizers also step on the old gradient of a frozen parameter, which differs between ranks here.
         wanted = parameter.requires_grad or parameter.grad is not None
         return wanted and not isinstance(parameter, UninitializedParameter)
 
@@ -115,7 +115,7 @@ class AdasumDeltas(Gradients):
             self._starts = [value.clone() for value in values]
 
     def _reduce_changes(self, reducer: Reducer) -> None:
-        """Make the parameters their start plus the reduced change; leave them at the start if that fails."""
+        """Set the parameters to their start plus the reduced change, or to their start if the reduction fails."""
         deltas = self._values()
         torch._foreach_sub_(deltas, self._starts)
         try:
@@ -128,7 +128,7 @@ class AdasumDeltas(Gradients):
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether there is no infinity and no NaN; a GPU is waited for once, not for each gradient."""
+    """Whether there is no infinity and no NaN; waits once for each GPU, not for each gradient."""
     answers: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient

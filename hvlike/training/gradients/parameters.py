@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names, the groups they are reduced in, and whether they have changed.
+"""The parameters of an optimizer: their names, the groups in which they are reduced, and whether they have changed.
 
 Pure functions but for `value_checksums` and `gpu_of`, which look at the tensors.
 """
@@ -30,9 +30,9 @@ def find_duplicates(names: Iterable[str]) -> list[str]:
 
 
 def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
-    """Return the names given by the user, by parameter. A parameter shared under two names keeps the first.
+    """Return the user's names by parameter. A parameter with two names keeps the first.
 
-    Raises: UsageError for anything but pairs (name, parameter), and for a name given to two parameters.
+    Raises UsageError for anything but pairs (name, parameter), and for a name of two parameters.
     """
     if not isinstance(named_parameters, Iterable) or isinstance(named_parameters, (Mapping, Tensor, str)):
         raise UsageError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
@@ -43,7 +43,7 @@ def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
     names: dict[Tensor, str] = {}
     for name, parameter in pairs:
         names.setdefault(parameter, name)
-    # A list that names one parameter twice is as wrong as one that uses a name for two.
+    # Naming one parameter twice is an error, too.
     repeated = find_duplicates(name for name, _ in pairs)
     if repeated:
         raise UsageError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
@@ -55,10 +55,7 @@ def _is_named(pair: object) -> bool:
 
 
 def check_all_named(names: Mapping[Tensor, str], parameters: Iterable[Tensor]) -> None:
-    """Check that each of the optimizer's parameters has a name.
-
-    Raises: UsageError, with Horovod's text and the shapes of those without.
-    """
+    """Raise UsageError, with Horovod's text and the shapes, for parameters without a name."""
     unnamed = [parameter for parameter in parameters if parameter not in names]
     if unnamed:
         raise UsageError(
@@ -86,7 +83,7 @@ def name_parameters(param_groups: Sequence[Mapping[str, Any]], given: Mapping[Te
 def _proposals(
     param_groups: Sequence[Mapping[str, Any]], given: Mapping[Tensor, str]
 ) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield each parameter with its possible names, best first; the last is always free."""
+    """Yield each parameter with its possible names, best first; the last one is always free."""
     for number, group in enumerate(param_groups):
         for index, parameter in enumerate(group["params"]):
             automatic = f"noname.{number}.{index}"
@@ -102,8 +99,8 @@ _EXPECTED_GROUPS = "groups should be a non-negative integer or a list of list of
 def check_groups(groups: object, num_groups: int = 0) -> Groups:
     """Return the number of groups, the lists of parameters, or None for the library's own choice (also for 0).
 
-    num_groups: Horovod's older name for a number of groups; `groups` wins if both are given.
-    Raises: UsageError for anything else, for what is not a tensor, and for a parameter in two groups.
+    num_groups is Horovod's older name for a number of groups; `groups` wins if both are given.
+    Raises UsageError for anything else, for what is not a tensor, and for a parameter in two groups.
     """
     if num_groups != 0:
         warn_user(
@@ -140,7 +137,7 @@ def _check_lists(groups: object) -> list[list[Tensor]]:
 
 
 def group_indices(groups: Groups, parameters: Sequence[Tensor]) -> int | list[list[int]] | None:
-    """Return `groups` in terms of places in `parameters`; those that are not there (frozen ones) are left out."""
+    """Return `groups` as indices in `parameters`, without parameters that are not there (frozen ones)."""
     if not isinstance(groups, list):
         return groups
     places = {parameter: place for place, parameter in enumerate(parameters)}
@@ -153,9 +150,9 @@ _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class ParamGroupDiff:
-    """What was seen at the last thorough look: the parameters of the groups and whether they require a gradient.
+    """Compares parameter groups with what they were: the parameters and whether they require a gradient.
 
-    A parameter that was moved or converted is not noticed here: its hook is gone, so its gradient does not arrive.
+    It does not notice a parameter that was moved or converted: the gradient of that one does not arrive.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -163,7 +160,7 @@ class ParamGroupDiff:
         self._flags = list(map(_requires_grad, self._parameters))
 
     def sees_change(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a parameter has come, gone or changed its place, or does or does not require a gradient now."""
+        """Whether a parameter was added, removed, moved in the list, or changed in requires_grad."""
         parameters = _flat_parameters(param_groups)
         return (
             len(parameters) != len(self._parameters)
@@ -177,11 +174,11 @@ def _flat_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 _SAMPLE = 16
-"""Elements of each that are looked at: initialisation, or a checkpoint loaded on one rank, changes them all."""
+"""Elements of each parameter in its checksum: initialisation, or a checkpoint loaded on one rank, changes them all."""
 
 
 def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return a number for each, which differs where the first elements do. Local; waits once for each device."""
+    """Return a checksum of the first elements of each parameter. Local; waits once for each device."""
     numbers = [0] * len(parameters)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, each in enumerate(parameters):
@@ -198,5 +195,5 @@ def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def gpu_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The GPU that these tensors are reduced on: the first one that any is on; None where all are in host memory."""
+    """Return the first GPU that a tensor is on, where all are reduced; None where all are in host memory."""
     return next((tensor.device for tensor in tensors if kind_of(tensor.device)), None)

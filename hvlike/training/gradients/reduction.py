@@ -1,7 +1,4 @@
-"""How the gradients of one optimizer or module are reduced: the settings, fixed when it is wrapped.
-
-A Reduction makes the reducer that gradients are handed to.
-"""
+"""How the gradients of one optimizer or module are reduced: the settings, fixed when it is wrapped."""
 
 from __future__ import annotations
 
@@ -22,39 +19,48 @@ from hvlike.collectives.compression import (
 )
 from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
 from hvlike.collectives.requests.plan import BucketSizes
-from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.training.gradients.parameters import Groups, group_indices
 
 
 class Reducer(Protocol):
-    """What reduces a list of tensors, the same one over and over: a PlannedReducer."""
+    """Reduces tensors of the same shapes in each step: a PlannedReducer or a HookedReducer."""
 
     @property
     def wants_marks(self) -> bool:
-        """True while every tensor is to be marked ready; else the first one of a step is enough."""
+        """True while every tensor must be marked ready; else the first one of a step is enough."""
 
     @property
     def active(self) -> int:
-        """How many ranks took part in the last step with tensors of their own; 0 where that is not known."""
+        """How many ranks took part in the last step with tensors of their own; 0: unknown."""
 
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Tensor `index` is final for this step."""
 
     def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Wait until all are reduced, in place; those that take the place of others, by index."""
+        """Wait until all are reduced, in place; return those that replace others, by index."""
 
     def close(self) -> None:
         """Forget what was agreed."""
 
 
+def registered_set(process_set: object, owner: str) -> ProcessSet | None:
+    """Return the set, None for all ranks. Raises UsageError unless it is registered."""
+    if process_set is None or process_set is global_process_set:
+        return None
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        raise UsageError(
+            f"{owner}: process_set must be a ProcessSet that was passed to init(process_sets=[...]) or returned by "
+            f"add_process_set, got {process_set!r}."
+        )
+    return process_set
+
+
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction that a DistributedOptimizer, or a module, is given; immutable, pickles.
-
-    Raises: UsageError for an op that gradients cannot be reduced with, and for factors that do not fit the op.
-    """
+    """The settings; immutable, pickles. Raises UsageError for an op or factors that gradients cannot have."""
 
     op: ReduceOp = ReduceOp.AVERAGE
     compression: CompressorLike = field(default_factory=lambda: Compression.none)
@@ -63,9 +69,9 @@ class Reduction:
     sparse_as_dense: bool = False
     process_set: ProcessSet | None = None
     owner: str = "DistributedOptimizer"
-    """What it belongs to, for names and errors."""
+    """The class that it belongs to, for names and errors."""
     bucket_bytes: int | None = None
-    """How much is reduced together; None: what the knobs or hvlike choose."""
+    """How much is reduced together; None: what the settings or hvlike choose."""
 
     def __post_init__(self) -> None:
         op = reduce_op(self.op)
@@ -81,21 +87,21 @@ class Reduction:
         check_compressed_op(check_compressor(self.compression), op)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
-        # A copied process set would not be the one that was registered.
+        # A copy of the process set would not be registered.
         return replace(self, groups=deepcopy(self.groups, memo), compression=deepcopy(self.compression, memo))
 
     @property
     def memory(self) -> StatefulCompressor | None:
-        """The compressor, where it remembers something from step to step."""
+        """The compressor, if it remembers something from step to step."""
         return self.compression if isinstance(self.compression, StatefulCompressor) else None
 
     @property
     def of_deltas(self) -> bool:
-        """True when what a step has changed is reduced, and not the gradients before it."""
+        """True when the changes of a step are reduced, not the gradients before it."""
         return self.op is ReduceOp.ADASUM
 
     def is_local(self, context: Context) -> bool:
-        """True where there is nobody to reduce with: one rank in the set, or this rank not a member of it."""
+        """True with one rank in the set, or where this rank is not in it."""
         process_set = self.process_set
         if process_set is None or process_set.process_set_id is None:
             return process_set is None and context.world.size == 1
@@ -108,8 +114,8 @@ class Reduction:
     def automatic_name(self, context: Context) -> str:
         """Return a name for the next owner that reduces in this set; the same on all its ranks.
 
-        Counted when an optimizer first reduces, which all ranks do in the same order. Copies and optimizers that
-        only some ranks make (to write a checkpoint, say) do not count.
+        Optimizers count when they first reduce, which all ranks do in the same order, and not when they are made: some
+        ranks make copies, to write a checkpoint, say.
         """
         set_state = context.set_state(self.process_set, self.owner)
         number = set_state.controller.optimizer_names.next(self.owner)
@@ -118,7 +124,7 @@ class Reduction:
     def reducer(
         self, name: str, names: Sequence[str], parameters: Sequence[Tensor], extra: Sequence[Entry] = ()
     ) -> PlannedReducer:
-        """Return a reducer for the gradients of these parameters, and what else there is. Local; needs init()."""
+        """Return a reducer for the gradients of these parameters and other entries. Local; needs init()."""
         current()
         if self.memory is not None:
             self.memory.claim(self)

@@ -23,7 +23,7 @@ from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import check_all_named, check_groups, check_named_parameters
-from hvlike.training.gradients.reduction import Reduction
+from hvlike.training.gradients.reduction import Reduction, registered_set
 from hvlike.training.join.join import Join
 from hvlike.training.join.joinable import Joinable
 from hvlike.training.optimizer.join_hook import OptimizerJoinHook
@@ -129,7 +129,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             predivide_factor=gradient_predivide_factor,
             groups=check_groups(groups, num_groups),
             sparse_as_dense=sparse_as_dense,
-            process_set=_check_process_set(process_set),
+            process_set=registered_set(process_set, "DistributedOptimizer"),
         )
         self._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
 
@@ -417,18 +417,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         if gradients.reduction.of_deltas or gradients.reduction.is_local(current()):
             return loss
         return reduce_loss(loss, gradients.reduction.op, gradients.reduction.process_set)
-
-
-def _check_process_set(process_set: ProcessSet | None) -> ProcessSet | None:
-    """Return the set, None for all ranks. Raises: UsageError unless it is registered."""
-    if process_set is None or process_set is global_process_set:
-        return None
-    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-        raise UsageError(
-            "DistributedOptimizer: process_set must be a ProcessSet that was passed to init(process_sets=[...]), "
-            f"got {process_set!r}."
-        )
-    return process_set
 
 
 def _restore(

@@ -57,7 +57,7 @@ def pack(structure: Any, known: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
     """Return the pickled structure and the tensors in it, each once.
 
     known: tensors every rank has (parameters): they are referred to by their place, not sent.
-    Raises: what pickle raises for things that do not pickle.
+    Raises what pickle raises for things that do not pickle.
     """
     file = io.BytesIO()
     packer = _Packer(file, {tensor: place for place, tensor in enumerate(known)})

@@ -59,7 +59,7 @@ def test_a_search_throws_the_warm_up_away_and_ends() -> None:
         choice = decider.choice
         if decider.warming_up:
             assert choice == table[0]
-        decider.hear(0.001 if decider.warming_up else 0.02 + 0.01 * choice.bucket_bytes / (128 * MIB))
+        decider.record(0.001 if decider.warming_up else 0.02 + 0.01 * choice.bucket_bytes / (128 * MIB))
         heard += 1
     assert heard == 7
     assert decider.choice.bucket_bytes <= 8 * MIB
