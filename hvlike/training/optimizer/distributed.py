@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-# torch's own optimizers use it, too: torch.compile does not trace such methods.
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
@@ -29,15 +27,24 @@ from hvlike.training.join.joinable import Joinable
 from hvlike.training.optimizer.join_hook import OptimizerJoinHook
 from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
 
+# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
+
 
 class DistributedOptimizer(DelegatingOptimizer, Joinable):
     """A torch optimizer whose step() uses gradients that are reduced over all ranks.
 
     It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
-    optimizer. State that exists is kept. State dicts are plain and fit the wrapped optimizer too. `isinstance` holds
-    for torch.optim.Optimizer and for the class of the wrapped one. It pickles and deep-copies.
+    optimizer, state that exists keeps its place, state dicts are plain and interchangeable with the wrapped one's,
+    `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. Pickles and deep-copies.
 
-    Reduction starts in backward, as gradients become ready, and step() finishes it. The states, and what each call
+    optimizer: any torch.optim.Optimizer. named_parameters: pairs (name, parameter), for errors and matching.
+    compression: what gradients travel as. backward_passes_per_step: passes whose gradients are summed up locally before
+    they are reduced. op: Average, Sum or Adasum. gradient_predivide_factor: f divides by f before the sum and
+    multiplies by f after it (Average only). groups: a number, or lists of parameters, that are reduced together;
+    num_groups: older name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce
+    over, None for all; a rank outside of it steps on its own gradients.
+
+    Reduction starts in backward, as gradients become ready, and is finished by step(). The states, and what each call
     does in them (= stays, > goes on to; "error" leaves the state as it is):
 
                               IDLE          ACCUMULATING   REDUCING       SYNCHRONIZED
@@ -55,40 +62,17 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
     step(closure) reduces after each evaluation and returns the loss reduced in the same way.
 
-    op=Adasum reduces what a step has changed. Each rank's optimizer steps on its own gradients, with its own state
-    (momentum, say). Every parameter, of a float dtype, becomes its start plus the Adasum of the ranks' changes. Nothing
-    is reduced between backward and step, so the state is always IDLE: synchronize() does nothing, skip_synchronize()
-    raises UsageError, clipping and the loss of a closure are this rank's. A GradScaler skips the step on all ranks or
-    on none. A rank whose step fails changes nothing and takes over what the others did.
+    op=Adasum reduces what a step has changed: each rank's optimizer steps on its own gradients, with state (momentum,
+    say) of its own, and every parameter becomes its start plus the Adasum of the ranks' differences, which float
+    dtypes have. Between backward and step nothing is under way, so the state is always IDLE: synchronize() does
+    nothing, skip_synchronize() raises UsageError, clipping and the loss of a closure are this rank's. A GradScaler
+    skips the step on all ranks or on none. A rank whose step fails changes nothing and takes over what the others did.
 
     Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
     parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
-    Making the optimizer is local and does not block. The first step warns where values of parameters differ between
-    ranks.
-
-    Args:
-        optimizer: Any torch.optim.Optimizer.
-        named_parameters: Pairs (name, parameter) for all parameters of the optimizer; the names appear in errors and
-            match parameters between ranks. Default: numbered by group and place.
-        compression: What gradients travel as, a member of hvlike.Compression.
-        backward_passes_per_step: How many backward passes add up gradients on this rank before they are reduced.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: f divides gradients by f before the sum and multiplies by f after it; Average only.
-        num_groups: Older name for a number of groups.
-        groups: A number of groups, or lists of parameters, that are reduced together. Default: hvlike's choice.
-        sparse_as_dense: Send sparse gradients as dense ones.
-        process_set: The ranks to reduce over. A rank outside of it steps on its own gradients. Default: all ranks.
-
-    Raises:
-        NotInitializedError: init() has not been called.
-        UsageError: An argument is wrong.
-        MismatchError: From the first step, on every rank: ranks have different parameters or settings.
-
-    Example:
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        loss_function(model(inputs), labels).backward()
-        optimizer.step()
-
+    Making the optimizer is local and does not block.
+    Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
+    ranks have different parameters or settings; where only the values of parameters differ, it warns.
     Source: horovod.torch.DistributedOptimizer.
     """
 
@@ -147,20 +131,9 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
 
-        Collective over the process set; blocks.
-
-        Args:
-            closure: Evaluates the model on this rank's data, leaves gradients and returns the loss.
-            kwargs: Passed on to the wrapped step().
-
-        Returns:
-            What the wrapped step() returns.
-
-        Raises:
-            UsageError: The calls are in the wrong order; see the table of the class.
-            MismatchError: Ranks have different gradients.
-            PeerLeftError: Another rank has ended.
-
+        closure: evaluates the model on this rank's data, leaves gradients, returns the loss.
+        Collective over the process set; blocks. Returns what the wrapped step() returns.
+        Raises: UsageError for calls in the wrong order (see the table of the class), MismatchError, PeerLeftError.
         Source: torch.optim.Optimizer.step.
         """
         if closure is None:
@@ -172,10 +145,10 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
     @untraced
     def synchronize(self) -> None:
-        """Finish the reduction of the gradients; do nothing if that was done since the last backward pass.
+        """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
 
-        For code that reads or changes gradients before the step, which then runs under skip_synchronize().
-        Collective over the process set; blocks. Raises what step() raises.
+        For code that reads or changes gradients before the step: step under skip_synchronize() then.
+        Collective over the process set; blocks. Raises: as step().
         Source: horovod.torch.DistributedOptimizer.synchronize.
         """
         self._synchronize("optimizer.synchronize()")
@@ -183,23 +156,18 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
     @untraced
     def synchronize_for(self, call: str) -> None:
-        """Finish the reduction for a function of hvlike: a plain step() may follow and does not warn.
+        """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
 
-        Collective over the process set; blocks. Raises what step() raises.
-
-        Args:
-            call: The name of that function, for errors.
+        call: the name of that function, for errors. Collective over the process set; blocks. Raises: as step().
         """
         self._synchronize(call)
         self._reduced_by_user = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use the gradients as synchronize() and you have left them. Local.
+        """Let step() use the gradients as synchronize() and the user have left them. Local.
 
-        Raises:
-            UsageError: With op=Adasum, where there is nothing to skip.
-
+        Raises: UsageError with op=Adasum, where there is nothing to skip.
         Source: horovod.torch.DistributedOptimizer.skip_synchronize.
         """
         if self._gradients.reduction.of_deltas:
@@ -221,23 +189,14 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
 
         Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
-
-        Raises:
-            UsageError: On entering it between backward and step.
-
-        Source: torch DistributedDataParallel.no_sync.
+        Raises: UsageError between backward and step. Source: torch DistributedDataParallel.no_sync.
         """
         return self._gradients.local()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes make a step; counting starts anew. Local.
 
-        Args:
-            passes: The number, above 0.
-
-        Raises:
-            UsageError: passes is not above 0, or the call comes between backward and step.
-
+        Raises: UsageError unless passes > 0, and between backward and step.
         Source: horovod.torch.DistributedOptimizer.set_backward_passes_per_step.
         """
         self._gradients.set_passes(passes)
@@ -252,19 +211,13 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """The ranks that gradients are reduced over."""
         return self._gradients.reduction.process_set or global_process_set
 
-    # Methods of every optimizer that depend on the state of the gradients
+    # What every optimizer offers and the state of the gradients has a say in
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and with them local sums. Local.
 
-        Args:
-            set_to_none: Set gradients to None; else to zeros.
-
-        Raises:
-            UsageError: Between backward and step.
-
-        Source: torch.optim.Optimizer.zero_grad.
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.zero_grad.
         """
         self._gradients.discard()
         self._wrapped.zero_grad(set_to_none=set_to_none)
@@ -273,13 +226,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
 
-        Args:
-            param_group: The parameters under "params", and options.
-
-        Raises:
-            UsageError: Between backward and step.
-
-        Source: torch.optim.Optimizer.add_param_group.
+        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.add_param_group.
         """
         if self._gradients.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.add_param_group()")
@@ -291,7 +238,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Other optimizers ignore the key. It holds the errors of this rank alone: for an exact continuation every rank
         saves its own state dict, or one holds them all (hvlike.gather_optimizer_state).
-
         Source: torch.optim.Optimizer.state_dict.
         """
         state = self._wrapped.state_dict()
@@ -302,15 +248,9 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
 
-        A rank takes the errors that the same rank of a job of the same size has saved, and starts without errors where
+        A rank takes the errors that were saved by the same rank of a job of the same size, and starts without where
         there are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
-
-        Args:
-            state_dict: What state_dict() has returned.
-
-        Raises:
-            UsageError: Between backward and step, with a compressor that remembers something.
-
+        Raises: UsageError between backward and step, with a compressor that remembers something.
         Source: torch.optim.Optimizer.load_state_dict.
         """
         memory = self._gradients.reduction.memory
@@ -320,13 +260,9 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._wrapped.load_state_dict(state_dict)
 
     def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers that must be equal on all ranks; ranks agree on it anew. Local.
+        """Return what a compressor remembers and is to be equal on all ranks, which agree on it anew; None: nothing.
 
-        Args:
-            call: The name of the function that asks, for errors.
-
-        Returns:
-            The state of the compressor; None where there is none.
+        call: the name of the function that asks, for errors. Local. Raises: UsageError between backward and step.
         """
         memory = self._gradients.reduction.memory
         if memory is None:
@@ -335,17 +271,13 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         return memory.shared_state()
 
     def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take over another rank's `shared_memory`, with a compressor of the same kind. Local.
-
-        Args:
-            state: What it has returned there.
-        """
+        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local."""
         memory = self._gradients.reduction.memory
         if memory is not None:
             memory.load_shared(state)
 
     def before_groups_are_read(self) -> None:
-        """Reduce gradients for a GradScaler that reads the groups: collective then. Local for other readers."""
+        """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
             self._notify_join()
             self._gradients.prepare_for_scaler()
@@ -361,19 +293,14 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerJoinHook:
         """Return the hook for one Join context.
 
-        Args:
-            divide_by_initial_world_size: Average over all ranks, those without inputs contributing zeros; False: over
-                the ranks that have inputs. Only op=Average uses it.
-            kwargs: For other joinables of the context.
-
-        Returns:
-            The hook.
+        divide_by_initial_world_size: average over all ranks, those without inputs contributing zeros; False: over the
+        ranks that have inputs. Counts with op=Average alone. kwargs: what other joinables of the context are told.
         """
         return OptimizerJoinHook(self, self._gradients, divide_by_active=not divide_by_initial_world_size)
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors that a Join context communicates by itself."""
+        """The device of what a Join context communicates by itself."""
         return torch.device("cpu")
 
     @property
@@ -382,7 +309,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         return self.process_set
 
     def _notify_join(self) -> None:
-        """Tell a Join context that this rank has inputs, where it has to know."""
+        """Say that this rank has inputs, in a Join context that has to know."""
         try:
             Join.notify_join_context(self)
         except RuntimeError:
