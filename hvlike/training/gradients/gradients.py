@@ -189,6 +189,16 @@ class Gradients:
             raise usage_errors.changed_while_reducing(call)
         self._drop_reducer()
 
+    @property
+    def reducer(self) -> Reducer | None:
+        """What reduces the gradients; None before the first reduction."""
+        return self._reducer
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """What tunes the reducer; None without autotuning."""
+        return self._tuner
+
     def _begin(self) -> None:
         if self.phase is Phase.ACCUMULATING:
             for slot in self._slots:

@@ -211,6 +211,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """The ranks that gradients are reduced over."""
         return self._gradients.reduction.process_set or global_process_set
 
+    @property
+    def gradients(self) -> Gradients:
+        """The state of the gradients: phase, reducer and tuner."""
+        return self._gradients
+
     # What every optimizer offers and the state of the gradients has a say in
 
     @untraced

@@ -71,7 +71,7 @@ def test_a_tuned_run_gives_the_bits_of_an_untuned_one(
     optimizer = train(hvd, tuned)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), tuned.parameters(), strict=True))
     assert same_on_all_ranks(tuned.parameters())
-    assert optimizer._gradients._tuner.finished
+    assert optimizer.gradients.tuner.finished
 
 
 @pytest.mark.mpi(min_size=2)
@@ -87,7 +87,7 @@ def test_every_sample_is_logged_and_the_winner_can_be_loaded(
         [str(number), str(int(number <= WARMUP))] for number in range(1, WARMUP + SAMPLES + 1)
     ]
     assert all(float(row.split(",")[-1]) > 0 for row in rows)
-    choice = optimizer._gradients._tuner.choice
+    choice = optimizer.gradients.tuner.choice
     everybody = hvd.allgather_object(tuple(choice))
     assert everybody == [tuple(choice)] * hvd.size()
     assert ",".join(map(str, choice[:2])) in "\n".join(rows)
@@ -97,8 +97,8 @@ def test_every_sample_is_logged_and_the_winner_can_be_loaded(
     assert (loaded.bucket_bytes, loaded.first_bucket_bytes) == (choice.bucket_bytes, choice.first_bucket_bytes)
     assert loaded.cycle_time == choice.cycle_microseconds / 1000
     optimizer = train(hvd, make_model(), steps=2)
-    assert tuple(optimizer._gradients._reducer.sizes) == choice[:2]
-    assert optimizer._gradients._tuner is None
+    assert tuple(optimizer.gradients.reducer.sizes) == choice[:2]
+    assert optimizer.gradients.tuner is None
 
 
 @pytest.mark.mpi(min_size=2)
@@ -113,9 +113,9 @@ def test_the_parameters_may_change_in_the_middle_of_a_search(
         optimizer.zero_grad()
         loss_of(model, share(hvd, whole_batch(step))).backward()
         optimizer.step()
-    tuner = optimizer._gradients._tuner
+    tuner = optimizer.gradients.tuner
     assert tuner.finished
-    assert tuple(optimizer._gradients._reducer.sizes) == tuner.choice[:2]
+    assert tuple(optimizer.gradients.reducer.sizes) == tuner.choice[:2]
     assert same_on_all_ranks(model.parameters())
 
 
@@ -123,8 +123,8 @@ def test_the_parameters_may_change_in_the_middle_of_a_search(
 def test_the_first_optimizer_of_several_is_tuned(hvd: ModuleType, knobs: Callable[..., None], folder: Path) -> None:
     knobs(**tuning(folder))
     first, second = train(hvd, make_model()), train(hvd, make_model(1))
-    assert first._gradients._tuner.finished
-    assert second._gradients._tuner is None
+    assert first.gradients.tuner.finished
+    assert second.gradients.tuner is None
 
 
 @pytest.mark.mpi(min_size=2)
@@ -141,18 +141,18 @@ def test_a_search_outlives_a_join(hvd: ModuleType, knobs: Callable[..., None], f
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     samples = len((folder / "log.csv").read_text().splitlines()) - 1
     assert samples > WARMUP
-    assert hvd.allgather_object(optimizer._gradients._tuner.choice) == [optimizer._gradients._tuner.choice] * hvd.size()
+    assert hvd.allgather_object(optimizer.gradients.tuner.choice) == [optimizer.gradients.tuner.choice] * hvd.size()
 
 
 def test_nothing_is_tuned_unless_asked_for(hvd: ModuleType) -> None:
-    assert train(hvd, make_model(), steps=2)._gradients._tuner is None
+    assert train(hvd, make_model(), steps=2).gradients.tuner is None
 
 
 @pytest.mark.mpi(min_size=2)
 def test_the_knobs_choose_the_buckets(hvd: ModuleType, knobs: Callable[..., None]) -> None:
     knobs(BUCKET_BYTES=600, FIRST_BUCKET_BYTES=40)
     optimizer = train(hvd, make_model(), steps=2)
-    plan = optimizer._gradients._reducer.schedule.plan
+    plan = optimizer.gradients.reducer.schedule.plan
     sizes = [parameter.numel() * 4 for parameter in optimizer.param_groups[0]["params"]]
     filled = [sum(sizes[index] for index in bucket) for bucket in plan.buckets]
     assert len(plan.buckets) > 2

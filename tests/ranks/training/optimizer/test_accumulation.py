@@ -38,11 +38,11 @@ def check(model: nn.Module, *batches: int) -> None:
 def test_passes_are_summed(hvd: ModuleType) -> None:
     model, optimizer = make(passes=3)
     for batch in range(3):
-        assert optimizer._gradients.phase is (Phase.ACCUMULATING if batch else Phase.IDLE)
+        assert optimizer.gradients.phase is (Phase.ACCUMULATING if batch else Phase.IDLE)
         backward(hvd, model, batch)
-    assert optimizer._gradients.phase is Phase.REDUCING
+    assert optimizer.gradients.phase is Phase.REDUCING
     optimizer.step()
-    assert optimizer._gradients.phase is Phase.IDLE
+    assert optimizer.gradients.phase is Phase.IDLE
     check(model, 0, 1, 2)
 
 
@@ -82,7 +82,7 @@ def test_no_sync_passes_do_not_count(hvd: ModuleType) -> None:
     with optimizer.no_sync():
         backward(hvd, model, 0)
     backward(hvd, model, 1)
-    assert optimizer._gradients.phase is Phase.ACCUMULATING
+    assert optimizer.gradients.phase is Phase.ACCUMULATING
     backward(hvd, model, 2)
     optimizer.step()
     check(model, 0, 1, 2)
@@ -94,7 +94,7 @@ def test_the_number_of_passes_can_change_between_steps(hvd: ModuleType) -> None:
     assert optimizer.backward_passes_per_step == 2
     backward(hvd, model, 0)
     backward(hvd, model, 1)
-    assert optimizer._gradients.phase is Phase.REDUCING
+    assert optimizer.gradients.phase is Phase.REDUCING
     optimizer.step()
     check(model, 0, 1)
 
@@ -104,7 +104,7 @@ def test_zero_grad_drops_local_sums(hvd: ModuleType) -> None:
     backward(hvd, model, 5)
     optimizer.zero_grad()
     backward(hvd, model, 0)
-    assert optimizer._gradients.phase is Phase.ACCUMULATING
+    assert optimizer.gradients.phase is Phase.ACCUMULATING
     backward(hvd, model, 1)
     optimizer.step()
     check(model, 0, 1)

@@ -45,7 +45,7 @@ def test_gradients_of_an_added_group_are_reduced_during_backward(hvd: ModuleType
     late = list(model.parameters())[4:]
     optimizer.add_param_group({"params": late})
     sum(parameter.sum() for parameter in late).backward()
-    assert optimizer._gradients.phase is Phase.REDUCING
+    assert optimizer.gradients.phase is Phase.REDUCING
     optimizer.step()
 
 
@@ -156,7 +156,7 @@ def test_a_model_converted_after_wrapping(hvd: ModuleType) -> None:
             optimizer.zero_grad()
             inputs, targets = share(hvd, whole_batch(step))
             loss_of(model, (inputs.to(dtype), targets.to(dtype))).backward()
-            assert step == 0 or optimizer._gradients.phase is Phase.REDUCING
+            assert step == 0 or optimizer.gradients.phase is Phase.REDUCING
             optimizer.step()
         assert same_on_all_ranks(parameter.float() for parameter in model.parameters())
 
@@ -200,6 +200,6 @@ def test_lazy_modules(hvd: ModuleType) -> None:
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, share(hvd, whole_batch(step))).backward()
-        assert step == 0 or optimizer._gradients.phase is Phase.REDUCING
+        assert step == 0 or optimizer.gradients.phase is Phase.REDUCING
         optimizer.step()
     assert same_on_all_ranks(model.parameters())

@@ -56,7 +56,7 @@ def test_models(hvd: ModuleType, kind: str) -> None:
         plain.step()
         optimizer.zero_grad()
         loss_of(model, share(hvd, whole_batch(step))).backward()
-        assert optimizer._gradients.phase is Phase.REDUCING
+        assert optimizer.gradients.phase is Phase.REDUCING
         optimizer.step()
     assert largest_difference(model.parameters(), expected.parameters()) < 1e-6
     assert same_on_all_ranks(model.parameters())
