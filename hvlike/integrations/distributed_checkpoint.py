@@ -31,9 +31,12 @@ from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 Form = tuple[torch.Size, torch.dtype]
 
+_REST = "rest"
+"""The entry for everything that is no tensor."""
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of a DistributedDataParallel, or of what torch.compile makes."""
+    """Return the module inside of a DistributedDataParallel and of what torch.compile makes."""
     while True:
         if isinstance(model, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
@@ -44,7 +47,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of the state dict as `model.<name>`, the model's own memory, and what else is in it."""
+    """Return the tensors of the state dict as `model.<name>`, which share the model's memory, and everything else."""
     tensors, rest = {}, {}
     for name, value in unwrapped(model).state_dict().items():
         if isinstance(value, Tensor):
@@ -57,11 +60,11 @@ def model_entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 class OptimizerEntries:
     """The state of an optimizer by the names of its parameters in the model.
 
-    Of a ZeroRedundancyOptimizer it is this rank's share; together the ranks have all of it.
+    Of a ZeroRedundancyOptimizer it is the share of this rank.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Local. Raises: UsageError for parameters that are not the model's."""
+        """Raises: UsageError for parameters that do not belong to the model."""
         self._optimizer = optimizer.wrapped if isinstance(optimizer, DelegatingOptimizer) else optimizer
         names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
         self._groups = [_names(group["params"], names) for group in self._optimizer.param_groups]
@@ -70,7 +73,7 @@ class OptimizerEntries:
         self._kept = {names[parameter] for group in kept.param_groups for parameter in group["params"]}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank keeps, as `optimizer.state.<parameter>.<what>`. Local."""
+        """Return what this rank keeps, as `optimizer.state.<parameter>.<what>`."""
         return {
             f"{_prefix(name)}{what}": value
             for name, values in self._states().items()
@@ -79,9 +82,9 @@ class OptimizerEntries:
         }
 
     def rest(self) -> dict[str, Any]:
-        """Return options and names of the groups, and of all ranks' states what is no tensor.
+        """Return options and names of the groups, and everything that is no tensor of all ranks' states.
 
-        Collective where the ranks keep different parameters; blocks then.
+        For a ZeroRedundancyOptimizer it is collective and blocks.
         """
         others = {
             name: {what: value for what, value in values.items() if not isinstance(value, Tensor)}
@@ -96,18 +99,18 @@ class OptimizerEntries:
         return {"names": self._groups, "options": options, "others": others}
 
     def empty(self, saved: Mapping[str, Form]) -> dict[str, Tensor]:
-        """Return memory for what this rank will keep of the tensors that were saved. Local."""
+        """Return memory for the saved tensors that this rank will keep."""
         prefixes = {_prefix(name): name for name in self._kept}
         found = {}
         for entry, (shape, dtype) in saved.items():
-            # What an optimizer keeps has no dot in its name; the names of parameters do.
+            # Names of parameters have dots, those of what an optimizer keeps for one do not.
             start = entry.rpartition(".")[0] + "."
             if start in prefixes:
                 found[entry] = torch.empty(shape, dtype=dtype, device="cpu")
         return found
 
     def load(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-        """Load what `tensors` and `rest` have returned; of the tensors those that this rank keeps. Local.
+        """Load what `rest` has returned, and of the tensors those that this rank keeps.
 
         Raises: UsageError where the groups have other parameters.
         """
@@ -143,10 +146,10 @@ class OptimizerEntries:
 
 
 def _names(parameters: list[Tensor], names: Mapping[Tensor, str]) -> list[str]:
-    strangers = [number for number, parameter in enumerate(parameters) if parameter not in names]
-    if strangers:
+    unknown = [number for number, parameter in enumerate(parameters) if parameter not in names]
+    if unknown:
         raise UsageError(
-            f"Parameters number {strangers[:5]} of a group of the optimizer are not the model's: a checkpoint knows "
+            f"Parameters number {unknown[:5]} of a group of the optimizer are not the model's. A checkpoint stores "
             "them by their names in the model."
         )
     return [names[parameter] for parameter in parameters]
@@ -161,20 +164,26 @@ def _shorten(groups: list[list[str]]) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-_REST = "rest"
-"""The entry for all that is no tensor."""
-
-
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any) -> None:
     """Write a model, its optimizer and more into a folder, to which all ranks contribute.
 
-    path: a folder, in a file system that all ranks see, that does not hold a checkpoint yet: one that is overwritten
-    could be lost with the job. model: wrapped in a DistributedDataParallel, or not. optimizer: any; of a
-    ZeroRedundancyOptimizer each rank writes its share. more: by name, objects with state_dict (schedules, scalers,
-    samplers), and values that pickle. Of these, and of the buffers of the model, those of rank 0 are written.
-    The folder counts as a checkpoint once all is on disk. Collective: every rank calls it. Blocks until done.
-    Raises: UsageError, on every rank, where there is a checkpoint; CheckpointException of torch, on every rank, where
-    a rank could not write.
+    The folder counts as a checkpoint once everything is on disk. Collective: every rank calls it. Blocks until done.
+
+    Args:
+        path: A folder in a file system that all ranks see, without a checkpoint: one that is overwritten could be lost
+            with the job.
+        model: Wrapped in a DistributedDataParallel, or not. Rank 0 writes its buffers.
+        optimizer: Any. Of a ZeroRedundancyOptimizer each rank writes its share.
+        more: By name, objects with state_dict (schedules, scalers, samplers), and values that pickle. Rank 0 writes
+            its own.
+
+    Raises:
+        UsageError: On every rank, where the folder holds a checkpoint.
+        CheckpointException: Torch's, on every rank, where a rank could not write.
+
+    Example:
+        >>> distributed_checkpoint.save("checkpoints/7", model, optimizer, schedule=schedule, epoch=7)
+
     Source: torch.distributed.checkpoint.save.
     """
     folder = Path(path)
@@ -203,13 +212,23 @@ def load(
 ) -> dict[str, Any]:
     """Read what `save` has written, on any number of ranks, into a model and an optimizer made alike.
 
-    model, optimizer: wrapped or not, whatever those that were saved were in. more: objects with load_state_dict that
-    were saved by these names.
-    Returns the values that were saved by name, other than those that went into the objects of `more`.
     Every rank reads what it keeps, and no other rank's share of a ZeroRedundancyOptimizer. Collective: every rank calls
-    it, with the same path. Blocks until done. After an error the model may hold some of what was saved.
-    Raises: UsageError, on every rank, where there is no complete checkpoint that can be read, or names or shapes are
-    not those of the model or optimizer; CheckpointException of torch, on every rank, where a rank could not read.
+    it, with the same path. Blocks until done. After an error the model may hold a part of what was saved.
+
+    Args:
+        path: The folder.
+        model: Wrapped or not, however the one that was saved was wrapped.
+        optimizer: The same.
+        more: Objects with load_state_dict that were saved by these names.
+
+    Returns:
+        The values that were saved by name, other than those that went into the objects of `more`.
+
+    Raises:
+        UsageError: On every rank, where there is no complete checkpoint that can be read, or names or shapes are not
+            those of the model or optimizer.
+        CheckpointException: Torch's, on every rank, where a rank could not read.
+
     Source: torch.distributed.checkpoint.load.
     """
     folder = Path(path)
@@ -243,7 +262,7 @@ def load(
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """torch.distributed as it is, or for as long as this takes over hvlike."""
+    """Use torch.distributed as it runs, or start it over hvlike for the block."""
     if dist.is_initialized():
         yield
         return
@@ -255,9 +274,9 @@ def _process_group() -> Iterator[None]:
 
 
 def _read_metadata(folder: Path) -> Mapping[str, object] | None:
-    """What rank 0 finds in the folder by name, on every rank; None where there is no checkpoint. Collective; blocks.
+    """Return on every rank what rank 0 finds in the folder, by name; None where there is no checkpoint.
 
-    Raises: UsageError, on every rank, where it cannot be read.
+    Collective; blocks. Raises: UsageError, on every rank, where it cannot be read.
     """
     basics.init()
     problem: str | None = None
@@ -266,9 +285,9 @@ def _read_metadata(folder: Path) -> Mapping[str, object] | None:
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         except FileNotFoundError:
-            # Nothing there, or not complete.
+            # No checkpoint, or not a complete one.
             saved = None
-        except Exception as error:  # what is damaged may raise anything when it is unpickled
+        except Exception as error:  # unpickling a damaged file may raise anything
             problem = f"{type(error).__name__}: {error}"
     problem, saved = broadcast_object((problem, saved), root_rank=0)
     if problem is not None:
@@ -280,13 +299,10 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _forms(saved: Mapping[str, object]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor that was saved."""
-    forms = {}
-    for name, entry in saved.items():
-        if isinstance(entry, TensorStorageMetadata):
-            forms[name] = entry.size, entry.properties.dtype
-    return forms
+def _forms(saved: Mapping[str, object]) -> dict[str, Form]:
+    """Return shape and dtype of each tensor that was saved."""
+    tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
 
 
 def _check(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:

@@ -32,7 +32,7 @@ from hvlike.training.state.broadcast import broadcast_parameters
 
 
 class HvlikeSyncBatchNorm(LayerSync):
-    """Puts hvlike.SyncBatchNorm in the places of batch normalisation layers, and these back.
+    """Replaces batch normalisation layers by hvlike.SyncBatchNorm, and puts them back.
 
     Source: lightning.pytorch.plugins.LayerSync.
     """
@@ -41,7 +41,7 @@ class HvlikeSyncBatchNorm(LayerSync):
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Replace the layers; parameters and buffers stay the same objects. Local."""
+        """Replace the layers. Parameters and buffers stay the same objects. Local."""
         self._replaced = [
             (parent, name, child)
             for parent in model.modules()
@@ -51,7 +51,7 @@ class HvlikeSyncBatchNorm(LayerSync):
         return convert_sync_batchnorm(model)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put the layers back, as they have become. Local."""
+        """Put the layers back with the state that they have now. Local."""
         for parent, name, layer in self._replaced:
             trained = parent._modules[name]
             if trained is not None:
@@ -63,58 +63,52 @@ class HvlikeSyncBatchNorm(LayerSync):
 
 
 class HvlikeEnvironment(ClusterEnvironment):
-    """Who and where this rank is; mpirun has decided it. Needs hvlike to be initialised.
+    """The place of this rank, as mpirun has decided it. Needs hvlike to be initialised.
 
     Source: lightning.fabric.plugins.environments.ClusterEnvironment.
     """
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: mpirun does."""
-        return True
+    creates_processes_externally = True
 
     @property
     def main_address(self) -> str:
-        """Not there: the ranks know each other by MPI. Raises: UsageError."""
+        """Raises UsageError: the ranks know each other by MPI."""
         raise UsageError("hvlike's ranks know each other by MPI: there is no main address, and no port.")
 
-    @property
-    def main_port(self) -> int:
-        """As `main_address`."""
-        raise UsageError("hvlike's ranks know each other by MPI: there is no main address, and no port.")
+    main_port: Any = main_address
 
     @staticmethod
     def detect() -> bool:
-        """Whether hvlike runs."""
+        """Whether hvlike is initialised."""
         return basics.is_initialized()
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return basics.size()
 
-    def set_world_size(self, size: int) -> None:
-        """Ignored: mpirun has decided it."""
-
     def global_rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return basics.rank()
 
-    def set_global_rank(self, rank: int) -> None:
-        """Ignored: mpirun has decided it."""
-
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """Return the number of this rank among those of its node."""
         return basics.local_rank()
 
     def node_rank(self) -> int:
-        """The number of this node."""
+        """Return the number of this node."""
         return basics.cross_rank()
+
+    def set_world_size(self, size: int) -> None:
+        """Ignored: mpirun decides it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignored: mpirun decides it."""
 
 
 def gather_metrics(module: nn.Module) -> None:
-    """Let the metrics in a module look at all ranks when they are computed. Local.
+    """Let the metrics in a module gather from all ranks when they are computed. Local.
 
-    Those that have a `dist_sync_fn` of their own keep it.
+    Metrics with a `dist_sync_fn` of their own keep it.
     """
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:
@@ -123,14 +117,14 @@ def gather_metrics(module: nn.Module) -> None:
 
 
 def has_other_ranks() -> bool:
-    """Whether there is anything to gather."""
+    """Whether there are other ranks to gather from."""
     return basics.is_initialized() and basics.size() > 1
 
 
 def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order; their shapes may differ, their number of dimensions may not.
+    """Return the tensors of all ranks, in rank order. Their shapes may differ, but not their numbers of dimensions.
 
-    group: ranks of a ProcessSet, None for all. Collective over it; blocks.
+    group: a ProcessSet, None for all ranks. Collective over it; blocks.
     Source: torchmetrics.utilities.distributed.gather_all_tensors.
     """
     shapes = allgather(torch.tensor([tensor.shape], dtype=torch.int64, device="cpu"), process_set=group).tolist()
@@ -157,12 +151,25 @@ class HvlikeStrategy(ParallelStrategy):
     `mpirun -n 4 python train.py` with `Trainer(strategy=HvlikeStrategy())` is all; the number of ranks is mpirun's.
     Gradient clipping and accumulation, automatic and manual optimization, `sync_dist=True`, metrics of torchmetrics in
     the module, `sync_batchnorm=True`, distributed samplers and checkpoints work as with Lightning's DDPStrategy.
-    torch.distributed is not used.
+    torch.distributed is not used. Collective: every rank makes one, and the same Trainer around it. Starts hvlike if it
+    is not initialised.
 
-    comm_hook, comm_state: how gradients are reduced, see DistributedDataParallel.register_comm_hook.
-    data_parallel: further arguments of DistributedDataParallel, such as find_unused_parameters.
-    Collective: every rank makes one, and the same Trainer around it. Starts hvlike if it does not run.
-    Raises: as hvlike.init.
+    Args:
+        accelerator: As for ParallelStrategy; the Trainer sets it.
+        parallel_devices: The devices of the node; the Trainer sets them. A rank takes the one of its local rank.
+        checkpoint_io: As for ParallelStrategy.
+        precision_plugin: As for ParallelStrategy; the Trainer sets it.
+        comm_hook: How gradients are reduced, see DistributedDataParallel.register_comm_hook.
+        comm_state: The state that comm_hook gets.
+        data_parallel: More arguments of DistributedDataParallel, such as find_unused_parameters.
+
+    Raises:
+        LaunchError: As hvlike.init.
+
+    Example:
+        >>> trainer = Trainer(strategy=HvlikeStrategy(find_unused_parameters=True), accelerator="cpu")
+        >>> trainer.fit(module, loader)
+
     Source: lightning.pytorch.strategies.DDPStrategy.
     """
 
@@ -203,7 +210,7 @@ class HvlikeStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank: of those that the Trainer found on the node, that of its local rank."""
+        """The device of this rank: the one of its local rank among those of the node."""
         devices = self.parallel_devices or [torch.device("cpu")]
         device: torch.device = devices[self.local_rank % len(devices)]
         return device
@@ -215,7 +222,7 @@ class HvlikeStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes mpirun has started ranks on."""
+        """The number of nodes that mpirun has started ranks on."""
         return basics.cross_size()
 
     @num_nodes.setter
@@ -224,7 +231,7 @@ class HvlikeStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a DistributedSampler is made with."""
+        """Arguments of a DistributedSampler."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
@@ -233,7 +240,11 @@ class HvlikeStrategy(ParallelStrategy):
         reset_seed()
 
     def setup(self, trainer: Any) -> None:
-        """Prepare the model, and make it equal on all ranks. Collective; blocks."""
+        """Prepare the model and make it equal on all ranks. Collective; blocks.
+
+        Args:
+            trainer: The Trainer.
+        """
         self._fits = trainer.state.fn == TrainerFn.FITTING
         if isinstance(self._layer_sync, TorchSyncBatchNorm):
             self._layer_sync = HvlikeSyncBatchNorm()
@@ -243,7 +254,7 @@ class HvlikeStrategy(ParallelStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """What Lightning calls when the model is on its device: wrapped to train; to look at, it is only made equal."""
+        """Called by Lightning when the model is on its device: wrap it for training, else only make it equal."""
         if not self._fits:
             broadcast_parameters([*model.named_parameters(), *model.named_buffers()], root_rank=0)
             return model
@@ -254,7 +265,14 @@ class HvlikeStrategy(ParallelStrategy):
         return wrapped
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers that the module configures. Raises: UsageError for those that reduce once more."""
+        """Make the optimizers that the module configures.
+
+        Args:
+            trainer: The Trainer.
+
+        Raises:
+            UsageError: For an optimizer that would reduce the gradients once more.
+        """
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, DistributedOptimizer):
@@ -268,7 +286,11 @@ class HvlikeStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization a backward pass runs inside of forward: it reduces all the same."""
+        """Let a backward pass of manual optimization, which runs inside of forward, reduce the gradients.
+
+        Args:
+            closure_loss: What the pass begins with.
+        """
         if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
             self.model.reduce_through(closure_loss)
 
@@ -279,19 +301,39 @@ class HvlikeStrategy(ParallelStrategy):
             yield
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. Collective; blocks."""
+        """Wait for all ranks. Collective; blocks.
+
+        Args:
+            name: Not used.
+        """
         barrier_join.barrier()
 
     def broadcast(self, obj: Object, src: int = 0) -> Object:
-        """Return the object of one rank on all. Collective; blocks."""
+        """Return the object of one rank on all ranks. Collective; blocks.
+
+        Args:
+            obj: Any object that pickles; only that of `src` counts.
+            src: The rank whose object is returned.
+
+        Returns:
+            The object of rank `src`.
+        """
         received: Object = broadcast_object(obj, root_rank=src)
         return received
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, in place; anything else is returned as it is. Collective; blocks.
+        """Reduce a tensor over the ranks, in place. Collective; blocks.
 
-        group: ranks of a ProcessSet, None for all. reduce_op: its name, or torch.distributed's constant; None: sum.
-        Raises: UsageError for other reductions.
+        Args:
+            tensor: Of the same shape and dtype on every rank. Anything but a tensor is returned as it is.
+            group: A ProcessSet, None for all ranks.
+            reduce_op: "mean", "sum", "min", "max" or "product", or torch.distributed's constant. None: sum.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            UsageError: For other reductions.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -302,9 +344,15 @@ class HvlikeStrategy(ParallelStrategy):
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return (ranks, ...): the tensors of all ranks, of one shape. Collective; blocks.
+        """Gather the tensors of all ranks. Collective; blocks.
 
-        group: ranks of a ProcessSet, None for all. sync_grads: gradients flow back to the ranks that sent.
+        Args:
+            tensor: Of the same shape (...) on every rank.
+            group: A ProcessSet, None for all ranks.
+            sync_grads: Whether gradients flow back to the ranks that sent.
+
+        Returns:
+            A tensor of shape (ranks, ...).
         """
         with nullcontext() if sync_grads else torch.no_grad():
             return allgather(tensor.unsqueeze(0), process_set=group)

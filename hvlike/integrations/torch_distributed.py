@@ -26,7 +26,7 @@ from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 
 BACKEND_NAME = "hvlike"
-"""What torch.distributed calls this backend."""
+"""The name of this backend in torch.distributed."""
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup
@@ -36,7 +36,7 @@ _groups = itertools.count()
 
 
 class ProcessGroup(_ProcessGroupBase):
-    """All ranks of hvlike as a group of torch.distributed. Made by torch.distributed, on all ranks alike.
+    """All ranks of hvlike as a group of torch.distributed, which makes it on all ranks.
 
     Methods get what torch.distributed's functions pass to a backend: lists of tensors, and options.
     Source: torch/csrc/distributed/c10d/ProcessGroup.hpp.
@@ -50,7 +50,7 @@ class ProcessGroup(_ProcessGroupBase):
         self._calls = itertools.count()
 
     def getBackendName(self) -> str:
-        """As torch.distributed.get_backend says it."""
+        """Return what torch.distributed.get_backend returns."""
         return BACKEND_NAME
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -65,7 +65,7 @@ class ProcessGroup(_ProcessGroupBase):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        """Reduce each tensor over the ranks, in place on the root; those of others stay as they are."""
+        """Reduce each tensor over the ranks, in place on the root. Those of other ranks stay as they are."""
         op = _op(opts)
         for tensor in tensors:
             reduced = allreduce_(tensor.detach().clone(), op=op, name=self._name())
@@ -171,12 +171,12 @@ class ProcessGroup(_ProcessGroupBase):
         return _done([output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called this."""
         barrier()
         return _done([])
 
     def send(self, *arguments: Any) -> dist.Work:
-        """Not there. Raises: UsageError."""
+        """Raises UsageError: hvlike has collectives only."""
         raise UsageError(
             "torch.distributed over hvlike has collectives only: no send, recv or batch_isend_irecv. Use hvlike.rpc, "
             "or hvlike.alltoall with splits."
@@ -192,11 +192,11 @@ class ProcessGroup(_ProcessGroupBase):
     alltoall_base = all_to_all_single
 
     def _name(self) -> str:
-        """Calls are matched by their order, apart from those that the program makes by hvlike's own names."""
+        """Return a name for the next call: calls of this group are matched by their order."""
         return f"{self._prefix}.{next(self._calls)}"
 
     def _exchange(self, tensor: Tensor, splits: dict[int, int]) -> Tensor:
-        """Send elements to some ranks, as many as said; return those that came, in rank order."""
+        """Send elements to some ranks, as many as `splits` says, and return those that came, in rank order."""
         counts = [splits.get(place, 0) for place in range(self._ranks)]
         rows: Any = alltoall(tensor.detach().reshape(-1), counts, name=self._name())
         came: Tensor = rows[0]
@@ -204,7 +204,7 @@ class ProcessGroup(_ProcessGroupBase):
 
 
 def _fill(outputs: Sequence[Tensor], elements: Tensor) -> None:
-    """Deal elements out to tensors, one after the other."""
+    """Copy elements into tensors, one after the other."""
     sizes = [output.numel() for output in outputs]
     for output, part in zip(outputs, torch.split(elements, sizes), strict=True):
         output.detach().copy_(part.view(output.shape))
@@ -215,7 +215,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _done(result: object) -> dist.Work:
-    """The work that is complete."""
+    """Return a completed work."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     work: dist.Work = _c10d._create_work_from_future(future)
@@ -232,7 +232,7 @@ _OPS: tuple[tuple[Any, ReduceOp], ...] = (
 
 
 def _op(opts: Any) -> ReduceOp:
-    """hvlike's name of a reduction. Raises: UsageError for those that it does not have."""
+    """Return hvlike's name of a reduction. Raises: UsageError for one that it does not have."""
     if opts is None:
         return ReduceOp.SUM
     for torch_op, op in _OPS:
@@ -242,13 +242,21 @@ def _op(opts: Any) -> ReduceOp:
 
 
 def init_process_group() -> None:
-    """Start torch.distributed over all ranks of hvlike, which is started too if it does not run.
+    """Start torch.distributed over all ranks of hvlike, and hvlike if it is not initialised.
 
     torch.distributed's collectives, of tensors and of objects, then go through hvlike: no MASTER_ADDR, no rendezvous,
-    no second network. Groups (torch.distributed.new_group) have all ranks; send and recv are not there. Does nothing
-    where that is so already. torch.distributed.destroy_process_group ends it.
+    no second network. Groups (torch.distributed.new_group) have all ranks; there is no send and no recv. Does nothing
+    if that is done already. torch.distributed.destroy_process_group ends it.
     Collective: every rank calls it. Blocks until all have.
-    Raises: UsageError where torch.distributed runs with another backend; as hvlike.init otherwise.
+
+    Raises:
+        UsageError: Where torch.distributed runs with another backend.
+        LaunchError: As hvlike.init.
+
+    Example:
+        >>> init_process_group()
+        >>> torch.distributed.all_reduce(tensor)
+
     Source: torch.distributed.init_process_group.
     """
     basics.init()
@@ -264,12 +272,12 @@ def init_process_group() -> None:
     dist.init_process_group(BACKEND_NAME, store=_NO_STORE, rank=basics.rank(), world_size=basics.size())
 
 
-# Its methods are typed one by one; here they are all alike.
+# torch types its methods one by one; here they are all the same.
 _StoreBase: Any = Store
 
 
 class NoStore(_StoreBase):
-    """What torch.distributed asks for, in which the ranks do not meet: they do by MPI.
+    """The store that torch.distributed asks for. Every use raises: the ranks know each other by MPI.
 
     Another backend would wait in it for the other ranks, for half an hour.
     """
@@ -283,7 +291,7 @@ class NoStore(_StoreBase):
     set = get = add = wait = check = append = compare_set = multi_set = multi_get = _refuse
 
 
-# Made once and kept: torch keeps only the part of it that is not Python.
+# Kept here: torch keeps only the part of it that is not Python.
 _NO_STORE = NoStore()
 
 
