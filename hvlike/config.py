@@ -21,26 +21,26 @@ OURS, HOROVODS = "HVLIKE_", "HOROVOD_"
 
 
 class Kind(NamedTuple):
-    """What values a knob takes."""
+    """The values that a setting takes."""
 
     parse: Callable[[str], Any]
-    """Makes the value of a text; raises ValueError for a text that is none."""
+    """Returns the value of a text. Raises: ValueError."""
     expected: str
-    """The values in words, as they stand in errors and in the documentation."""
+    """The values in words, for errors and the documentation."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: the environment variable without its prefix, and what is known of it."""
+    """One setting. name: the environment variable without its prefix."""
 
     name: str
     kind: Kind
     default: Any
     effect: str
     horovod: bool
-    """Horovod has it too: its spelling is accepted."""
+    """Whether Horovod has it too, so that its spelling is accepted."""
     same: bool
-    """All ranks must have the same value."""
+    """Whether all ranks must have the same value."""
 
     @property
     def variable(self) -> str:
@@ -49,14 +49,14 @@ class Setting:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """The environment variables that set it; ours first."""
+        """The environment variables that set it, hvlike's first."""
         return (OURS + self.name, HOROVODS + self.name) if self.horovod else (OURS + self.name,)
 
 
-def knob(name: str, default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True) -> T:
-    """A field of the table in config.py."""
+def setting(name: str, default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True) -> T:
+    """Return a field of Config."""
     entry = Setting(name, kind, default, effect, horovod, same)
-    return dataclasses.field(default=default, metadata={"knob": entry})
+    return dataclasses.field(default=default, metadata={"setting": entry})
 
 
 def whole(least: int) -> Kind:
@@ -114,186 +114,170 @@ CORES = Kind(_cores, "numbers of cores with commas between, one for each rank of
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 DYNAMIC = "DYNAMIC"
-"""The value of HVLIKE_TIMELINE that names no file: start_timeline() and stop_timeline() are used, as Horovod wants."""
+"""The value of HVLIKE_TIMELINE that names no file: the program calls start_timeline(), as with Horovod."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The values of this run; the table of all knobs."""
+    """The values of this run, and the table of all settings."""
 
-    knobs_file: str | None = knob(
+    knobs_file: str | None = setting(
         "KNOBS_FILE", None, PATH, "a file of lines NAME=value, as autotune writes it; the environment wins", same=False
     )
     # Where the ranks run
-    ranks_per_node: int | None = knob(
+    ranks_per_node: int | None = setting(
         "RANKS_PER_NODE", None, whole(1), "treat every so many ranks of a host as a node, to try multi-node code"
     )
-    init_patience: float = knob(
+    init_patience: float = setting(
         "INIT_PATIENCE_SECONDS", 60.0, number(0.001), "how long init() waits for other ranks before the log says so"
     )
-    mpi_threads_disable: bool = knob(
+    mpi_threads_disable: bool = setting(
         "MPI_THREADS_DISABLE", False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE", horovod=True
     )
-    thread_affinity: tuple[int, ...] | None = knob(
+    thread_affinity: tuple[int, ...] | None = setting(
         "THREAD_AFFINITY", None, CORES, "the core of the background thread of each local rank", horovod=True, same=False
     )
-    peer_memory: bool = knob(
+    peer_memory: bool = setting(
         "PEER_MEMORY", True, SWITCH, "0: the ranks of a node do not copy straight between their memories"
     )
-    keep_memory: bool = knob(
+    keep_memory: bool = setting(
         "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
     )
     # How operations are agreed and joined
-    cycle_time: float = knob(
+    cycle_time: float = setting(
         "CYCLE_TIME",
         0.0,
         number(0),
         "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once",
         horovod=True,
     )
-    fusion_threshold: int = knob(
+    fusion_threshold: int = setting(
         "FUSION_THRESHOLD",
         64 << 20,
         whole(0),
         "bytes up to which operations announced together run as one; 0: each runs alone",
         horovod=True,
     )
-    disable_group_fusion: bool = knob(
+    disable_group_fusion: bool = setting(
         "DISABLE_GROUP_FUSION", False, SWITCH, "1: a grouped operation is not fused with any other", horovod=True
     )
-    cache_capacity: int = knob(
+    cache_capacity: int = setting(
         "CACHE_CAPACITY",
         4096,
         whole(0),
         "how many different operations are sent as a number once they were described; 0: none",
         horovod=True,
     )
-    express: bool = knob(
+    express: bool = setting(
         "EXPRESS",
         True,
         SWITCH,
         "0: also an allreduce that all ranks of a node call at the same time is announced by rank 0 before it runs",
     )
     # Gradients
-    overlap: bool | None = knob(
+    overlap: bool | None = setting(
         "OVERLAP", None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
     )
-    bucket_bytes: int | None = knob(
+    bucket_bytes: int | None = setting(
         "BUCKET_BYTES", None, whole(1), "bytes of gradients that are reduced together; unset: chosen by the library"
     )
-    first_bucket_bytes: int | None = knob(
+    first_bucket_bytes: int | None = setting(
         "FIRST_BUCKET_BYTES", None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
     )
     # Tensors of a GPU
-    cuda_plane: str = knob(
+    cuda_plane: str = setting(
         "CUDA_PLANE",
         "auto",
         one_of("auto", "nccl", "staged"),
         "how CUDA tensors travel: nccl, or staged through pinned host memory; auto: nccl where every rank has a GPU of "
         "its own and CuPy",
     )
-    nccl_timeout: float = knob(
+    nccl_timeout: float = setting(
         "NCCL_TIMEOUT_SECONDS", 600.0, number(0), "how long a collective of NCCL may take until it is given up; 0: ever"
     )
     # Autotune
-    autotune: bool = knob("AUTOTUNE", False, SWITCH, "1: try sizes and times out during training", horovod=True)
-    autotune_log: str | None = knob(
+    autotune: bool = setting("AUTOTUNE", False, SWITCH, "1: try sizes and times out during training", horovod=True)
+    autotune_log: str | None = setting(
         "AUTOTUNE_LOG", None, PATH, "rank 0 writes every sample there, as CSV", horovod=True, same=False
     )
-    autotune_file: str | None = knob(
+    autotune_file: str | None = setting(
         "AUTOTUNE_FILE", None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
     )
-    autotune_warmup_samples: int = knob(
+    autotune_warmup_samples: int = setting(
         "AUTOTUNE_WARMUP_SAMPLES", 3, whole(0), "samples that are thrown away at the start", horovod=True
     )
-    autotune_steps_per_sample: int = knob(
+    autotune_steps_per_sample: int = setting(
         "AUTOTUNE_STEPS_PER_SAMPLE", 10, whole(1), "training steps measured for one sample", horovod=True
     )
-    autotune_max_samples: int = knob(
+    autotune_max_samples: int = setting(
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, whole(1), "samples after which the best setting stays", horovod=True
     )
-    autotune_noise: float = knob(
+    autotune_noise: float = setting(
         "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", 0.8, number(0), "how far samples are trusted: 0 fully", horovod=True
     )
     # What the user is told
-    stall_check_disable: bool = knob(
+    stall_check_disable: bool = setting(
         "STALL_CHECK_DISABLE", False, SWITCH, "1: say nothing about ranks that wait long", horovod=True
     )
-    stall_check_seconds: float = knob(
+    stall_check_seconds: float = setting(
         "STALL_CHECK_TIME_SECONDS",
         60.0,
         number(1),
         "how long a rank may wait for others before the log says for whom",
         horovod=True,
     )
-    stall_shutdown_seconds: float = knob(
+    stall_shutdown_seconds: float = setting(
         "STALL_SHUTDOWN_TIME_SECONDS",
         0.0,
         number(0),
         "after how long a wait fails with StalledError on every rank; 0: never",
         horovod=True,
     )
-    log_level: str | None = knob(
+    log_level: str | None = setting(
         "LOG_LEVEL", None, one_of(*LOG_LEVELS), "the level of the logger hvlike, as printed", horovod=True, same=False
     )
-    log_hide_time: bool = knob(
+    log_hide_time: bool = setting(
         "LOG_HIDE_TIME", False, SWITCH, "1: the printed log has no time in it", horovod=True, same=False
     )
-    timeline: str | None = knob(
+    timeline: str | None = setting(
         "TIMELINE", None, PATH, "record a timeline into this file (DYNAMIC: not at once)", horovod=True, same=False
     )
-    timeline_mark_cycles: bool = knob(
+    timeline_mark_cycles: bool = setting(
         "TIMELINE_MARK_CYCLES", False, SWITCH, "1: the timeline shows every announcement", horovod=True, same=False
     )
-    timeline_max_bytes: int = knob(
+    timeline_max_bytes: int = setting(
         "TIMELINE_MAX_BYTES", 256 << 20, whole(4096), "size at which the file of a rank ends", same=False
     )
 
 
-SETTINGS: dict[str, Setting] = {field.name: field.metadata["knob"] for field in dataclasses.fields(Config)}
-"""The knob of each field."""
+SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in dataclasses.fields(Config)}
+"""By field of Config."""
 
 _IGNORED_BECAUSE = {
-    "process sets can always be added and removed": ("DYNAMIC_PROCESS_SETS",),
+    "process sets can always be added and removed": "DYNAMIC_PROCESS_SETS",
     "the way across nodes follows from where the ranks run": (
-        "HIERARCHICAL_ALLREDUCE",
-        "HIERARCHICAL_ALLGATHER",
-        "TORUS_ALLREDUCE",
+        "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"
     ),
-    "MPI is the only transport": ("CONTROLLER", "CPU_OPERATIONS"),
-    "Adasum moves its vectors in the pieces of the plane it runs on": ("ADASUM_MPI_CHUNK_SIZE",),
+    "MPI is the only transport": "CONTROLLER CPU_OPERATIONS",
+    "Adasum moves its vectors in the pieces of the backend it runs on": "ADASUM_MPI_CHUNK_SIZE",
     "about Horovod's own GPU streams and kernels": (
-        "NUM_NCCL_STREAMS",
-        "BATCH_D2D_MEMCOPIES",
-        "ENABLE_ASYNC_COMPLETION",
-        "DISABLE_NVTX_RANGES",
-        "ENABLE_XLA_OPS",
+        "NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES ENABLE_ASYNC_COMPLETION DISABLE_NVTX_RANGES ENABLE_XLA_OPS"
     ),
     "set by horovodrun for Gloo; here mpirun says who a rank is": (
-        "GLOO_IFACE",
-        "GLOO_TIMEOUT_SECONDS",
-        "GLOO_RENDEZVOUS_ADDR",
-        "GLOO_RENDEZVOUS_PORT",
-        "HOSTNAME",
-        "RANK",
-        "SIZE",
-        "LOCAL_RANK",
-        "LOCAL_SIZE",
-        "CROSS_RANK",
-        "CROSS_SIZE",
-        "SECRET_KEY",
+        "GLOO_IFACE GLOO_TIMEOUT_SECONDS GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT HOSTNAME RANK SIZE LOCAL_RANK "
+        "LOCAL_SIZE CROSS_RANK CROSS_SIZE SECRET_KEY"
     ),
-    "for Horovod's launcher; here mpirun starts the ranks": ("ELASTIC", "ELASTIC_TIMEOUT", "START_TIMEOUT"),
+    "for Horovod's launcher; here mpirun starts the ranks": "ELASTIC ELASTIC_TIMEOUT START_TIMEOUT",
 }
-IGNORED: dict[str, str] = {HOROVODS + name: reason for reason, names in _IGNORED_BECAUSE.items() for name in names}
+IGNORED = {HOROVODS + name: reason for reason, names in _IGNORED_BECAUSE.items() for name in names.split()}
 """Horovod's variables that have no meaning here, and why."""
 
 
 def read_config(environment: Mapping[str, str]) -> Config:
-    """The knobs set in `environment` or in the file it names, the others at their defaults.
+    """Return the settings of `environment` and of the file that it names, the others at their defaults.
 
-    Raises: UsageError for a value that is none, for two spellings that differ, for a file that cannot be read or has
-        unknown names in it; the text names variable, value and what was expected.
+    Raises: UsageError for a wrong value, for two spellings that differ, for a file that cannot be read or has unknown
+        names in it. The text names variable, value and what was expected.
     """
     values: dict[str, Any] = {}
     path = _value(SETTINGS["knobs_file"], environment, "")
@@ -308,7 +292,7 @@ def read_config(environment: Mapping[str, str]) -> Config:
 
 
 def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
-    """What `texts` say of a knob; None: nothing. An empty text is none."""
+    """Return the value that `texts` give a setting, None if they give none. An empty text gives none."""
     found = {}
     for spelling in entry.spellings:
         text = texts.get(spelling, "").strip()
@@ -319,13 +303,13 @@ def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
                 raise UsageError(f"{spelling}={text!r}{where}: expected {entry.kind.expected}.") from None
     values = list(found.values())
     if any(value != values[0] for value in values):
-        said = " but ".join(f"{spelling}={texts[spelling]}" for spelling in found)
-        raise UsageError(f"{said}{where}: two spellings of one knob differ. Set only one of them.")
+        values_given = " but ".join(f"{spelling}={texts[spelling]}" for spelling in found)
+        raise UsageError(f"{values_given}{where}: two spellings of one knob differ. Set only one of them.")
     return values[0] if values else None
 
 
 def _read_file(path: str) -> dict[str, str]:
-    """The lines NAME=value of a file; empty lines and those that begin with # say nothing."""
+    """Return the lines NAME=value of a file. Empty lines and those that begin with # are skipped."""
     known = {spelling for entry in SETTINGS.values() for spelling in entry.spellings} - {OURS + "KNOBS_FILE"}
     try:
         lines = Path(path).read_text().splitlines()
@@ -345,23 +329,24 @@ def _read_file(path: str) -> dict[str, str]:
     return settings
 
 
-def differing(knobs: Sequence[Config]) -> str | None:
-    """What the ranks do not agree on, as a text that names variable, values and ranks; None when all is alike.
+def differing(configs: Sequence[Config]) -> str | None:
+    """Return a text with the variables, values and ranks that differ; None if the settings of all ranks agree.
 
-    knobs: of each rank, in their order.
+    configs: by rank.
     """
-    said = []
+    differences = []
     for field, entry in SETTINGS.items():
         if entry.same:
             ranks_of: dict[Any, list[int]] = {}
-            for rank, each in enumerate(knobs):
+            for rank, each in enumerate(configs):
                 ranks_of.setdefault(getattr(each, field), []).append(rank)
             if len(ranks_of) > 1:
                 values = ", ".join(f"{_show(value)} on {_name(ranks)}" for value, ranks in ranks_of.items())
-                said.append(f"{entry.variable} is {values}")
-    if not said:
+                differences.append(f"{entry.variable} is {values}")
+    if not differences:
         return None
-    return f"The ranks have different knobs: {'; '.join(said)}. Set them alike on every rank (mpirun -x NAME=value)."
+    told = "; ".join(differences)
+    return f"The ranks have different knobs: {told}. Set them alike on every rank (mpirun -x NAME=value)."
 
 
 def _show(value: Any) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 def at_first_use(
     names: dict[str, Any], *modules: str, **places: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A `__getattr__` for a package, which imports some of its names when they are asked for, and its `__dir__`.
+    """Return a `__getattr__` for a package that imports some of its names at their first use, and its `__dir__`.
 
-    names: the globals() of the package. modules: modules of it. places: of other names, the module that has each.
+    names: the globals() of the package. modules: its modules. places: the module of each other name.
     Source: PEP 562.
     """
 
@@ -31,10 +31,10 @@ def at_first_use(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Let Python collect no garbage in the block.
+    """Switch Python's garbage collection off for the block.
 
-    Imports make objects that stay, and each full collection looks at all of torch's, too: 60 ms and more. So would the
-    first one after the block, if they did not count as old then.
+    Imports make objects that stay, and each full collection visits all objects of torch too: 60 ms and more. They count
+    as old after the block, or the first collection after it would take as long.
     """
     enabled = gc.isenabled()
     gc.disable()

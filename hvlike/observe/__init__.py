@@ -1,1 +1,1 @@
-"""What users are shown of the inside: the timeline and the log. Imports nothing of ours but errors and config."""
+"""The timeline, the log and the counters. Imports nothing of hvlike but errors and config."""

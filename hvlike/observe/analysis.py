@@ -22,13 +22,13 @@ _ASKED = "NEGOTIATE_"
 
 @dataclass(frozen=True)
 class Operations:
-    """All operations of one kind, on all ranks together; times in milliseconds, on average."""
+    """All operations of one kind on all ranks. Times are averages in milliseconds."""
 
     kind: str
     count: int
     bytes: int
     agreement: float
-    """From the call until all ranks had called."""
+    """Time from the call until all ranks had called."""
     queue: float
     execution: float
     longest_agreement: float
@@ -36,10 +36,10 @@ class Operations:
 
 @dataclass(frozen=True)
 class Calls:
-    """Remote calls of one function; times in milliseconds."""
+    """Remote calls of one function. Times in milliseconds."""
 
     what: str
-    """"call", from the call to the answer; "queue", "run" and "later": of those who serve it."""
+    """"call": from the call to the answer. "queue", "run" and "later": phases of the worker that serves it."""
     function: str
     count: int
     mean: float
@@ -47,7 +47,7 @@ class Calls:
 
 
 def operations(traces: Sequence[RankTrace]) -> list[Operations]:
-    """What was agreed by name, by kind; what took the most time in all first."""
+    """Return the named operations by kind, those that took most time in all first."""
     kinds: dict[str, dict[str, list[Span]]] = {}
     for trace in traces:
         for spans in trace.rows.values():
@@ -74,7 +74,7 @@ def operations(traces: Sequence[RankTrace]) -> list[Operations]:
 
 
 def calls(traces: Sequence[RankTrace]) -> list[Calls]:
-    """Remote calls by function; what took the most time in all first."""
+    """Return the remote calls by function, those that took most time in all first."""
     spans: dict[tuple[str, str], list[Span]] = {}
     for trace in traces:
         for title, row in trace.matching("rpc "):
@@ -95,21 +95,21 @@ def _mean(spans: Iterable[Span]) -> float:
 
 
 Key = tuple[int, int]
-"""A step: how often the numbers have begun anew before it, and its number."""
+"""A step: how often its row has started to number anew before, and its number."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The time of a step, or of several on average, in milliseconds."""
+    """The time of a step, or the average of several, in milliseconds."""
 
     step: float = 0.0
     compute: float = 0.0
     others: float = 0.0
-    """ExposedWait wait until the last rank had come."""
+    """Exposed wait until the last rank had arrived."""
     reduction: float = 0.0
-    """ExposedWait wait after that."""
+    """Exposed wait after that."""
     hidden: float = 0.0
-    """Reduction beside compute; in no sum."""
+    """Reduction beside compute, which is in no sum."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RankSteps:
 
     @property
     def mean(self) -> Parts:
-        """Averages over the steps."""
+        """The averages over the steps."""
         count = max(1, len(self.steps))
         sums = {each.name: sum(getattr(parts, each.name) for parts in self.steps.values()) for each in fields(Parts)}
         return Parts(**{name: value / count for name, value in sums.items()})
@@ -136,11 +136,11 @@ class Training:
     process_set: int
     ranks: list[RankSteps]
     last_to_come: Counter[int]
-    """How often each rank was the last one to come to the reduction."""
+    """How often each rank was the last to arrive at the reduction."""
 
 
 def trainings(traces: Sequence[RankTrace]) -> list[Training]:
-    """What has steps in these timelines, the one with the most first."""
+    """Return everything that has steps in these timelines, the one with the most first."""
     names: dict[tuple[str, int], list[tuple[RankTrace, dict[Key, Span]]]] = {}
     for trace in traces:
         for name, spans in trace.matching("step of "):
@@ -167,7 +167,7 @@ def _training(name: str, process_set: int, ranks: Sequence[tuple[RankTrace, dict
 
 
 def _steps(trace: RankTrace, waits: dict[Key, Span], last: dict[Key, float]) -> dict[Key, Parts]:
-    """The parts of each step but the first, of which nobody knows when it began."""
+    """Return the parts of each step but the first, whose start is not known."""
     exposed = union((span.start, span.end) for _, row in trace.matching("step of ") for span in row)
     busy = union(
         (span.start, span.end)
@@ -190,7 +190,7 @@ def _steps(trace: RankTrace, waits: dict[Key, Span], last: dict[Key, float]) -> 
 
 
 def _numbered(waits: Sequence[Span]) -> dict[Key, Span]:
-    """Waits by step; the numbers begin anew with each new plan."""
+    """Return waits by step. The numbers start anew with each new plan."""
     numbered: dict[Key, Span] = {}
     turn, previous = 0, -1
     for wait in waits:

@@ -18,7 +18,7 @@ _MOST_RANKS = 64
 
 
 def summary(traces: Sequence[RankTrace]) -> str:
-    """The tables of all steps, named operations and remote calls in these timelines."""
+    """Return the tables of all steps, named operations and remote calls in these timelines."""
     parts = [_training(each) for each in trainings(traces)]
     named = operations(traces)
     if named:
@@ -64,7 +64,7 @@ def _shares(means: Sequence[Parts]) -> str:
 
 
 def _oddities(training: Training) -> list[str]:
-    """Who the others wait for, and the step that took longest."""
+    """Name the rank that the others wait for, and the longest step."""
     lines = []
     if training.last_to_come:
         rank, times = training.last_to_come.most_common(1)[0]
@@ -104,7 +104,7 @@ def _calls(remote: Sequence[Calls]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 0, or 1 for files that cannot be used."""
+    """Run the command. Returns the exit status: 1 for files that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m hvlike timeline", description="Work with timelines.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merging = commands.add_parser("merge", help="join the files of all ranks into one, which Perfetto opens")

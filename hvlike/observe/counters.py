@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Moved:
-    """What was carried out of one kind since init()."""
+    """What operations of one kind have moved since init()."""
 
     operations: int = 0
-    """Operations that were asked for; of gradients: buckets' tensors."""
+    """The operations that were asked for; of gradients, the tensors of buckets."""
     batches: int = 0
-    """Runs that carried them out: what is fused runs as one."""
+    """The batches that carried them out. Fused operations are one batch."""
     bytes: int = 0
-    """Of this rank's tensors."""
+    """The size of this rank's tensors."""
     largest_batch: int = 0
-    """Operations of the largest batch."""
+    """The operations of the largest batch."""
     largest_batch_bytes: int = 0
 
     @property
     def operations_per_batch(self) -> float:
-        """How much is fused on average; 0 where nothing has run."""
+        """The average number of operations in a batch, 0 before the first."""
         return self.operations / self.batches if self.batches else 0.0
 
     @property
     def bytes_per_batch(self) -> float:
-        """Average size of a batch; 0 where nothing has run."""
+        """The average size of a batch, 0 before the first."""
         return self.bytes / self.batches if self.batches else 0.0
 
     def __str__(self) -> str:
@@ -41,10 +41,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Waits:
-    """What one optimizer, wrapped model or the like has waited for communication that nothing hid, since init()."""
+    """Exposed waits for communication of one optimizer or wrapped model since init()."""
 
     waits: int = 0
-    """How often: once in each step; ZeRO's and some others wait for several things in a step."""
+    """The number of waits: one for each step, or several, for example of ZeRO."""
     seconds: float = 0.0
     last_seconds: float = 0.0
     longest_seconds: float = 0.0
@@ -54,7 +54,7 @@ class Waits:
 
 
 class Counters:
-    """The figures of one rank; any thread. Kept as lists: in every step they are counted, and seldom looked at."""
+    """The figures of one rank. From any thread. Kept in lists, because they are counted often and read seldom."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
@@ -64,7 +64,7 @@ class Counters:
         self._waits: dict[str, list[float]] = {}
 
     def ran(self, kind: str, operations: int, nbytes: int) -> None:
-        """A batch of operations of one kind starts."""
+        """Count a batch of operations of one kind."""
         with self._lock:
             figures = self._moved.get(kind)
             if figures is None:
@@ -76,7 +76,7 @@ class Counters:
             figures[4] = max(figures[4], nbytes)
 
     def waited(self, name: str, seconds: float) -> None:
-        """The caller of a planned reduction has waited for its end."""
+        """Count a wait for the end of a planned reduction."""
         with self._lock:
             figures = self._waits.get(name)
             if figures is None:
@@ -87,18 +87,18 @@ class Counters:
             figures[3] = max(figures[3], seconds)
 
     def moved(self) -> dict[str, Moved]:
-        """What has run, by kind."""
+        """Return what was moved, by kind."""
         with self._lock:
             return {kind: Moved(*figures) for kind, figures in self._moved.items()}
 
     def waits(self) -> dict[str, Waits]:
-        """ExposedWait waits, by the name of what has waited."""
+        """Return the exposed waits, by optimizer or wrapped model."""
         with self._lock:
             return {name: Waits(int(waits), *seconds) for name, (waits, *seconds) in self._waits.items()}
 
 
 Sums = Mapping[str, tuple[float, int]]
-"""For each quantity the sum of some values, and how many they are."""
+"""For each quantity, the sum of some values and their number."""
 
 
 class Means:
@@ -108,16 +108,16 @@ class Means:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, sums: Sums) -> None:
-        """More values have come."""
+        """Add more values."""
         for name, (total, count) in sums.items():
             before, counted = self._sums.get(name, (0.0, 0))
             self._sums[name] = (before + total, counted + count)
 
     def means(self) -> dict[str, float]:
-        """The mean of each quantity over all values that have come, in the order of their first appearance."""
+        """Return the mean of each quantity over all values, in the order of their first appearance."""
         return {name: total / count for name, (total, count) in self._sums.items()}
 
     def take(self) -> dict[str, tuple[float, int]]:
-        """What has come since the last time, which is forgotten here."""
+        """Return and forget what was added since the last call."""
         sums, self._sums = self._sums, {}
         return sums

@@ -14,29 +14,29 @@ _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
 
 
 class RankFilter(logging.Filter):
-    """Lets every record pass, with `record.rank` in it."""
+    """Adds `record.rank` to every record."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the rank."""
+        """Add the rank and keep the record."""
         record.rank = self._rank
         return True
 
 
 class Printer(logging.Handler):
-    """Prints on what sys.stderr is at the time, which a notebook or a test may have replaced."""
+    """Prints to the current sys.stderr, which a notebook or a test may have replaced."""
 
     def __init__(self, level_set: int, *, steps_aside: bool) -> None:
-        """level_set: the level that the logger was given with it. steps_aside: print only what nobody else handles."""
+        """level_set: the level that the logger got with it. steps_aside: print only records without other handlers."""
         super().__init__()
         self.level_set = level_set
         self._steps_aside = steps_aside
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, unless that is left to the handlers of the program."""
+        """Print a record, unless handlers of the program do."""
         if sys.stderr is None or (self._steps_aside and self._others()):
             return
         try:
@@ -47,13 +47,13 @@ class Printer(logging.Handler):
             self.handleError(record)
 
     def _others(self) -> bool:
-        """Whether the program has handlers for the records of hvlike; it may add them at any time."""
+        """Whether the program has handlers for the records of hvlike. It may add them at any time."""
         logger = logging.getLogger("hvlike")
         return len(logger.handlers) > 1 or (logger.propagate and logging.getLogger().hasHandlers())
 
 
 def set_up_log(level: str | None, rank: int, *, hide_time: bool) -> None:
-    """Put the rank into records, choose the level of the logger, and print what nobody else does. Local.
+    """Put the rank into records, set the level of the logger, and print records without other handlers.
 
     level: HVLIKE_LOG_LEVEL; None where it is not set: a level that the program has given the logger stays then.
     """

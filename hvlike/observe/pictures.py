@@ -18,7 +18,7 @@ _DOTS_PER_INCH = 110
 
 
 def png(text: str) -> Path:
-    """Return a path for a picture. Raises: argparse.ArgumentTypeError; also without matplotlib, before measuring."""
+    """Check the path of a picture, and that matplotlib is there. Raises: argparse.ArgumentTypeError."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib, or 'hvlike[bench]'")
     path = Path(text)
@@ -30,7 +30,7 @@ def png(text: str) -> Path:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches. Raises: ImportError without matplotlib."""
+    """Return an empty figure of this size in inches. Raises: ImportError without matplotlib."""
     figure_module = importlib.import_module("matplotlib.figure")
     return figure_module.Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
 
@@ -43,7 +43,7 @@ _PARTS = {
 _HIDDEN = ("reduction beside compute", "#222222")
 _MISSING = Parts(*[float("nan")] * 5)
 _MOST_LINES = 8
-"""Ranks with a curve of their own; of more ranks the shortest, the middle and the longest step are drawn."""
+"""Of more ranks, only the shortest, the median and the longest step are drawn."""
 
 
 def draw_steps(path: Path, training: Training) -> None:
@@ -81,7 +81,7 @@ def _draw_means(axes: Any, training: Training) -> None:
 
 
 def _draw_times(axes: Any, training: Training) -> None:
-    """The length of each step, and below it what of it was exposed wait."""
+    """The length of each step, and below it its exposed wait."""
     keys = sorted({key for each in training.ranks for key in each.steps})
     positions = list(range(1, len(keys) + 1))
     if len(training.ranks) <= _MOST_LINES:

@@ -23,12 +23,12 @@ _CLOSING = b"\n]}\n"
 
 
 class TraceFile:
-    """Each write goes over the closing brackets and puts them behind the new events again, in one system call."""
+    """A file that is valid JSON after every write, which replaces the closing brackets in one system call."""
 
     def __init__(self, path: str, about: Mapping[str, Any], first: Mapping[str, Any], max_bytes: int) -> None:
-        """Begin the file anew. about: what the file says of itself; first: its first event.
+        """Start the file, and empty it if it exists. about: its metadata. first: its first event.
 
-        Raises: UsageError when the file cannot be written.
+        Raises: UsageError if the file cannot be written.
         """
         self.path = path
         self._max_bytes = max_bytes
@@ -39,9 +39,9 @@ class TraceFile:
         self._size = len(start)
 
     def write(self, events: Sequence[Mapping[str, Any]], last: Mapping[str, Any]) -> bool:
-        """Add events; when they do not fit any more, add `last` in their place. Returns False then.
+        """Add events. If the file would get too large, add `last` in their place and return False.
 
-        Raises: OSError when the disk is full, say; the file stays as it was.
+        Raises: OSError, if the disk is full for example. The file stays as it was.
         """
         block = b"".join(b",\n" + json.dumps(event).encode() for event in events)
         fits = self._size + len(block) + len(_CLOSING) <= self._max_bytes
@@ -63,12 +63,12 @@ class TraceFile:
         self._size += len(block)
 
     def close(self) -> None:
-        """Give the file back; it is complete."""
+        """Close the file, which is complete."""
         os.close(self._descriptor)
 
 
 def check_writable(path: str, rank: int) -> None:
-    """See whether a rank can write its file; what is in it stays. Raises: UsageError."""
+    """Check that a rank can write its file, and leave its content. Raises: UsageError."""
     os.close(_open(path_of_rank(path, rank), 0))
 
 
@@ -80,7 +80,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def path_of_rank(path: str, rank: int) -> str:
-    """The file of a rank: timeline.json for rank 0, timeline.rank1.json for rank 1."""
+    """Return the file of a rank: timeline.json for rank 0, timeline.rank1.json for rank 1."""
     if rank == 0:
         return path
     whole = Path(path)
@@ -90,7 +90,7 @@ def path_of_rank(path: str, rank: int) -> str:
 logger = logging.getLogger("hvlike")
 
 PENDING_EVENTS = 2048
-"""Events in memory before whoever adds one writes them."""
+"""Events that are kept in memory. The thread that adds one more writes them."""
 
 Arguments = Mapping[str, Any] | None
 
@@ -99,11 +99,11 @@ class Recorder:
     """The timeline of one rank, off until `start`."""
 
     def __init__(self, rank: int, size: int, host: str, offset: int) -> None:
-        """offset: nanoseconds to add to time.monotonic_ns() for the time since the job began, alike on all ranks."""
+        """offset: added to time.monotonic_ns() to get the nanoseconds since the job began, on all ranks alike."""
         self.on = False
         self.marks_cycles = False
         self.generation = 0
-        """How many times it was started: rows of an earlier time mean nothing."""
+        """The number of starts. Rows of an earlier one are invalid."""
         self._rank = rank
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset
@@ -115,9 +115,9 @@ class Recorder:
         self._file: TraceFile | None = None
 
     def start(self, path: str, *, mark_cycles: bool, max_bytes: int) -> None:
-        """Record into the file of this rank. Local.
+        """Start to record into the file of this rank.
 
-        Raises: UsageError when it records already, or when the file cannot be written.
+        Raises: UsageError if it records already, or if the file cannot be written.
         """
         with self._lock:
             if self._file is not None:
@@ -136,14 +136,14 @@ class Recorder:
             self.on = True
 
     def stop(self) -> None:
-        """Write what there is and close the file; does nothing while it is off. Local."""
+        """Write the pending events and close the file. Does nothing while the timeline is off."""
         with self._lock:
             self.on = False
             self._write()
             self._close()
 
     def flush(self) -> None:
-        """Write what there is; the loop calls it a few times a second."""
+        """Write the pending events. The loop calls this a few times a second."""
         if self._pending:
             with self._lock:
                 self._write()
@@ -154,7 +154,7 @@ class Recorder:
         return time.monotonic_ns() + self._offset
 
     def row(self, title: str) -> int:
-        """The number of the row with this title."""
+        """Return the number of the row with this title."""
         number = self._rows.get(title)
         if number is None:
             number = self._rows.setdefault(title, next(self._numbers))
@@ -164,15 +164,15 @@ class Recorder:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self._rows)
 
     def begin(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
-        """Something begins in a row; what begins before it ends lies inside of it."""
+        """Something begins in a row. Everything that begins before its end lies inside of it."""
         self._event("B", row, name, arguments, at)
 
     def end(self, row: int, arguments: Arguments = None, at: int | None = None) -> None:
-        """What was begun last in a row ends."""
+        """What has begun last in a row ends."""
         self._event("E", row, None, arguments, at)
 
     def instant(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
@@ -180,7 +180,7 @@ class Recorder:
         self._event("i", row, name, arguments, at, s="t")
 
     def flow_from(self, row: int, identity: str, at: int) -> None:
-        """An arrow starts here; it ends where `flow_to` names the same identity, on whatever rank."""
+        """An arrow starts here. It ends where `flow_to` gets the same identity, on any rank."""
         self._event("s", row, "order", None, at, cat="flow", id=identity)
 
     def flow_to(self, row: int, identity: str, at: int) -> None:
@@ -209,11 +209,11 @@ class Recorder:
         return {"ph": "M", "name": name, "pid": self._rank, "tid": 0, "args": {key: value}}
 
     def _write(self) -> None:
-        """Hand the events to the file; with the lock held. A file that cannot grow ends the recording, not the job."""
+        """Write the pending events, with the lock held. A file that cannot grow ends the recording, not the job."""
         file = self._file
         if file is None:
             return
-        # Other threads go on adding: take out one by one what was there.
+        # Other threads go on adding: take only what is there now.
         events = [self._pending.popleft() for _ in range(len(self._pending))]
         if not events:
             return

@@ -13,9 +13,9 @@ _WAIT = os.path.join("hvlike", "transport", "loop", "loop.py")
 
 
 def main_stack() -> str:
-    """The innermost calls of the main thread, as a traceback shows them; empty while it waits inside hvlike.
+    """Return the innermost calls of the main thread like a traceback, or "" while it waits inside hvlike.
 
-    Local, from any thread; some 50 microseconds.
+    From any thread. Takes some 50 microseconds.
     """
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None or threading.current_thread() is threading.main_thread() or _waits(innermost):

@@ -13,7 +13,7 @@ from hvlike.errors import UsageError
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """The trace with the events of all files, in the order of the ranks.
+    """Return the trace with the events of all files, in the order of the ranks.
 
     Raises: UsageError for a file that is no timeline of hvlike, and for two files of one rank.
     """
@@ -31,7 +31,7 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Timelines of ranks, and merged ones.
+    """Read timelines of ranks and merged ones.
 
     Raises: UsageError for a file that is no timeline of hvlike, and for a rank that is in two of them.
     """
@@ -46,7 +46,7 @@ def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
-    """The timeline of one rank; of one that was cut off, all whole events.
+    """Read the timeline of one rank. Of one that was cut off, return all complete events.
 
     merged: accept also one of several ranks, which has "ranks" in its otherData.
     Raises: UsageError when the file cannot be read or is no timeline of a rank.
@@ -67,7 +67,7 @@ def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
 
 
 def _whole_part(text: str) -> Any:
-    """What is whole of a file that was cut: the head is a line, and so is every event; None without a head."""
+    """Return the complete part of a cut file, None without a head. The head is a line, and so is every event."""
     head, *lines = text.splitlines() or [""]
     trace = _parsed(head + "]}")
     if isinstance(trace, dict):
@@ -87,18 +87,18 @@ def _parsed(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """Something with a beginning and an end; times in microseconds since the job began."""
+    """Something with a start and an end, in microseconds since the job began."""
 
     name: str
     start: float
     end: float
     arguments: Mapping[str, Any]
     depth: int
-    """0 for what lies in nothing else of its row."""
+    """The number of spans of its row that it lies in."""
 
     @property
     def length(self) -> float:
-        """How long it took."""
+        """The duration."""
         return self.end - self.start
 
 
@@ -109,17 +109,17 @@ class RankTrace:
     rank: int
     host: str
     rows: dict[str, list[Span]] = field(default_factory=dict)
-    """By the title of the row; in the order of their ends."""
+    """By the title of the row, in the order of their ends."""
 
     def matching(self, prefix: str) -> Iterator[tuple[str, list[Span]]]:
-        """The rows whose titles begin so, and what follows in the title."""
+        """Yield the rows whose titles start with `prefix`, with the rest of the title."""
         for title, spans in self.rows.items():
             if title.startswith(prefix):
                 yield title.removeprefix(prefix), spans
 
 
 def rank_traces(traces: Iterable[Mapping[str, Any]]) -> list[RankTrace]:
-    """The ranks of some timelines, of one rank each or merged, in their order. What did not end is left out."""
+    """Return the ranks of some timelines, merged or not, in their order. What did not end is left out."""
     found = []
     for trace in traces:
         about = trace["otherData"]
@@ -131,7 +131,7 @@ def rank_traces(traces: Iterable[Mapping[str, Any]]) -> list[RankTrace]:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments in intervals that do not touch, in order."""
+    """Return the same times as intervals that do not touch, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -142,7 +142,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The moments that are in both; each is a union."""
+    """Return the times that are in both of two unions."""
     shared, one, other = [], 0, 0
     while one < len(first) and other < len(second):
         start, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])
@@ -156,7 +156,7 @@ def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, f
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long they are together; they do not overlap."""
+    """Return the total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 

@@ -57,7 +57,7 @@ class Statistics:
     gradients: Moved
     """Buckets of gradients, whose order is agreed once: each is a batch, its operations are the tensors in it."""
     waits: Mapping[str, Waits]
-    """ExposedWait waits, in step() or at the end of a backward, by the name of the optimizer or wrapped model."""
+    """Exposed waits, in step() or at the end of a backward, by the name of the optimizer or wrapped model."""
     sent: Sent
     """Messages that have left this rank: control messages by kind, and data between nodes."""
     unfinished: int
