@@ -37,7 +37,7 @@ class HvlikeError(Exception):
 
 
 class LaunchError(HvlikeError, RuntimeError):
-    """The job was started in a way that cannot work; the text says what to change."""
+    """The job was started in a way that cannot work. The text says what to change."""
 
 
 class ForkedProcessError(HvlikeError, RuntimeError):
@@ -45,9 +45,10 @@ class ForkedProcessError(HvlikeError, RuntimeError):
 
 
 class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
-    """Tells elastic.run to start hvlike again with the state as it is.
+    """Makes elastic.run start hvlike again with the state as it is.
 
-    skip_sync: do not take over the state of rank 0; counts where all ranks say so.
+    Args:
+        skip_sync: Do not take over the state of rank 0. Counts only if all ranks pass it.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -56,19 +57,19 @@ class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
 
 
 class CheckpointError(HvlikeError, RuntimeError):
-    """No checkpoint can be read, or one cannot be written; the text names each file and what is wrong with it."""
+    """No checkpoint can be read, or one cannot be written. The text names each file and its fault."""
 
 
 class RpcError(HvlikeError, RuntimeError):
-    """A call of hvlike.rpc or hvlike.autograd cannot be served, or made now; torch raises a RuntimeError there."""
+    """A call of hvlike.rpc or hvlike.autograd cannot be served, or made now. Torch raises a RuntimeError there."""
 
 
 class WorkerLostError(RpcError):
-    """The worker that was called has left or its process has gone; the text names it."""
+    """The worker that was called has left, or its process is gone. The text names it."""
 
 
 class WaitTimeoutError(HvlikeError, TimeoutError):
-    """The operation has not ended within the time that wait() or result() was given; it goes on."""
+    """The operation has not ended within the timeout of wait() or result(). It goes on."""
 
 
 class UsageError(HvlikeError, ValueError):
@@ -88,7 +89,7 @@ class NotJoinableError(UsageError, AssertionError):
 
 
 class StateError(UsageError, RuntimeError):
-    """A call that cannot be made in this state or from this place; the text says when it can."""
+    """A call that cannot be made in this state or from this place. The text says when it can."""
 
 
 class UnknownHandleError(UsageError):
@@ -124,7 +125,7 @@ class InputsExhaustedError(HorovodInternalError):
 
 
 class JoinError(HorovodInternalError):
-    """Another rank has left the Join context by an exception; the text names the rank and the exception."""
+    """Another rank has left the Join context by an exception. The text names the rank and the exception."""
 
 
 class PeerLeftError(HorovodInternalError):
@@ -136,4 +137,4 @@ class ShutdownError(HorovodInternalError):
 
 
 class StalledError(HorovodInternalError, TimeoutError):
-    """A wait ran past its limit; the text says for whom."""
+    """A wait ran past its limit. The text names the ranks that it waited for."""
