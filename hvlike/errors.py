@@ -47,8 +47,7 @@ class ForkedProcessError(HvlikeError, RuntimeError):
 class HostsUpdatedInterrupt(HvlikeError, RuntimeError):
     """Makes elastic.run start hvlike again with the state as it is.
 
-    Args:
-        skip_sync: Do not take over the state of rank 0. Counts only if all ranks pass it.
+    With `skip_sync`, if all ranks pass it, they do not take over the state of rank 0.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
