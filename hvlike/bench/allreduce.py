@@ -71,7 +71,7 @@ RATIOS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one size: seconds per repetition for each contestant, the slowest rank each time."""
+    """The result for one size: for each contestant the seconds of each repetition, of the slowest rank."""
 
     dtype: str
     size: int
@@ -87,13 +87,13 @@ class Result:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result for JSON."""
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"dtype": self.dtype, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """Two tables a dtype, times and ratios, with head and foot."""
+    """Return two tables for each dtype, times and ratios, with head and foot."""
     parts = [f"allreduce of one tensor, op {conditions['op']}, in place, {heading(conditions)}"]
     for dtype, found in by_dtype(results).items():
         names, ratios = list(found[0].seconds), list(found[0].ratios)

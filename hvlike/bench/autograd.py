@@ -101,14 +101,14 @@ class Result:
         return {f"{name}/{to}": Ratio.of(self.samples, name, to) for name, to in pairs}
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result for JSON."""
         found = with_samples(self.samples)
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"work": self.step.title, **asdict(self.step), "unit": "seconds", "found": found, "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Sequence[Analysis]) -> str:
-    """A table of steps and one of analyses, with head and foot."""
+    """Return a table of steps and one of analyses, with head and foot."""
     names = [name for name in NAMES if any(name in each.samples for each in results)]
     pairs = [f"{name}/{to}" for name, to in _PAIRS if name in names and to in names]
     rows = [

@@ -46,17 +46,17 @@ class Constants:
     gap_per_byte: float
     """G: one over the bandwidth of a node's link."""
     fold: float
-    """Seconds a byte for adding what has come."""
+    """Seconds per byte for adding received bytes."""
     memory: float
-    """Seconds a byte for a reduction over two ranks of a node, in shared memory."""
+    """Seconds per byte for a reduction over two ranks of a node, in shared memory."""
     memory_floor: float
     """Seconds for a reduction of nothing over two ranks of a node."""
     take: float
-    """Work of the coordinator for a message that says what a rank is ready for."""
+    """Seconds of the coordinator for a message with the requests of a rank."""
     take_entry: float
-    """The same for every tensor named in it."""
+    """Additional seconds for every tensor in it."""
     tell: float
-    """Work of the coordinator for a message that says what all shall do."""
+    """Seconds of the coordinator for sending a message with its responses."""
     tell_entry: float
     entry_bytes: float
     """Size of such a message for every tensor."""
@@ -72,7 +72,7 @@ class Workload:
     compute: float
     """Seconds of the step without communication."""
     rounds: int = 1
-    """How often in a step a rank says what is ready, where that is negotiated."""
+    """How many request messages a rank sends in a negotiated step."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def halving(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
 
 
 def pairwise(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
-    """Every rank sends its part to each owner and gets the results: 2 steps of n - 1 messages that wait for nobody."""
+    """Every rank sends its part to each owner and gets the results: 2 steps of n - 1 independent messages."""
     if n == 1:
         return 0.0
     moved = (n - 1) / n * nbytes
@@ -154,12 +154,12 @@ def flat_tree(c: Constants, job: Job, nbytes: float) -> float:
 
 
 def planned(c: Constants, job: Job, work: Workload) -> float:
-    """Agreement on a plan that was learned: there is no message."""
+    """Return the seconds of agreeing on a plan that stands: there is no message."""
     return 0.0
 
 
 def negotiated(c: Constants, job: Job, work: Workload) -> float:
-    """Agreement by a coordinator: in every round it takes a message of each other rank and sends one to each."""
+    """Return the seconds of agreeing by a coordinator, which takes and sends one message for each rank in a round."""
     members = job.ranks - 1
     if members == 0:
         return 0.0
@@ -191,10 +191,10 @@ def _levels(n: int) -> int:
 
 _MIB = 1 << 20
 _MEMBERS = 100
-"""Ranks that the coordinator is made to believe in."""
+"""Ranks that the coordinator is told of."""
 _FEW, _MANY = 1, 101
 _REPETITIONS = 7
-_PATIENCE_SECONDS = 30.0
+_LIMIT_SECONDS = 30.0
 
 
 def main() -> int:
@@ -229,7 +229,7 @@ def measure_messages(messages: RawMpi) -> dict[str, float]:
 
 
 def measure_memory(messages: RawMpi) -> dict[str, float]:
-    """A planned reduction inside the node: of hardly anything, and what every byte adds."""
+    """Measure a planned reduction inside the node: of nearly nothing, and what every byte adds."""
     floor = _planned_seconds(messages, 16)
     small, large = (_planned_seconds(messages, size * _MIB // 4) for size in (4, 32))
     return {"memory_floor": floor, "memory": max(0.0, large - small) / (28 * _MIB)}
@@ -254,7 +254,7 @@ def _planned_seconds(messages: RawMpi, elements: int) -> float:
 
 
 def fold() -> float:
-    """Seconds a byte for adding float32 numbers that have come to those that are there."""
+    """Return the seconds per byte for adding received float32 numbers to others."""
     mine, other = np.ones(_MIB, np.float32), np.ones(_MIB, np.float32)
     seconds = []
     for _ in range(3 * _REPETITIONS):
@@ -324,7 +324,7 @@ def _take(coordinator: Coordinator, announced: list[ResponseList], asked: list[t
             fabric.channel.send_soon(0, Topic.BENCH_READY, (position, asked))
             hear(position)
         return 0.0
-    fabric.loop.wait(lambda: bool(announced), _PATIENCE_SECONDS)
+    fabric.loop.wait(lambda: bool(announced), _LIMIT_SECONDS)
     return (time.perf_counter() - moments[0]) / _MEMBERS
 
 
@@ -344,9 +344,9 @@ def _tell(announcement: ResponseList) -> float:
     hvlike.barrier()
     if hvlike.rank() == 0:
         fabric.loop.post(tell, wake=False)
-        fabric.loop.wait(lambda: bool(seconds), _PATIENCE_SECONDS)
+        fabric.loop.wait(lambda: bool(seconds), _LIMIT_SECONDS)
     else:
-        fabric.loop.wait(lambda: len(received) == _MEMBERS, _PATIENCE_SECONDS)
+        fabric.loop.wait(lambda: len(received) == _MEMBERS, _LIMIT_SECONDS)
     hvlike.barrier()
     return seconds[0] if seconds else 0.0
 

@@ -101,7 +101,7 @@ class HorovodJob:
                 seconds = self._ask_each(self._helpers, [request] * len(self._helpers.sockets))
             except HvlikeError as error:
                 failure = str(error)
-                # All of our ranks end now, and would take it with them in the middle of its work.
+                # Our ranks end now, and would end the other job in the middle of its work.
                 self.close()
         seconds, failure = hvlike.broadcast_object((seconds, failure), name="bench.horovod.turn")
         if failure is not None:
@@ -148,7 +148,7 @@ class HorovodEntrant:
 
 
 class Peers:
-    """MPI, and gloo and Horovod where they can be had. Collective; use as a context manager."""
+    """MPI, and torch's group and Horovod where they are available. Collective; use as a context manager."""
 
     def __init__(
         self, *, without_gloo: str | None = None, without_horovod: str | None = None, device: torch.device = _CPU

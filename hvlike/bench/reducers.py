@@ -36,14 +36,14 @@ _LOOPBACK = "127.0.0.1"
 
 
 def backend_for(device: torch.device) -> str:
-    """NCCL where each rank of this node can have a GPU of its own; gloo for the CPU, and where ranks share a GPU."""
+    """Return NCCL where each rank of this node can have its own GPU; gloo for the CPU, and where ranks share one."""
     if device.type == "cpu" or hvlike.local_size() > torch.cuda.device_count():
         return GLOO_BACKEND
     return NCCL_BACKEND if torch.distributed.is_nccl_available() else GLOO_BACKEND
 
 
 def torch_unavailable(backend: str = GLOO_BACKEND) -> str | None:
-    """Why it cannot take part, or None."""
+    """Return why torch's group cannot take part, or None."""
     distributed: Any = torch.distributed
     if hvlike.local_size() != hvlike.size():
         return "the ranks are on several nodes, its rendezvous here is on loopback"
@@ -58,13 +58,13 @@ class TorchGroup:
     def __init__(self, backend: str = GLOO_BACKEND) -> None:
         distributed: Any = torch.distributed
         rank, size = hvlike.rank(), hvlike.size()
-        patience = datetime.timedelta(seconds=60)
-        store = distributed.TCPStore(_LOOPBACK, 0, size, True, patience, wait_for_workers=False) if rank == 0 else None
+        timeout = datetime.timedelta(seconds=60)
+        store = distributed.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
         port = torch.tensor([store.port if store else 0])
         hvlike.broadcast_(port, 0, name=f"{backend}'s port")
         if store is None:
-            store = distributed.TCPStore(_LOOPBACK, int(port), size, False, patience)
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+            store = distributed.TCPStore(_LOOPBACK, int(port), size, False, timeout)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self.backend = backend
         self._distributed = distributed
 
@@ -86,15 +86,15 @@ _STAGED, _REDUCED = 0, 8
 
 _STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
 
-_MOST_LOOKS = 1 << 28
-"""Minutes: the other rank will not come any more."""
+_MOST_POLLS = 1 << 28
+"""These take minutes: then the other rank has left."""
 
 
 class BareLoop:
-    """Two ranks and the memory they share; each call on both of them."""
+    """A reduction over two ranks in the memory they share. Both ranks make each call."""
 
     def __init__(self) -> None:
-        """Collective. Raises: UsageError unless there are two ranks, on one node, of a machine that orders stores."""
+        """Collective. Raises: UsageError unless there are two ranks on one node of x86 cores, which order stores."""
         if hvlike.size() != 2 or hvlike.local_size() != 2 or not X86:
             raise UsageError(
                 f"--bare is for two ranks on one node of x86 cores; there are {hvlike.size()} ranks, "
@@ -113,7 +113,7 @@ class BareLoop:
         hvlike.barrier()
 
     def chunks(self, arrays: Sequence[Array]) -> list[Array]:
-        """Cut flat arrays of one dtype; dealt to the ranks in turn."""
+        """Cut flat arrays of one dtype into chunks, which the two ranks own in turn."""
         itemsize = arrays[0].itemsize
         lengths = [len(each) for each in arrays]
         elements = fitting(sum(lengths), _CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize, 2)
@@ -155,7 +155,7 @@ class BareLoop:
                 chunk[:] = staging[taken % SLOTS][: len(chunk)]
                 taken += 1
                 left, looks = left - 1, 0
-            if looks > _MOST_LOOKS:
+            if looks > _MOST_POLLS:
                 raise HvlikeError(f"rank {rank}: the other rank has left the bare loop.")
 
 
@@ -186,7 +186,7 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        """As the command line spells it."""
+        """Its name on the command line."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -199,7 +199,7 @@ class Case:
         tensor.fill_(rank + 1)
 
     def verify(self, tensor: Tensor, name: str, rank: int, ranks: int) -> None:
-        """Look at the result. Raises: HvlikeError."""
+        """Check the result. Raises: HvlikeError."""
         total = sum(range(1, ranks + 1))
         expected = total / ranks if self.average else total
         if not bool((tensor == expected).all()):
@@ -241,7 +241,7 @@ def _pass_on_gpu(tensor: Tensor) -> None:
 
 
 def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
-    """The same, timed until the GPU has done what was asked of it."""
+    """Return the same contestant, timed until the GPU has done its work."""
 
     def prepare() -> None:
         contestant.prepare()
@@ -311,6 +311,6 @@ def _pass(case: Case, name: str, tensor: Tensor) -> Contestant:
 
 
 def _array(tensor: Tensor) -> Array:
-    """The bytes of a tensor in the widest type they fill that is fast to multiply."""
+    """Return the bytes of a tensor as float32 where they fill that, else as uint8."""
     array: Array = tensor.view(torch.uint8).numpy().view(np.float32 if tensor.nbytes % 4 == 0 else np.uint8)
     return array

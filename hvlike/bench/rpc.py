@@ -20,7 +20,7 @@ from hvlike.bench.rpc_session import Setting, TensorPipePair, session, tensorpip
 from hvlike.bench.rpc_work import CALLEE, Idle, Rate, Trip, Work
 
 EMPTY_BYTES = 64
-"""What stands for an empty call."""
+"""Bytes of a message in place of an empty call."""
 
 
 def measure_mpi(raw: RawMpi, work: Trip) -> list[float]:
@@ -47,7 +47,7 @@ NAMES = (OURS, TENSORPIPE, MPI)
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one work: for each contestant and turn one value, or one for each rank.
+    """The result for one work: for each contestant and turn one value, or one for each rank.
 
     Seconds of a round trip or of a call; parts of a core where the pair was idle.
     """
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def names(self) -> list[str]:
-        """Who took part."""
+        """The contestants that took part."""
         return [name for name in NAMES if name in self.samples]
 
     def of(self, name: str, rank: int = 0) -> Summary:
@@ -73,7 +73,7 @@ class Result:
         return {name: Ratio.of(first, OURS, name) for name in self.names if name != OURS}
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result for JSON."""
         unit = "parts of a core" if isinstance(self.work, Idle) else "seconds"
         found = {
             name: [
@@ -87,7 +87,7 @@ class Result:
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """A table for each kind of work, with head and foot."""
+    """Return a table for each kind of work, with head and foot."""
     trips, rates, idle = (_of(results, kind) for kind in (Trip, Rate, Idle))
     parts = [f"calls from rank 0 to rank 1, {heading(conditions)}"]
     for title, found, cell in (("round trip", trips, with_spread), ("calls a second", rates, _rate)):

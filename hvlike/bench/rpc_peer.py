@@ -21,7 +21,7 @@ from hvlike.errors import HvlikeError
 
 
 def main(rank: int, meeting: str, descriptor: int) -> None:
-    """Join the pair, do what is asked, and leave with the other one."""
+    """Join the pair, answer requests, and leave with the other process."""
     # A stopped process of a group of its own is ended by the kernel when its parent goes, also by kill -9.
     os.setpgid(0, 0)
     connected = JsonSocket(socket.socket(fileno=descriptor))

@@ -87,7 +87,7 @@ _rank_0_is_done = threading.Event()
 
 @dataclass(frozen=True)
 class Setting:
-    """Where it is measured."""
+    """Where the measurement runs."""
 
     conditions: dict[str, Any]
     cores: Sequence[Sequence[int]]

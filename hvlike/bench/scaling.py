@@ -33,7 +33,7 @@ from hvlike.transport.messages.traffic import Sent
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankCounts:
     """What one rank has sent in all its steps, and how long each took."""
 
     sent: Sent
@@ -41,8 +41,8 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to agree, at one number of ranks. All counts are per step."""
+class Agreement:
+    """What one way to agree, planned or negotiated, costs at one number of ranks. All counts are per step."""
 
     control: float
     """Control messages a rank sends, mean over ranks."""
@@ -59,7 +59,7 @@ class Way:
     collective_bytes: float
     seconds: float
     """Median over steps of the slowest rank."""
-    quartiles: tuple[float, float]
+    quartiles: list[float]
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,25 @@ class Result:
 
     ranks: int
     nodes: int
-    ways: dict[str, Way]
+    ways: dict[str, Agreement]
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> Result:
-        """From what the job has printed."""
-        ways = {
-            name: Way(**{**way, "quartiles": (way["quartiles"][0], way["quartiles"][1])})
-            for name, way in answer["ways"].items()
-        }
+        """Make it of the JSON that the job has printed."""
+        ways = {name: Agreement(**way) for name, way in answer["ways"].items()}
         return cls(answer["ranks"], answer["nodes"], ways)
 
 
-def summarise(everybody: Sequence[Rank], steps: int) -> Way:
+def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
     """Sum up what all ranks have sent in `steps` steps."""
-    count = len(everybody) * steps
-    sent = [rank.sent for rank in everybody]
+    count = len(counts) * steps
+    sent = [rank.sent for rank in counts]
     kinds: Counter[str] = Counter()
     for each in sent:
         kinds.update(each.control)
-    slowest = [max(times) for times in zip(*(rank.seconds for rank in everybody), strict=True)]
+    slowest = [max(times) for times in zip(*(rank.seconds for rank in counts), strict=True)]
     first, median, third = statistics.quantiles(slowest, n=4, method="inclusive") if len(slowest) > 1 else slowest * 3
-    return Way(
+    return Agreement(
         control=sum(each.control_messages for each in sent) / count,
         most_control=max(each.control_messages for each in sent) / steps,
         control_bytes=sum(each.control_bytes for each in sent) / count,
@@ -99,7 +96,7 @@ def summarise(everybody: Sequence[Rank], steps: int) -> Way:
         collectives=sum(each.collectives for each in sent) / count,
         collective_bytes=sum(each.collective_bytes for each in sent) / count,
         seconds=median,
-        quartiles=(first, third),
+        quartiles=[first, third],
     )
 
 
@@ -119,7 +116,7 @@ _HEADER = [
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """The table with its head and foot."""
+    """Return the table with its head and foot."""
     rows = [
         [
             str(result.ranks),
@@ -172,7 +169,7 @@ def panels(results: Sequence[Result]) -> list[Curves]:
 
 
 def _named(name: str, values: list[float]) -> dict[str, list[float]]:
-    """A curve; zeros have no place on a logarithmic axis, so the legend says where all are."""
+    """Return a curve. A logarithmic axis has no zero, so the legend says where all values are zero."""
     return {name if any(values) else f"{name}: none": [value or math.nan for value in values]}
 
 
@@ -286,7 +283,7 @@ def negotiated(layers: int, width: int) -> Callable[[], None]:
     return step
 
 
-def measure(step: Callable[[], None], steps: int) -> Way:
+def measure(step: Callable[[], None], steps: int) -> Agreement:
     """Take steps, count what they send and time them. Collective; the same on every rank."""
     for _ in range(_WARMUPS):
         step()
@@ -297,9 +294,9 @@ def measure(step: Callable[[], None], steps: int) -> Way:
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-    mine = Rank(traffic.snapshot() - before, seconds)
-    everybody: list[Rank] = hvlike.allgather_object(mine, name="bench scaling")
-    return summarise(everybody, steps)
+    mine = RankCounts(traffic.snapshot() - before, seconds)
+    counts: list[RankCounts] = hvlike.allgather_object(mine, name="bench scaling")
+    return summarise(counts, steps)
 
 
 def _network(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

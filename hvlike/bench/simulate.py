@@ -22,7 +22,7 @@ from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload,
 from hvlike.errors import LaunchError, UsageError
 
 REDUCTION = "hierarchical"
-"""What hvlike does, and with which the steps are computed."""
+"""The one that hvlike does. The steps are computed with it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def simulate(constants: Constants, job: Job, work: Workload) -> Step:
 
 
 def as_text(constants: Constants, conditions: dict[str, Any], steps: Sequence[Step]) -> str:
-    """Constants, table, and what to think of it."""
+    """Return the constants, the table, and how to read it."""
     work = conditions["workload"]
     head = (
         f"a step of {format_seconds(work['compute'])} with {format_size(int(work['nbytes']))} of gradients in "
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def override(measured: Constants, latency: float | None, bandwidth: float | None) -> Constants:
-    """The constants with a network's latency (us) and bandwidth (Gbit/s) where they are given."""
+    """Return the constants with a network's latency (us) and bandwidth (Gbit/s) where these are given."""
     changed = measured
     if latency is not None:
         changed = replace(changed, latency=latency * 1e-6)
@@ -178,7 +178,7 @@ def override(measured: Constants, latency: float | None, bandwidth: float | None
 
 
 def read_constants(path: Path) -> Constants:
-    """The constants in what an earlier run printed. Raises: UsageError."""
+    """Return the constants that an earlier run has printed. Raises: UsageError."""
     try:
         return Constants(**json.loads(path.read_text())["constants"])
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -55,7 +55,7 @@ from hvlike.bench.trainers import (
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one model: seconds of a step per repetition for each contestant, the slowest rank each time."""
+    """The result for one model: for each contestant the seconds of a step in each repetition, of the slowest rank."""
 
     model: str
     purpose: str
@@ -84,7 +84,7 @@ class Result:
         return {f"{OURS}/{name}": overhead_ratio(found[OURS], found[name]) for name in found if name != OURS}
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result for JSON."""
         return {
             "model": self.model,
             "tensors": self.tensors,
@@ -98,7 +98,7 @@ class Result:
 
 
 def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
-    """One table a model, with head and foot."""
+    """Return a table for each model, with head and foot."""
     parts = [f"training step, float32, SGD, {heading(conditions)}"]
     for result in results:
         amount = f"{result.tensors} tensors, {format_size(result.size)} of gradients"

@@ -47,7 +47,7 @@ class Bell:
             shutil.rmtree(folder)
 
     def ring(self) -> None:
-        """Let rank 1 come. On rank 0."""
+        """Wake rank 1. On rank 0."""
         os.write(self._file, b".")
 
     def wait(self) -> None:
@@ -73,7 +73,7 @@ def works() -> dict[str, Work]:
 
 
 def repeated(work: Work, seconds: float) -> Work:
-    """Work that takes about so long: the piece so many times."""
+    """Return work that takes about so many seconds: the piece again and again."""
     for _ in range(3):
         work()
     start = time.perf_counter()
@@ -233,10 +233,10 @@ def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 
 
 def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> hvlike.Handle:
-    """An allreduce by name, as allreduce_async_ starts it; finish is called in the loop when it ends."""
+    """Start an allreduce by name, as allreduce_async_ does. finish runs in the loop when it ends."""
     signature = signature_of("allreduce", [tensor], op=int(hvlike.Sum))
     set_state = current().set_state(None, "Allreduce")
-    # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread shall take it up.
+    # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread takes it.
     return submit(set_state, signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
 
 
@@ -252,7 +252,7 @@ def _completion(tensor: torch.Tensor, work: Work | None, bell: Bell) -> float:
 
 
 def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Each wait's seconds to those of waiting for nothing, within a repetition."""
+    """Return the seconds of each wait divided by those of waiting for nothing, within a repetition."""
     alone = seconds[NOTHING]
     return {
         wait: [one / other for one, other in zip(each, alone, strict=True)]
@@ -325,7 +325,7 @@ def as_json(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
-    """Two tables for each placement of the threads."""
+    """Return two tables for each placement of the threads."""
     interval = format_seconds(conditions["switch_interval"])
     parts = [f"what waiting costs a rank, {heading(conditions)}\nthe GIL changes hands after {interval}"]
     for threads, results in found.items():
@@ -346,7 +346,7 @@ def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str
 
 
 def panels(found: dict[str, dict[str, Any]]) -> list[Bars]:
-    """Slowdowns of all kinds of work, a panel for each placement of the threads."""
+    """Return the slowdowns of all kinds of work, a panel for each placement of the threads."""
     drawn = []
     for threads, results in found.items():
         groups = list(results["slowdown"])

@@ -38,7 +38,7 @@ class Result:
     seconds: dict[str, list[float]]
 
     def as_json(self) -> dict[str, Any]:
-        """The same for machines."""
+        """Return the result for JSON."""
         return {
             "elements": self.elements,
             "tensors": self.tensors,
@@ -50,7 +50,7 @@ class Result:
 
 
 def as_text(conditions: dict[str, Any], result: Result) -> str:
-    """A table with head and foot."""
+    """Return a table with head and foot."""
     size = conditions["ranks"]
     rows = []
     for name, samples in result.seconds.items():
@@ -109,7 +109,7 @@ class ZeroTrainer(Trainer):
 
 
 def _inner(optimizer: Any) -> Any:
-    """What keeps the state: torch's ZeroRedundancyOptimizer has it in another optimizer."""
+    """Return the optimizer that keeps the state: torch's ZeroRedundancyOptimizer has another one inside."""
     return getattr(optimizer, "optim", optimizer)
 
 

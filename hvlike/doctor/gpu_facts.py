@@ -37,7 +37,7 @@ class Gpus:
 
 
 def collect_gpus() -> Gpus:
-    """Ask the driver and torch, which starts CUDA: call it in a process that is thrown away."""
+    """Ask the driver and torch, which starts CUDA: call it in a child process."""
     wrong = None
     devices: tuple[str, ...] = ()
     if torch.version.cuda is not None:
@@ -101,7 +101,7 @@ class NcclState:
 
 
 def collect_nccl_state() -> NcclState:
-    """Load CuPy where it is installed: call it in a process that is thrown away. Starts no GPU."""
+    """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
     facts = nccl.describe()
     installed = software()
     maps = Path("/proc/self/maps")

@@ -173,7 +173,7 @@ def collect_files() -> Files:
 
 
 def _temporary() -> str:
-    # tempfile's own choice passes over what cannot be written, which is what we want to see.
+    # tempfile would pass over a folder that cannot be written, which the check must see.
     return os.environ.get("TMPDIR") or "/tmp"
 
 
@@ -215,7 +215,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a training of it reduces in each step."""
+    """The gradients that a training step of it reduces."""
 
     name: str
     sizes: tuple[int, ...]

@@ -173,7 +173,7 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Nobody is left behind when the parent is killed.
+        # The child must not outlive the parent.
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
@@ -185,7 +185,7 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
         status = 0
     except BaseException as error:
         if not isinstance(error, HvlikeError):
-            # Ours say all there is to say.
+            # Errors of hvlike say all there is to say.
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

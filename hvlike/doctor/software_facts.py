@@ -68,7 +68,7 @@ def nccl_packages(software: Software) -> list[str]:
 
 
 def collect_software() -> Software:
-    """Look at this process. Starts nothing."""
+    """Find the versions in this process. Starts nothing."""
     # find_spec does not import it; mpi4py itself would be harmless, its MPI module would not.
     mpi4py = importlib.util.find_spec("mpi4py")
     return Software(
@@ -117,7 +117,7 @@ class LaunchEnvironment:
     batch: str | None
     """The batch system and its job, as "Slurm job 17"; None outside of one."""
     interfaces: tuple[str, ...]
-    """By which the launcher offers to tell the ranks of each other."""
+    """Ways by which ranks find each other that the launcher offers."""
     omp_threads: str | None
     """OMP_NUM_THREADS as it is set."""
     mpi4py: tuple[str, ...]
@@ -164,7 +164,7 @@ class Launchers:
     on_path: tuple[Mpirun, ...]
     """What mpirun and mpiexec are when they are called by name."""
     unreadable: tuple[str, ...]
-    """Why those of them that did not say what they are did not."""
+    """Error texts of those whose --version failed."""
     belonging: Mpirun | None
     """One that belongs to the loaded library, wherever it lies; None: none was found."""
     srun: str | None

@@ -30,17 +30,17 @@ class Ranks(Protocol):
 
 
 class Entrant(Protocol):
-    """Who takes part in a comparison, be it in this process or elsewhere."""
+    """Takes part in a comparison, in this process or elsewhere."""
 
     @property
     def name(self) -> str:
-        """What the samples are called."""
+        """The name of the samples."""
 
     def turn(self, ranks: Ranks) -> float:
         """Do the work once and return its seconds on this rank. Collective."""
 
     def check(self) -> None:
-        """Look at the result of the first turn. Raises: HvlikeError when it is wrong."""
+        """Check the result of the first turn. Raises: HvlikeError when it is wrong."""
 
 
 @dataclass(frozen=True)

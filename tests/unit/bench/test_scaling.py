@@ -5,12 +5,12 @@ from dataclasses import asdict
 import pytest
 
 from hvlike.bench.harness.processes import refuse_inside_a_job
-from hvlike.bench.scaling import Rank, Result, Way, as_text, panels, summarise
+from hvlike.bench.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
 from hvlike.errors import UsageError
 from hvlike.transport.messages.traffic import Sent
 
-COORDINATOR = Rank(Sent({"verdicts": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
-MEMBER = Rank(Sent({"ready": 4}, 400, 8, 800, 2, 80), [0.5, 0.1, 0.2, 0.3])
+COORDINATOR = RankCounts(Sent({"verdicts": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
+MEMBER = RankCounts(Sent({"ready": 4}, 400, 8, 800, 2, 80), [0.5, 0.1, 0.2, 0.3])
 CONDITIONS = {"tensors": 8, "bytes": 4096, "steps": 4, "cores": 2, "ranks_per_node": None, "launcher": "/bin/mpirun"}
 
 
@@ -26,19 +26,19 @@ def test_times_are_those_of_the_slowest_rank() -> None:
 
 
 def test_one_step_is_enough() -> None:
-    way = summarise([Rank(Sent(), [0.25])], steps=1)
-    assert (way.control, way.most_control, way.seconds, way.quartiles) == (0.0, 0.0, 0.25, (0.25, 0.25))
+    way = summarise([RankCounts(Sent(), [0.25])], steps=1)
+    assert (way.control, way.most_control, way.seconds, way.quartiles) == (0.0, 0.0, 0.25, [0.25, 0.25])
 
 
 def test_results_come_back_from_json_as_they_were() -> None:
     way = summarise([COORDINATOR, MEMBER], steps=4)
-    result = Result.of({"ranks": 2, "nodes": 1, "ways": {"planned": {**asdict(way), "quartiles": [*way.quartiles]}}})
+    result = Result.of({"ranks": 2, "nodes": 1, "ways": {"planned": asdict(way)}})
     assert result == Result(2, 1, {"planned": way})
 
 
 def test_the_table_names_what_is_odd() -> None:
     calm = summarise([COORDINATOR, MEMBER], steps=4)
-    late = summarise([COORDINATOR, Rank(Sent({"waiting": 1}, 100), MEMBER.seconds)], steps=4)
+    late = summarise([COORDINATOR, RankCounts(Sent({"waiting": 1}, 100), MEMBER.seconds)], steps=4)
     assert "waited for half a second" not in as_text(CONDITIONS, [Result(2, 1, {"negotiated": calm})])
     text = as_text({**CONDITIONS, "ranks_per_node": 2}, [Result(2, 1, {"negotiated": late})])
     assert "waited for half a second" in text
@@ -46,7 +46,7 @@ def test_the_table_names_what_is_odd() -> None:
 
 
 def test_pictures_show_all_ways() -> None:
-    silent: Way = summarise([Rank(Sent(), [1.0]), Rank(Sent(), [1.0])], steps=1)
+    silent: Agreement = summarise([RankCounts(Sent(), [1.0]), RankCounts(Sent(), [1.0])], steps=1)
     way = summarise([COORDINATOR, MEMBER], steps=4)
     messages, times = panels([Result(2, 1, {"planned": silent, "negotiated": way})])
     assert list(messages.series) == [
