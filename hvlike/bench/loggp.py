@@ -281,64 +281,64 @@ def _measure_agreement(entries: int) -> tuple[float, float, float]:
     """Seconds to take and to send a message about so many tensors, and its bytes; rank 1 plays all members."""
     taken, told, size = [], [], 0
     for _ in range(_REPETITIONS):
-        announced: list[ResponseList] = []
-        coordinator = _coordinator(announced.append)
-        asked = _numbered(coordinator, announced, entries)
-        taken.append(_take(coordinator, announced, asked))
-        told.append(_tell(announced[-1]))
-        size = len(pickle.dumps(announced[-1], protocol=5))
+        responses: list[ResponseList] = []
+        coordinator = _coordinator(responses.append)
+        requests = _numbered(coordinator, responses, entries)
+        taken.append(_take(coordinator, responses, requests))
+        told.append(_tell(responses[-1]))
+        size = len(pickle.dumps(responses[-1], protocol=5))
     return statistics.median(taken), statistics.median(told), float(size)
 
 
-def _coordinator(announce: Callable[[ResponseList], None]) -> Coordinator:
+def _coordinator(respond: Callable[[ResponseList], None]) -> Coordinator:
     ranks = tuple(range(_MEMBERS))
     set_state = current().set_state(None, "bench simulate")
-    inspection = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
-    return Coordinator(ranks, announce, inspection, 4096, Trace(current().fabric.recorder, set_state.group))
+    inspector = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
+    return Coordinator(ranks, respond, inspector, 4096, Trace(current().fabric.recorder, set_state.group))
 
 
-def _numbered(coordinator: Coordinator, announced: list[ResponseList], entries: int) -> list[tuple[str, int]]:
-    """Agree once in full; what the members send from then on: names and numbers."""
-    signature = RequestSpec("allreduce", ("float32",), ((256, 256),), op=1, strides=(None,))
+def _numbered(coordinator: Coordinator, responses: list[ResponseList], entries: int) -> list[tuple[str, int]]:
+    """Agree once in full. Returns the requests that members send from then on: names and numbers."""
+    spec = RequestSpec("allreduce", ("float32",), ((256, 256),), op=1, strides=(None,))
     names = [f"layers.{index}.linear.weight" for index in range(entries)]
     for position in range(_MEMBERS):
-        coordinator.collect(position, [(name, signature) for name in names])
-    number = next(number for _, number in announced[-1][0] if number is not None)
-    announced.clear()
+        coordinator.collect(position, [(name, spec) for name in names])
+    number = next(number for _, number in responses[-1][0] if number is not None)
+    responses.clear()
     return [(name, number) for name in names]
 
 
-def _take(coordinator: Coordinator, announced: list[ResponseList], asked: list[tuple[str, int]]) -> float:
-    """Seconds a message from the first that rank 0 opens to its announcement; nothing of use on rank 1."""
+def _take(coordinator: Coordinator, responses: list[ResponseList], requests: list[tuple[str, int]]) -> float:
+    """Return the seconds per message on rank 0, from the first that it opens to the response; 0 on rank 1."""
     moments: list[float] = []
 
-    def hear(position: int) -> None:
+    def collect(position: int) -> None:
         moments.append(time.perf_counter())
-        coordinator.collect(position, list(asked))
+        coordinator.collect(position, list(requests))
 
     fabric = current().fabric
-    fabric.channel.listen(Topic.BENCH_READY, lambda rank, letter, tensors: hear(letter[0]))
+    fabric.channel.listen(Topic.BENCH_READY, lambda rank, body, tensors: collect(body[0]))
     hvlike.barrier()
     if hvlike.rank() == 1:
         for position in range(_MEMBERS):
-            fabric.channel.send_soon(0, Topic.BENCH_READY, (position, asked))
-            hear(position)
+            fabric.channel.send_soon(0, Topic.BENCH_READY, (position, requests))
+            collect(position)
         return 0.0
-    fabric.loop.wait(lambda: bool(announced), _LIMIT_SECONDS)
+    fabric.loop.wait(lambda: bool(responses), _LIMIT_SECONDS)
     return (time.perf_counter() - moments[0]) / _MEMBERS
 
 
-def _tell(announcement: ResponseList) -> float:
-    """Seconds rank 0 needs to send a message to a member; rank 1 receives them all."""
+def _tell(response: ResponseList) -> float:
+    """Return the seconds that rank 0 needs to send a response to a member; rank 1 receives them all."""
     fabric = current().fabric
     seconds: list[float] = []
     received: list[int] = []
-    fabric.channel.listen(Topic.BENCH_TOLD, lambda rank, letter, tensors: received.append(rank))
+    fabric.channel.listen(Topic.BENCH_TOLD, lambda rank, body, tensors: received.append(rank))
 
     def tell() -> None:
         start = time.perf_counter()
         for _ in range(_MEMBERS):
-            fabric.channel.send(1, Topic.BENCH_TOLD, (0, "verdicts", announcement))
+            fabric.channel.send(1, Topic.BENCH_TOLD, (0, "verdicts", response))
         seconds.append((time.perf_counter() - start) / _MEMBERS)
 
     hvlike.barrier()
