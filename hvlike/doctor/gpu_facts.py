@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from hvlike.backends.cuda import nccl
-from hvlike.backends.cuda.nccl import NcclFacts
-from hvlike.doctor.software_facts import collect_software as software
-from hvlike.doctor.software_facts import cupy_packages, nccl_packages
+from hvlike.backends.cuda.nccl import NcclFacts, describe
+from hvlike.doctor.software_facts import CUPY, NCCL, collect_software
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -102,14 +100,14 @@ class NcclState:
 
 def collect_nccl_state() -> NcclState:
     """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
-    facts = nccl.describe()
-    installed = software()
+    facts = describe()
+    installed = collect_software().installed
     maps = Path("/proc/self/maps")
     return NcclState(
         facts,
         loaded_from(maps.read_text() if maps.exists() else ""),
-        tuple(cupy_packages(installed)),
-        tuple(nccl_packages(installed)),
+        tuple(installed(CUPY)),
+        tuple(installed(NCCL)),
     )
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pickle
-import select
 import signal
 import sys
 import tempfile
@@ -19,12 +17,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from hvlike.errors import HvlikeError
 from hvlike.transport.host.parents import LauncherWatch
 
 T = TypeVar("T")
+Limits = Callable[[int], float]
 
 LIMIT = 20.0
 """Seconds a probe may take for one record, unless the user says otherwise."""
@@ -33,7 +34,6 @@ FAILED = "failed: "
 """So the reason of a gap begins where an exception was raised."""
 
 _POLL_SECONDS = 0.1
-_LENGTH_BYTES = 8
 _LAST_LINES = 8
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -102,74 +102,61 @@ class Prober:
         answers = self.follow(once)
         return answers.records[0] if answers.records else answers.gap or Gap("gave no answer")
 
-    def follow(self, stages: Callable[[], Iterator[T]], limits: Callable[[int], float] | None = None) -> Answers[T]:
-        """What a generator yields in a child, up to where it ends, fails or is silent for too long. Blocks.
+    def follow(self, stages: Callable[[], Iterator[T]], limits: Limits | None = None) -> Answers[T]:
+        """Return what a generator yields in a child, up to where it ends, fails or is silent for too long. Blocks.
 
         limits: seconds for the record of this number; default: the limit for each.
         """
         if self.interruption.came:
             return Answers((), Gap("was not tried any more: the launcher is ending the job"))
         with tempfile.TemporaryFile() as printed:
-            reader, writer = os.pipe()
+            reader, writer = Pipe(duplex=False)
             child = os.fork()
             if child == 0:
-                os.close(reader)
+                reader.close()
                 _answer(stages, writer, printed)
-            os.close(writer)
+            writer.close()
             try:
                 return self._collect(child, reader, limits or (lambda _: self.limit), printed)
             finally:
-                os.close(reader)
+                reader.close()
                 _end(child)
 
-    def _collect(self, child: int, reader: int, limits: Callable[[int], float], printed: IO[bytes]) -> Answers[Any]:
+    def _collect(
+        self, child: int, reader: Connection, limits: Callable[[int], float], printed: IO[bytes]
+    ) -> Answers[Any]:
         records: list[Any] = []
-        gap: Gap | None = None
-        while gap is None:
-            limit = limits(len(records))
-            message = self._receive(reader, limit)
-            if isinstance(message, Gap):
-                return Answers(tuple(records), Gap(message.reason, _last_lines(printed), message.status))
-            kind, value = message
-            if kind == "end":
-                return Answers(tuple(records), None)
-            if kind == "error":
-                gap = Gap(value, _last_lines(printed))
-            elif kind == "record":
-                records.append(value)
-            else:
+        while True:
+            try:
+                kind, value = self._receive(reader, limits(len(records)))
+            except EOFError:
+                # The child has ended without a word.
                 _, status = os.waitpid(child, 0)
                 code = os.waitstatus_to_exitcode(status)
-                gap = Gap(_ending(code), _last_lines(printed), code)
-        return Answers(tuple(records), gap)
+                kind, value = "gap", Gap(_ending(code), status=code)
+            if kind == "record":
+                records.append(value)
+            elif kind == "end":
+                return Answers(tuple(records), None)
+            else:
+                return Answers(tuple(records), Gap(value.reason, _last_lines(printed), value.status))
 
-    def _receive(self, reader: int, limit: float) -> tuple[str, Any] | Gap:
-        """The next message of the child; ("silence", None) when it has closed its end without one."""
+    def _receive(self, reader: Connection, limit: float) -> tuple[str, Any]:
+        """Return the next message of the child. Raises: EOFError when it has closed its end without one."""
         until = time.monotonic() + limit
-        data = b""
-        missing = _LENGTH_BYTES
-        while missing > 0:
+        while not reader.poll(_POLL_SECONDS):
             if self.interruption.came:
-                return Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
+                return "gap", Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
             if self._parents.is_orphan():
                 sys.exit(1)
             if time.monotonic() > until:
-                return Gap(f"was given up after {limit:g} s without an answer")
-            if not select.select([reader], [], [], _POLL_SECONDS)[0]:
-                continue
-            piece = os.read(reader, missing)
-            if not piece:
-                return ("silence", None)
-            data += piece
-            missing -= len(piece)
-            if not missing and len(data) == _LENGTH_BYTES:
-                missing = int.from_bytes(data, "little")
-        message: tuple[str, Any] = pickle.loads(data[_LENGTH_BYTES:])
+                return "gap", Gap(f"was given up after {limit:g} s without an answer")
+        message: tuple[str, Any] = reader.recv()
         return message
 
 
-def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]) -> NoReturn:
-    """The child: send what the generator yields, then end without the exit handlers of the parent."""
+def _answer(stages: Callable[[], Iterator[Any]], writer: Connection, printed: IO[bytes]) -> NoReturn:
+    """Send what the generator yields from the child, which ends without the exit handlers of the parent."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -180,8 +167,8 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
         # The parent's streams may be objects of a test runner.
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for record in stages():
-            _send(writer, ("record", record))
-        _send(writer, ("end", None))
+            writer.send(("record", record))
+        writer.send(("end", None))
         status = 0
     except BaseException as error:
         if not isinstance(error, HvlikeError):
@@ -189,18 +176,11 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: int, printed: IO[bytes]
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        _send(writer, ("error", f"{FAILED}{type(error).__name__}: {error}"))
+        writer.send(("gap", Gap(f"{FAILED}{type(error).__name__}: {error}")))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _send(writer: int, message: tuple[str, Any]) -> None:
-    data = pickle.dumps(message)
-    data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    while data:
-        data = data[os.write(writer, data) :]
 
 
 def _end(child: int) -> None:

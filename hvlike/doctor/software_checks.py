@@ -8,7 +8,7 @@ from pathlib import Path
 from hvlike.doctor.finding import Finding, by_value, nccl_version, numbers, of_every_rank
 from hvlike.doctor.job import Case, known
 from hvlike.doctor.probe import FAILED, Gap
-from hvlike.doctor.software_facts import WHEELS
+from hvlike.doctor.software_facts import MPI_WHEELS
 from hvlike.transport.host.find_mpirun import HYDRA, OPEN_MPI, UNKNOWN, MpiLibrary, Mpirun, family_of_library
 from hvlike.transport.host.mpi_library import INSTALL_HINT
 
@@ -113,7 +113,7 @@ def check_mpi_library(case: Case) -> Finding:
         finding.fail(f"no MPI library could be loaded: {reason}", INSTALL_HINT)
         return finding
     software = known(case.me.software)
-    wheels = software.installed(WHEELS)
+    wheels = software.installed(MPI_WHEELS)
     origin = origin_of(library, Path(software.executable), wheels)
     finding = Finding(f"{library.vendor} {library.version}, {origin}", library.path or "path unknown")
     oldest = OLDEST_MPI.get(library.vendor)

