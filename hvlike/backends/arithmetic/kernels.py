@@ -132,9 +132,9 @@ class ArrayKernel(Kernel[Array]):
         """
         reduce, result = self._reduce, copies[0]
         first, second, *others = [own, *copies] if rank < 2 else [*copies[:rank], own, *copies[rank:]]
-        reduce(first, second, result)
+        reduce(first, second, out=result)
         for other in others:
-            reduce(result, other, result)
+            reduce(result, other, out=result)
         if self._finishes_joined:
             self.finish(result)
         if self.factor is not None:

@@ -28,25 +28,33 @@ class AddressView:
             return self._arithmetic.over(bytes_at(address, count * self._itemsize))
         return self._everything[first : first + count]
 
-    def chunks(self, addresses: Sequence[int], chunks: Sequence[Sequence[tuple[int, int, int]]]) -> list[Any]:
-        """The elements of chunks of runs (tensor, start, stop) of tensors that begin at these addresses.
+    def chunks(self, addresses: Sequence[int], *tables: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[Any]]:
+        """The elements of tables of chunks of runs (tensor, start, stop) of tensors that begin at these addresses.
 
-        A list of pieces for a chunk of several runs.
+        A chunk of several runs is a list of pieces.
         """
-        itemsize = self._itemsize
-        if any((address - _FIRST_ADDRESS) % itemsize for address in addresses):
-            pieces = [
-                [self.elements(addresses[tensor] + start * itemsize, stop - start) for tensor, start, stop in runs]
-                for runs in chunks
-            ]
-            return [each if len(each) > 1 else each[0] for each in pieces]
-        everything = self._everything
-        found: list[Any] = []
-        firsts = [(address - _FIRST_ADDRESS) // itemsize for address in addresses]
-        for runs in chunks:
-            if len(runs) == 1:
-                ((tensor, start, stop),) = runs
-                found.append(everything[firsts[tensor] + start : firsts[tensor] + stop])
-            else:
-                found.append([everything[firsts[tensor] + a : firsts[tensor] + b] for tensor, a, b in runs])
+        itemsize, everything = self._itemsize, self._everything
+        firsts, found = [], []
+        for address in addresses:
+            first, odd = divmod(address - _FIRST_ADDRESS, itemsize)
+            if odd:
+                return [self._odd_chunks(addresses, table) for table in tables]
+            firsts.append(first)
+        for table in tables:
+            chunks: list[Any] = []
+            for runs in table:
+                if len(runs) == 1:
+                    ((tensor, start, stop),) = runs
+                    chunks.append(everything[firsts[tensor] + start : firsts[tensor] + stop])
+                else:
+                    chunks.append([everything[firsts[tensor] + a : firsts[tensor] + b] for tensor, a, b in runs])
+            found.append(chunks)
         return found
+
+    def _odd_chunks(self, addresses: Sequence[int], table: Sequence[Sequence[tuple[int, int, int]]]) -> list[Any]:
+        """The same where an address is no multiple of the size of an element."""
+        pieces = [
+            [self.elements(addresses[tensor] + start * self._itemsize, stop - start) for tensor, start, stop in runs]
+            for runs in table
+        ]
+        return [each if len(each) > 1 else each[0] for each in pieces]

@@ -35,18 +35,16 @@ class SharedAllocations:
     def __init__(self, allocations: Allocations, ranks: Sequence[int]) -> None:
         """ranks: of the world, those of the backend, in its order."""
         self.allocations = allocations
+        self.by_start = allocations.by_start
+        """Empty where this process has none."""
         self._ranks = tuple(ranks)
-
-    def __bool__(self) -> bool:
-        """Whether this process has any."""
-        return bool(self.allocations)
 
     def places(self, addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, AllocationPlace]:
         """Which tensors lie in an allocation of which every rank of the backend has a copy, and where.
 
         addresses, sizes: of contiguous tensors, sizes in bytes.
         """
-        found = {}
+        found: dict[int, AllocationPlace] = {}
         for index, (address, nbytes) in enumerate(zip(addresses, sizes, strict=True)):
             place = self.allocations.find(address, nbytes)
             if place is not None and nbytes and self.has(place[0]):

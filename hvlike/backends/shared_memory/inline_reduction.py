@@ -44,7 +44,9 @@ class InlineReduction:
 
     def is_shared(self, address: int) -> bool:
         """Whether a tensor at this address lies in a shared allocation."""
-        return bool(self._allocations) and self._allocations.allocations.find(address, self._nbytes) is not None
+        return (
+            bool(self._allocations.by_start) and self._allocations.allocations.find(address, self._nbytes) is not None
+        )
 
     def post(self, address: int) -> None:
         """Say where this rank's tensor lies, in a shared allocation, before it offers to begin."""
@@ -77,7 +79,7 @@ class InlineReduction:
         """
         sync, work = self._sync, None
         if shared:
-            number = sync.begin()
+            number = sync.begin_posted()
             reduction, self._in_place = self._in_place, None
             if reduction is not None and sync.region.is_same_place(number):
                 reduction.begin(number)

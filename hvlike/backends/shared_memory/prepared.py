@@ -19,6 +19,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.shared_memory.cma import CmaReduction
 from hvlike.backends.shared_memory.in_place_shm import AllocationPlace, InPlaceReduction, SharedAllocations, place_word
+from hvlike.backends.shared_memory.region import ACTIVE
 from hvlike.backends.shared_memory.staging import StagedReduction
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine
@@ -43,6 +44,7 @@ class PreparedReduction:
         """stamp: of this work, the same on all ranks. cma: None for tensors that are staged."""
         self._sync = sync
         self._allocations = allocations
+        self._shared = allocations.by_start
         self._arithmetic = arithmetic
         self._lengths = list(lengths)
         self._sizes = [length * arithmetic.itemsize for length in lengths]
@@ -61,13 +63,12 @@ class PreparedReduction:
         """
         sync, word, places = self._sync, 0, None
         region = sync.region
-        if self._allocations:
+        if self._shared:
             places = self._allocations.places(addresses, self._sizes)
             word = place_word(places)
         if self._cma is not None:
             self._cma.post(addresses)
-        sync.post(self._stamp, word, active=active)
-        number = sync.begin()
+        number = sync.begin(self._stamp, word, active=active)
         if places or self._staged is None:
             work = self._together(addresses, number, places or {}, tensors)
         else:
@@ -77,7 +78,11 @@ class PreparedReduction:
             while True:
                 yield step(next, work)
         except StopIteration:
-            return sync.active(number)
+            # All have posted: this rank has what they contributed.
+            counted, word = 0, ACTIVE + number % 2
+            for counters in region.counters:
+                counted += counters.words[word]
+            return counted
         finally:
             work.close()
 

@@ -41,8 +41,9 @@ from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.segment import Segment, words
 
-REDUCED, PUBLISHED, DEPARTED, PLACES, FRONT, BACK, SETTLED, ACTIVE = 0, 1, 6, 7, 10, 11, 12, 13
-"""Which of a rank's words hold these, for those who look often: see RankCounters."""
+REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
+FRONT, BACK, SETTLED, ACTIVE = 10, 11, 12, 13
+"""Which of a rank's words hold these. Of those with a parity, the first."""
 
 APART, LEFT = 1, 2
 """The ranks are at different work; a rank has left one in the middle."""
@@ -78,41 +79,6 @@ class RankCounters:
         self.votes = words(segment, first + 40 * ranks, 2)
         self.words = words(segment, first + 40 * ranks + 16, _WORDS)
         self.addresses = words(segment, first + 40 * ranks + 16 + 8 * _WORDS, ADDRESSES)
-
-    @property
-    def failed(self) -> int:
-        """Why this rank has given the region up; 0: it has not."""
-        return self.words[2]
-
-    @failed.setter
-    def failed(self, value: int) -> None:
-        self.words[2] = value
-
-    def stamp(self, number: int) -> int:
-        """The hash of the piece of work `number` as this rank sees it."""
-        return self.words[3 + number % 2]
-
-    @property
-    def arrived(self) -> int:
-        """The number of the newest piece of work that this rank has entered."""
-        return self.words[5]
-
-    @property
-    def abandoned(self) -> int:
-        """The number of the newest piece of work in its own memory that this rank has given up."""
-        return self.words[9]
-
-    @abandoned.setter
-    def abandoned(self, value: int) -> None:
-        self.words[9] = value
-
-    def post(self, number: int, stamp: int, place: int, active: bool) -> None:
-        """Say what the piece of work `number` is on this rank. A peer that sees the number sees the rest."""
-        words, parity = self.words, number % 2
-        words[3 + parity] = stamp
-        words[PLACES + parity] = place
-        words[ACTIVE + parity] = active
-        words[5] = number
 
 
 class Slots(NamedTuple):

@@ -159,8 +159,7 @@ class SharedBackend:
                 chunks = assign(lengths, owners, self._region.chunk // arithmetic.itemsize)
             staged = StagedReduction(self._sync, self._turns, arithmetic, chunks, results)
             known = self._known[key] = staged, chunks
-        self._sync.post(_stamp_of(lengths, arithmetic), 0)
-        self._sync.begin()
+        self._sync.begin(_stamp_of(lengths, arithmetic), 0)
         addresses = list(map(arithmetic.address, tensors))
         yield from self._region.quiet.drive(known[0].run(addresses))
         return known[1]

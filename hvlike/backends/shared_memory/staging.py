@@ -22,7 +22,7 @@ import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.views import AddressView
-from hvlike.backends.shared_memory.region import LEFT, REDUCED, first_peer
+from hvlike.backends.shared_memory.region import FAILED, LEFT, REDUCED, first_peer
 from hvlike.backends.shared_memory.schedule import SLOTS, Chunk, Turns
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -95,7 +95,7 @@ class StagedReduction:
         self._foreign: list[_Foreign] = []
         self._find_slots(chunks)
         self._addresses: list[int] = []
-        self._elements: tuple[list[Any], list[Any]] = ([], [])
+        self._elements: list[list[Any]] = [[], []]
         """Where the chunks lie in this rank's memory; a list where a chunk has several tensors."""
         self._readers = [
             [counters for each, counters in enumerate(region.counters) if each != owner]
@@ -128,12 +128,17 @@ class StagedReduction:
         ends = [0, *accumulate(stop - start for _, start, stop in chunk.runs)]
         return scratch[: ends[-1]], [scratch[first:last] for first, last in pairwise(ends)]
 
-    def _find_chunks(self, addresses: Sequence[int]) -> None:
-        """Where the chunks are in this rank's memory."""
-        self._addresses = []
-        memory = self._memory
-        self._elements = memory.chunks(addresses, self._own_runs), memory.chunks(addresses, self._foreign_runs)
-        self._addresses = list(addresses)
+    def run(self, addresses: list[int]) -> Coroutine[None]:
+        """Reduce the tensors that begin at these addresses, contiguous in host memory and held by the caller.
+
+        The caller silences numpy, and begins at once.
+        Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given the region up.
+        """
+        if addresses != self._addresses:
+            self._addresses = []
+            self._elements = self._memory.chunks(addresses, self._own_runs, self._foreign_runs)
+            self._addresses = addresses[:]
+        return self._move(self._turns.advance(self._counts))
 
     def _until_received(self) -> Coroutine[None]:
         """Wait until the peers have what an alltoall has put into this rank's slots."""
@@ -141,27 +146,6 @@ class StagedReduction:
         while any(region.counters[peer].received[region.rank] < region.mine.passed[peer] for peer in region.peers):
             self._sync.check_peers()
             yield Wait.NOTIFY
-
-    def run(self, addresses: list[int]) -> Coroutine[None]:
-        """Reduce the tensors that begin at these addresses, contiguous in host memory and held by the caller.
-
-        The caller silences numpy.
-        Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given the region up.
-        """
-        region = self._region
-        bases = self._turns.advance(self._counts)
-        try:
-            if addresses != self._addresses:
-                self._find_chunks(addresses)
-            if any(region.mine.passed):
-                yield from self._until_received()
-            yield from self._move(bases)
-        except BaseException:
-            # The peers would wait for these chunks for ever.
-            region.mine.failed = region.mine.failed or LEFT
-            raise
-        finally:
-            region.notify_if_sleeping(region.peers)
 
     # All in one frame: where the caches are cold, as after a backward pass, a call costs more than most statements.
     def _move(self, bases: list[int]) -> Coroutine[None]:
@@ -172,69 +156,80 @@ class StagedReduction:
         own_elements, foreign_elements = self._elements
         compare, multiply = self._compare, np.multiply
         staged = reduced = taken = looks = moves = 0
-        while taken < len(foreign) or reduced < len(own):
-            looks += 1
-            if staged < len(foreign):
-                owner, place, (slots, _), group = foreign[staged]
-                turn = bases[owner] + place
-                needed = turn - SLOTS + 1
-                free = needed <= 0 or counters[owner].words[REDUCED] >= needed
-                for reader in readers[owner]:
-                    free = free and (needed <= 0 or reader.taken[owner] >= needed)
-                if free:
-                    if group is None:
-                        slots[turn % SLOTS][...] = foreign_elements[staged]
-                    else:
-                        gather(foreign_elements[staged], out=slots[turn % SLOTS])
-                    order()
-                    mine.staged[owner] = turn + 1
-                    staged, looks = staged + 1, 0
-            if reduced < len(own):
-                turn, there = bases[rank] + reduced, True
-                for other in others:
-                    there = there and other.staged[rank] > turn
-                if there:
-                    order()
-                    if compare is not None:
-                        compare = compare()
-                    copies, group = own[reduced]
-                    whole: Any = own_elements[reduced] if group is None else gather(own_elements[reduced], out=group[0])
-                    join(rank, whole, copies[turn % SLOTS])
-                    if group is not None:
-                        scatter(own_elements[reduced], group[1])
-                    order()
-                    mine.words[REDUCED] = turn + 1
-                    reduced, looks = reduced + 1, 0
-            if taken < staged:
-                owner, place, (_, results), group = foreign[taken]
-                turn = bases[owner] + place
-                if counters[owner].words[REDUCED] > turn:
-                    order()
-                    if delivers:
-                        whole = foreign_elements[taken] if group is None else group[0]
-                        if deliver is not None:
-                            deliver(whole, results[turn % SLOTS])
-                        elif factor is not None:
-                            multiply(results[turn % SLOTS], factor, whole)
+        try:
+            if any(mine.passed):
+                yield from self._until_received()
+            while taken < len(foreign) or reduced < len(own):
+                looks += 1
+                if staged < len(foreign):
+                    owner, place, (slots, _), group = foreign[staged]
+                    turn = bases[owner] + place
+                    needed = turn - SLOTS + 1
+                    free = needed <= 0 or counters[owner].words[REDUCED] >= needed
+                    for reader in readers[owner]:
+                        free = free and (needed <= 0 or reader.taken[owner] >= needed)
+                    if free:
+                        if group is None:
+                            slots[turn % SLOTS][...] = foreign_elements[staged]
                         else:
-                            whole[...] = results[turn % SLOTS]
-                        if group is not None:
-                            scatter(foreign_elements[taken], group[1])
+                            gather(foreign_elements[staged], out=slots[turn % SLOTS])
                         order()
-                    mine.taken[owner] = turn + 1
-                    taken, looks = taken + 1, 0
-            if not looks:
-                for bell in region.sleepers:
-                    if bell.asleep[0]:
-                        bell.notify_if_sleeping()
-                moves += 1
-                if moves % PASSES == 0:
-                    yield Wait.AGAIN
-            elif looks % self._checks == 0:
-                # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
-                region.notify_if_sleeping(region.peers)
-                self._sync.check_peers()
-                yield Wait.NOTIFY
+                        mine.staged[owner] = turn + 1
+                        staged, looks = staged + 1, 0
+                if reduced < len(own):
+                    turn, there = bases[rank] + reduced, True
+                    for other in others:
+                        there = there and other.staged[rank] > turn
+                    if there:
+                        order()
+                        if compare is not None:
+                            compare = compare()
+                        copies, group = own[reduced]
+                        whole: Any = (
+                            own_elements[reduced] if group is None else gather(own_elements[reduced], out=group[0])
+                        )
+                        join(rank, whole, copies[turn % SLOTS])
+                        order()
+                        mine.words[REDUCED] = turn + 1
+                        if group is not None:
+                            scatter(own_elements[reduced], group[1])
+                        reduced, looks = reduced + 1, 0
+                if taken < staged:
+                    owner, place, (_, results), group = foreign[taken]
+                    turn = bases[owner] + place
+                    if counters[owner].words[REDUCED] > turn:
+                        order()
+                        if delivers:
+                            whole = foreign_elements[taken] if group is None else group[0]
+                            if deliver is not None:
+                                deliver(whole, results[turn % SLOTS])
+                            elif factor is not None:
+                                multiply(results[turn % SLOTS], factor, whole)
+                            else:
+                                whole[...] = results[turn % SLOTS]
+                            if group is not None:
+                                scatter(foreign_elements[taken], group[1])
+                            order()
+                        mine.taken[owner] = turn + 1
+                        taken, looks = taken + 1, 0
+                if not looks:
+                    for bell in region.sleepers:
+                        if bell.asleep[0]:
+                            bell.notify_if_sleeping()
+                    moves += 1
+                    if moves % PASSES == 0:
+                        yield Wait.AGAIN
+                elif looks % self._checks == 0:
+                    # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
+                    region.notify_if_sleeping(region.peers)
+                    self._sync.check_peers()
+                    yield Wait.NOTIFY
+        except BaseException:
+            # The peers would wait for these chunks for ever.
+            mine.words[FAILED] = mine.words[FAILED] or LEFT
+            raise
+        finally:
+            region.notify_if_sleeping(region.peers)
 
 
 def scatter(targets: Sequence[Any], parts: Sequence[Piece]) -> None:

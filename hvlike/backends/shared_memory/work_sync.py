@@ -16,7 +16,18 @@ from typing import Protocol
 
 import torch
 
-from hvlike.backends.shared_memory.region import ACTIVE, APART, DEPARTED, LEFT, Region
+from hvlike.backends.shared_memory.region import (
+    ABANDONED,
+    ACTIVE,
+    APART,
+    ARRIVED,
+    DEPARTED,
+    FAILED,
+    LEFT,
+    PLACES,
+    STAMPS,
+    Region,
+)
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
@@ -45,30 +56,36 @@ class WorkSync:
         """Of the newest work that has begun."""
         self._stamp = 0
 
-    def post(self, stamp: int, place: int, *, active: bool = True) -> None:
-        """Say what the next work is, before it is certain that it comes; the newest post counts.
+    def post(self, stamp: int, place: int, *, active: bool = True) -> int:
+        """Say what the next work is, before it is certain that it comes; the newest post counts. Returns its number.
 
         stamp: the same on all ranks for the same work. place: which of its tensors lie where in shared allocations.
+        A peer that sees the number sees the rest.
         """
-        self._stamp = stamp & 0xFFFFFFFFFFFFFFFF
-        self.region.mine.post(self.number + 1, self._stamp, place, active)
+        words, number = self.region.mine.words, self.number + 1
+        parity = number % 2
+        self._stamp = words[STAMPS + parity] = stamp & 0xFFFFFFFFFFFFFFFF
+        words[PLACES + parity] = place
+        words[ACTIVE + parity] = active
+        words[ARRIVED] = number
+        return number
 
-    def begin(self) -> int:
+    def begin(self, stamp: int, place: int, *, active: bool = True) -> int:
+        """The same, and the work begins."""
+        self.number = self.post(stamp, place, active=active)
+        return self.number
+
+    def begin_posted(self) -> int:
         """The work that was posted begins; returns its number."""
         self.number += 1
         return self.number
-
-    def active(self, number: int) -> int:
-        """How many ranks are active in the work of this number, which is done."""
-        word = ACTIVE + number % 2
-        return sum([counters.words[word] for counters in self.region.counters])
 
     def arrive(self, number: int) -> Coroutine[None]:
         """Wait until all ranks are at the work of this number. Raises: MismatchError where a peer is at other work."""
         region = self.region
         counters, peers = region.counters, region.peers
         region.notify_if_sleeping(peers)
-        while not any(all(counters[peer].arrived >= number for peer in peers) for _ in range(self._checks)):
+        while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(self._checks)):
             self.check_peers()
             yield Wait.NOTIFY
         region.order()
@@ -96,7 +113,7 @@ class WorkSync:
         """Do this rank's chunks of a work at which all have arrived, and depart. The caller silences numpy."""
         region = self.region
         while reduction.unfinished:
-            while any(each.abandoned >= number for each in region.others):
+            while any(each.words[ABANDONED] >= number for each in region.others):
                 # The rank that has given the work up tells why in other ways.
                 yield Wait.NOTIFY
             try:
@@ -124,17 +141,17 @@ class WorkSync:
     def abandon(self, tensors: Sequence[torch.Tensor], number: int) -> None:
         """Give the work of this number up; peers may reach into its tensors at any time from now on."""
         if tensors:
-            self.region.mine.abandoned = number
+            self.region.mine.words[ABANDONED] = number
             kept.append(tensors)
 
     def compare(self) -> None:
         """Raises: MismatchError, and gives the region up, if a peer has begun other work: its chunks would be foreign
         memory.
         """
-        region = self.region
-        others = [peer for peer in region.peers if region.counters[peer].stamp(self.number) != self._stamp]
+        region, word = self.region, STAMPS + self.number % 2
+        others = [peer for peer in region.peers if region.counters[peer].words[word] != self._stamp]
         if others:
-            region.mine.failed = APART
+            region.mine.words[FAILED] = APART
             region.notify_if_sleeping(region.peers)
             raise MismatchError(
                 f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
@@ -149,10 +166,10 @@ class WorkSync:
         """
         region = self.region
         for peer in region.peers:
-            why = region.counters[peer].failed
+            why = region.counters[peer].words[FAILED]
             if not why:
                 continue
-            region.mine.failed = why
+            region.mine.words[FAILED] = why
             if why == LEFT:
                 raise HorovodInternalError(
                     f"local rank {peer} has left a reduction in the middle: it was interrupted, or an error ended it "

@@ -34,8 +34,7 @@ def reductions(
     def make(region: Region) -> StagedReduction:
         sync = WorkSync(region)
         if stamps is not None:
-            sync.post(stamps[region.rank], 0)
-            sync.begin()
+            sync.begin(stamps[region.rank], 0)
         return StagedReduction(sync, Turns(region.ranks), SUM, chunks, results, compares=stamps is not None)
 
     return on_all(everybody, make)
