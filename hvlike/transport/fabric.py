@@ -70,7 +70,8 @@ class Fabric:
     def share(self, group: Group, key: Any, nbytes: int) -> Coroutine[Segment | None]:
         """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.
 
-        key: names this exchange; used once among these ranks. All members on the node run this.
+        Args:
+            key: Names this exchange; used once among these ranks. All members on the node run this.
         """
         leader, *others = (group.ranks[position] for position in group.node)
         if not others:
@@ -108,7 +109,8 @@ class Fabric:
     def look_at(self, rank: int, *, many_look: bool = False) -> str:
         """What can be seen of a rank that does not answer, for a report; empty for one of another node.
 
-        many_look: the others of this node look as well; one of them is enough.
+        Args:
+            many_look: The others of this node look as well; one of them is enough.
         """
         if rank not in self.bells:
             return ""

@@ -95,7 +95,8 @@ logger = logging.getLogger("hvlike")
 def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> Iterator[None]:
     """Warn every `patience` seconds that this rank waits, while the body (a part of init()) runs.
 
-    limit: seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
+    Args:
+        limit: Seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
     """
     done = threading.Event()
     started = time.monotonic()

@@ -92,7 +92,11 @@ class Mpirun:
     flags: tuple[str, ...]
 
     def command(self, ranks: int, program: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-        """The command line that runs a program on so many ranks. more: flags of the caller."""
+        """The command line that runs a program on so many ranks.
+
+        Args:
+            more: Flags of the caller.
+        """
         return [self.path, *self.flags, *more, "-n", str(ranks), *program]
 
 

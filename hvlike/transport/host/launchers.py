@@ -93,7 +93,9 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:
     """Raise LaunchError when the launcher was asked for several processes and MPI sees only this one.
 
-    mpi_size: size of MPI_COMM_WORLD. library: what the loaded MPI library calls itself, for the message.
+    Args:
+        mpi_size: Size of MPI_COMM_WORLD.
+        library: What the loaded MPI library calls itself, for the message.
     """
     launcher = detect_launcher(environment)
     if launcher is None or mpi_size > 1 or launcher.size <= 1:
@@ -109,7 +111,8 @@ def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) 
 def lone_child_warning(environment: Mapping[str, str], size: int) -> str:
     """The warning for a job of one rank in a child of multiprocessing, which no launcher has started; else "".
 
-    size: of the job.
+    Args:
+        size: Number of ranks of the job.
     """
     if size > 1 or multiprocessing.parent_process() is None or detect_launcher(environment) is not None:
         return ""

@@ -62,8 +62,9 @@ def unlink_start_up_segments(*, alone: bool) -> None:
 
     One rank of a node calls it, after MPI has started on all of them.
 
-    alone: no other process will use the segments, because this is the whole job, or all of it ends. Otherwise Open
-    MPI's ranks map each other's segments later, by name.
+    Args:
+        alone: No other process will use the segments, because this is the whole job, or all of it ends. Otherwise Open
+            MPI's ranks map each other's segments later, by name.
     """
     for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
         # Where a machine is split into several nodes for trials, another rank may have been faster.
@@ -115,10 +116,14 @@ INSTALL_HINT = (
 def load_mpi(*, serialized: bool = False) -> ModuleType:
     """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED.
 
-    serialized: ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
-    Local, but the first call runs MPI_Init, which waits for the other processes of the job.
-    Returns the module `mpi4py.MPI`.
-    Raises: LaunchError when no MPI library loads, MPI is finalised already, or its thread level is too low.
+    Local, but the first call runs MPI_Init, which waits for the other processes of the job. Returns the module
+    `mpi4py.MPI`.
+
+    Args:
+        serialized: Ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
+
+    Raises:
+        LaunchError: If no MPI library loads, MPI is finalised already, or its thread level is too low.
     """
     if serialized and "mpi4py.MPI" not in sys.modules:
         _ask_for_serialized()

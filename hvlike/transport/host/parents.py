@@ -84,7 +84,8 @@ class LauncherWatch:
 def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> int | None:
     """How wide the terminal is that shows this rank's stderr, in characters; None where there is none. Local.
 
-    stderr_of: gives the file that the launcher's stderr is (default: looked up in /proc).
+    Args:
+        stderr_of: Gives the file that the launcher's stderr is (default: looked up in /proc).
     """
     stream = sys.stderr
     if stream is None or stream.closed:

@@ -78,7 +78,9 @@ class Loop:
     def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
         """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something.
 
-        is_unfinished: whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
+        Args:
+            is_unfinished: Whether something has begun there for whose end no doorbell rings; a driver that leaves asks
+                it.
         """
         self._sources.append(source)
         self._unfinished.append(is_unfinished)
@@ -128,6 +130,8 @@ class Loop:
         task = Task(coroutine, after)
         if self._driver == get_ident():
             self._tasks.append(task)
+            if wake:
+                self._bell.ring()
         else:
             self.post(partial(self._enlist, task), wake=wake)
         return task
@@ -220,7 +224,11 @@ class Loop:
                 self._waiters -= 1
 
     def _listen(self, called: Callable[[], bool], hot: bool) -> None:
-        """What a background thread does until it is `called`; hot: check for a while before the first sleep."""
+        """What a background thread does until it is `called`.
+
+        Args:
+            hot: Check for a while before the first sleep.
+        """
         linger = RPC_SECONDS if hot and not self._policy.crowded else 0.0
         if (self._inbox or linger) and not self._drive_in_background(called, linger):
             # What this thread has left to be sent when it listens again.
@@ -310,7 +318,11 @@ class Loop:
         return unfinished
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
-        """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: see SpinPolicy."""
+        """Drive until `done()` or the deadline; the drive lock was taken and is given back.
+
+        Args:
+            checks: See SpinPolicy.
+        """
         bell, spin, crowded, background = self._bell, self._spin, self._policy.crowded, self._in_background
         try:
             self._enter()

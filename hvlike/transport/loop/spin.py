@@ -72,7 +72,10 @@ class SpinPolicy:
     def limits(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> tuple[float, float, float]:
         """When a wait that begins now stops checking: the most checks, the latest time, the longest single check.
 
-        checks: 0 for a thread that is to sleep at once. serves: RPC runs. unnotified: no doorbell rings for the event.
+        Args:
+            checks: 0 for a thread that is to sleep at once.
+            serves: RPC runs.
+            unnotified: No doorbell rings for the event.
         """
         if self.crowded:
             factor = RPC_CHECKS_FACTOR if serves else 1
@@ -102,7 +105,11 @@ class Spin:
         )
 
     def goes_on(self, now: float, *, unnotified: bool) -> bool:
-        """Whether to check once more before sleeping. unnotified: no doorbell rings, so only the time counts."""
+        """Whether to check once more before sleeping.
+
+        Args:
+            unnotified: No doorbell rings, so only the time counts.
+        """
         interrupted = now > self._last + self._interruption
         self._last = now
         self.count += 1

@@ -111,9 +111,13 @@ def check_movable(tensor: torch.Tensor) -> Element:
 def storage_view(tensor: torch.Tensor) -> Array:
     """View the elements of a contiguous CPU tensor as a 1-D numpy array of the storage dtype, without a copy.
 
-    tensor: any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
     Returns an array of numel elements that shares the tensor's memory; uint16 for float16 and bfloat16.
-    Raises: UsageError as check_movable does.
+
+    Args:
+        tensor: Any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
+
+    Raises:
+        UsageError: As check_movable does.
     """
     element = check_movable(tensor)
     flat = tensor.detach() if tensor.requires_grad else tensor
@@ -140,9 +144,13 @@ def bytes_at(address: int, nbytes: int) -> Array:
 def raw_view(tensor: torch.Tensor) -> Array:
     """View the bytes of a contiguous CPU tensor as a 1-D numpy array of uint8, without a copy.
 
-    tensor: any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
     Returns an array of numel * itemsize bytes that shares the tensor's memory.
-    Raises: UsageError as check_movable does.
+
+    Args:
+        tensor: Any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
+
+    Raises:
+        UsageError: As check_movable does.
     """
     return storage_view(tensor).view(np.uint8)
 
@@ -150,7 +158,8 @@ def raw_view(tensor: torch.Tensor) -> Array:
 def mpi_datatype(mpi: Any, dtype: torch.dtype) -> Any:
     """Return the MPI datatype on which MPI's own reductions are right for `dtype`, or None where there is none.
 
-    mpi: the module mpi4py.MPI, or any object with the same names.
+    Args:
+        mpi: The module mpi4py.MPI, or any object with the same names.
     """
     name = element_of(dtype).mpi_name
     return None if name is None else getattr(mpi, name)
@@ -172,9 +181,12 @@ class MpiConstants:
     def reduction(self, dtype: torch.dtype, op_name: str) -> tuple[Any, Any] | None:
         """Return (datatype, operation) for MPI's own reduction of `dtype`, or None where it is not to be trusted.
 
-        op_name: SUM, PROD, MIN or MAX. Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum
-        and maximum of floats (NaN is kept or lost by the order of the operands, which differs between the ranks),
-        and products of complex numbers (compiled with fused operations they depend on that order too).
+        Args:
+            op_name: SUM, PROD, MIN or MAX.
+
+        Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum and maximum of floats (NaN is kept or
+        lost by the order of the operands, which differs between the ranks), and products of complex numbers (compiled
+        with fused operations they depend on that order too).
         """
         datatype = mpi_datatype(self._mpi, dtype)
         kind = element_of(dtype).kind

@@ -98,7 +98,12 @@ class ProcessMemory:
     def gather(self, rows: int, count: int, mine: int, nbytes: int) -> None:
         """Copy `count` ranges, at most MOST_RANGES, one after the other to the address `mine` here.
 
-        rows: where their rows of a table lie; nbytes: of all of them. Raises: OSError.
+        Args:
+            rows: The address of their rows in a table (Ranges).
+            nbytes: Length of all ranges together.
+
+        Raises:
+            OSError: If the system refuses.
         """
         self._move_many(_READ, rows, count, mine, nbytes)
 

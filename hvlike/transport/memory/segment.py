@@ -127,7 +127,10 @@ def share_steps(
 ) -> Exchange[Segment | None]:
     """One segment for all ranks that run this, zeroed; None where they cannot share so much memory.
 
-    leads: True on exactly one rank. tell: gives the value of that rank to all. collect: tells it whether all say yes.
+    Args:
+        leads: True on exactly one rank.
+        tell: Gives the value of that rank to all.
+        collect: Tells it whether all say yes.
     """
     for attempt in range(_ATTEMPTS):
         made = make_offer(nbytes, attempt) if leads else None

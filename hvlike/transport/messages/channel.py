@@ -111,9 +111,11 @@ class Channel:
     ) -> None:
         """Start sending; returns at once, keeps `tensors` alive, and they must not change until they have left.
 
-        value: what pickle takes; a pickle.PickleBuffer in it is copied once, into the message, and arrives as a
-        memoryview, at this rank itself as it is. tensors: contiguous CPU tensors of any dtype in the table, any size.
-        kind: under which the message is counted.
+        Args:
+            value: What pickle takes; a pickle.PickleBuffer in it is copied once, into the message, and arrives as a
+                memoryview, at this rank itself as it is.
+            tensors: Contiguous CPU tensors of any dtype in the table, any size.
+            kind: Under which the message is counted.
         """
         if rank == self._rank:
             copies = [tensor.clone() for tensor in tensors]

@@ -105,7 +105,8 @@ class DirectCopies:
     def send(self, rank: int, view: NDArray[np.uint8], otherwise: Callable[[], Coroutine[None]]) -> Coroutine[None]:
         """The sender's part: help to copy, until the receiver has everything.
 
-        otherwise: sends it by MPI, where the receiver asks for that.
+        Args:
+            otherwise: Sends it by MPI, where the receiver asks for that.
         """
         slot = self._mine
         try:
@@ -147,7 +148,8 @@ class DirectCopies:
     ) -> Coroutine[None]:
         """The receiver's part: copy what lies at `address` of a local rank into `view`.
 
-        otherwise: receives it by MPI, where the memory of that rank cannot be read after all.
+        Args:
+            otherwise: Receives it by MPI, where the memory of that rank cannot be read after all.
         """
         slot = self._slots[rank]
         over = False
