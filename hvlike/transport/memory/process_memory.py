@@ -51,7 +51,7 @@ def write(process: int, theirs: int, mine: int, nbytes: int) -> None:
 
 def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
     # The system stops early where it likes, and says how far it came.
-    function = _functions[name]
+    function = FUNCTIONS[name]
     moved = 0
     while moved < nbytes:
         here = _Range(mine + moved, nbytes - moved)
@@ -79,22 +79,14 @@ class Ranges:
 class ProcessMemory:
     """The memory of one process, be it this one, for many copies; used by one thread at a time."""
 
-    __slots__ = ("_here", "_mine", "_process", "_ranges", "_there")
+    __slots__ = ("_here", "_mine", "_process")
 
     def __init__(self, process: int) -> None:
         self._process = process
-        self._here, self._there = _Range(), _Range()
+        self._here = _Range()
         self._mine = ctypes.addressof(self._here)
-        self._ranges = (self._mine, 1, ctypes.addressof(self._there), 1, 0)
 
-    def read(self, theirs: int, mine: int, nbytes: int) -> None:
-        """See read(). Raises: OSError."""
-        self._move(_READ, theirs, mine, nbytes)
-
-    def write(self, theirs: int, mine: int, nbytes: int) -> None:
-        """See write(). Raises: OSError."""
-        self._move(_WRITE, theirs, mine, nbytes)
-
+    # These lines run between copies that empty the caches: one frame, and no new objects.
     def gather(self, rows: int, count: int, mine: int, nbytes: int) -> None:
         """Copy `count` ranges, at most MOST_RANGES, one after the other to the address `mine` here.
 
@@ -105,31 +97,22 @@ class ProcessMemory:
         Raises:
             OSError: If the system refuses.
         """
-        self._move_many(_READ, rows, count, mine, nbytes)
+        self._here.address, self._here.nbytes = mine, nbytes
+        if FUNCTIONS[_READ](self._process, self._mine, 1, rows, count, 0) != nbytes:
+            self._one_by_one(_READ, rows, count, mine)
 
     def scatter(self, rows: int, count: int, mine: int, nbytes: int) -> None:
         """Copy what lies at the address `mine` here to `count` ranges, the other way round. Raises: OSError."""
-        self._move_many(_WRITE, rows, count, mine, nbytes)
+        self._here.address, self._here.nbytes = mine, nbytes
+        if FUNCTIONS[_WRITE](self._process, self._mine, 1, rows, count, 0) != nbytes:
+            self._one_by_one(_WRITE, rows, count, mine)
 
-    # Its lines are run between copies that empty the caches: few of them, and no new objects.
-    def _move(self, name: str, theirs: int, mine: int, nbytes: int) -> None:
-        here, there = self._here, self._there
-        here.address, there.address = mine, theirs
-        here.nbytes = there.nbytes = nbytes
-        moved = _functions[name](self._process, *self._ranges)
-        if moved != nbytes:
-            moved = max(moved, 0)
-            _move(name, self._process, theirs + moved, mine + moved, nbytes - moved)
-
-    def _move_many(self, name: str, rows: int, count: int, mine: int, nbytes: int) -> None:
-        here = self._here
-        here.address, here.nbytes = mine, nbytes
-        if _functions[name](self._process, self._mine, 1, rows, count, 0) != nbytes:
-            # The same once more, range by range: the system says why it stopped, or goes on.
-            for row in range(rows, rows + count * ROW_BYTES, ROW_BYTES):
-                there = _Range.from_address(row)
-                _move(name, self._process, there.address, mine, there.nbytes)
-                mine += there.nbytes
+    def _one_by_one(self, name: str, rows: int, count: int, mine: int) -> None:
+        """The same once more, range by range: the system raises the reason why it stopped, or goes on."""
+        for row in range(rows, rows + count * ROW_BYTES, ROW_BYTES):
+            there = _Range.from_address(row)
+            _move(name, self._process, there.address, mine, there.nbytes)
+            mine += there.nbytes
 
 
 def _function(name: str) -> Any:
@@ -139,4 +122,5 @@ def _function(name: str) -> Any:
     return function
 
 
-_functions = {name: _function(name) for name in (_READ, _WRITE)}
+FUNCTIONS = {name: _function(name) for name in (_READ, _WRITE)}
+"""The system calls by name."""

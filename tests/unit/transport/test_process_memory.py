@@ -44,9 +44,9 @@ def test_a_part_of_a_table_is_taken(memory: ProcessMemory) -> None:
 
 
 def test_what_the_system_leaves_out_is_copied_after_all(memory: ProcessMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = process_memory._functions["process_vm_readv"]
+    real = process_memory.FUNCTIONS["process_vm_readv"]
     monkeypatch.setitem(
-        process_memory._functions,
+        process_memory.FUNCTIONS,
         "process_vm_readv",
         lambda process, mine, n, rows, count, flags: real(process, mine, n, rows, min(count, 2), flags),
     )
