@@ -12,6 +12,8 @@ import enum
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from hvlike.errors import StateError
+
 T = TypeVar("T")
 
 
@@ -34,6 +36,18 @@ def complete(requests: Iterable[Any]) -> Coroutine[None]:
     for request in requests:
         while not request.Test():
             yield Wait.POLL
+
+
+def second_driver(what: str) -> StateError:
+    """The error for a thread that advances what another thread advances already.
+
+    Args:
+        what: The coroutine, or the queue whose coroutines are advanced.
+    """
+    return StateError(
+        f"two threads advance {what} at the same time: once a coroutine was handed to the loop, only the loop's driver "
+        "may advance it; before, only the thread that made it"
+    )
 
 
 class Task(Generic[T]):

@@ -22,7 +22,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from hvlike.errors import ShutdownError, StateError
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
 from hvlike.transport.loop.spin import (
     LONGEST_IDLE_POLL_SECONDS,
     LONGEST_POLL_SECONDS,
@@ -403,7 +403,9 @@ class Loop:
         except StopIteration as stop:
             self._end(task, stop.value, None)
         except Exception as error:
-            self._end(task, None, _second_driver(task, error) if str(error) == _ALREADY_EXECUTING else error)
+            if str(error) == _ALREADY_EXECUTING:
+                error = second_driver(f"the coroutine {getattr(task.coroutine, '__qualname__', task.coroutine)}")
+            self._end(task, None, error)
         except BaseException as error:
             self._end(task, None, error)
             raise
@@ -419,13 +421,3 @@ class Loop:
         if self._waiters:
             with self._changed:
                 self._changed.notify_all()
-
-
-def _second_driver(task: Task[Any], error: Exception) -> StateError:
-    """What to raise where another thread advances the coroutine of a task at this moment."""
-    refusal = StateError(
-        f"two threads advance the coroutine {getattr(task.coroutine, '__qualname__', task.coroutine)!r}: once it was "
-        "handed to the loop, only the loop's driver may advance it"
-    )
-    refusal.__cause__ = error
-    return refusal
