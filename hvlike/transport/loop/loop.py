@@ -6,7 +6,7 @@ free. A background thread (thread_pool.py) drives only when no thread waits, and
 idle process sleeps on its doorbell.
 
 Only the driver advances coroutines and runs what was posted. What is marked "from inside the loop" may be called from
-there only, and raises StateError elsewhere.
+there only; `begin` and `cancel` raise StateError elsewhere.
 """
 
 from __future__ import annotations
@@ -174,7 +174,6 @@ class Loop:
 
     def due_at(self, when: float) -> None:
         """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
-        self._check_driver("due_at")
         if when < self._due:
             self._due = when
             self._share_due_time()
@@ -325,8 +324,9 @@ class Loop:
         """
         bell, spin, crowded, background = self._bell, self._spin, self._policy.crowded, self._in_background
         try:
-            self._enter()
-            self._missed_ring = False
+            # `_enter`, without a frame of its own.
+            self._driver, self._wait, self._missed_ring = get_ident(), Wait.AGAIN, False
+            bell.enter()
             poll, rung, spin.count = SHORTEST_POLL_SECONDS, True, 0
             # A background thread that is called away first handles what it was rung for: no other has heard it.
             while not done() or (rung and background):

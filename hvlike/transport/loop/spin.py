@@ -69,23 +69,6 @@ class SpinPolicy:
         self.counter_checks = 1 if crowded else COUNTER_CHECKS
         self.board_checks = 0 if crowded else BOARD_CHECKS
 
-    def limits(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> tuple[float, float, float]:
-        """When a wait that begins now stops checking: the most checks, the latest time, the longest single check.
-
-        Args:
-            checks: 0 for a thread that is to sleep at once.
-            serves: RPC runs.
-            unnotified: No doorbell rings for the event.
-        """
-        if self.crowded:
-            factor = RPC_CHECKS_FACTOR if serves else 1
-            return checks * factor, math.inf if checks else 0.0, math.inf
-        if unnotified:
-            return checks, now + UNNOTIFIED_SECONDS, math.inf
-        if serves:
-            return math.inf, now + RPC_SECONDS if checks else 0.0, INTERRUPTION_SECONDS
-        return checks, now + UNSHARED_SECONDS if checks else 0.0, math.inf
-
 
 class Spin:
     """The checks of one wait of a driver. Used again for the next wait, after `count` was set to 0."""
@@ -95,14 +78,29 @@ class Spin:
     def __init__(self, policy: SpinPolicy) -> None:
         self._policy = policy
         self.count = 0
-        self._last = self._most = self._until = self._interruption = 0.0
+        self._last = self._until = self._interruption = 0.0
+        self._most: float = 0
 
     def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
-        """Begin a wait; see SpinPolicy.limits."""
+        """Begin a wait, and decide when it stops checking: the most checks, the latest time, the longest single check.
+
+        Args:
+            now: Seconds of any clock.
+            checks: 0 for a thread that is to sleep at once.
+            serves: RPC runs.
+            unnotified: No doorbell rings for the event.
+        """
         self._last = now
-        self._most, self._until, self._interruption = self._policy.limits(
-            now, checks, serves=serves, unnotified=unnotified
-        )
+        self._most, self._until, self._interruption = checks, 0.0, math.inf
+        if self._policy.crowded:
+            self._most = checks * (RPC_CHECKS_FACTOR if serves else 1)
+            self._until = math.inf if checks else 0.0
+        elif unnotified:
+            self._until = now + UNNOTIFIED_SECONDS
+        elif checks and serves:
+            self._most, self._until, self._interruption = math.inf, now + RPC_SECONDS, INTERRUPTION_SECONDS
+        elif checks:
+            self._until = now + UNSHARED_SECONDS
 
     def goes_on(self, now: float, *, unnotified: bool) -> bool:
         """Whether to check once more before sleeping.

@@ -82,8 +82,7 @@ class Channel:
         self._place = {rank: place for place, rank in enumerate(bells)}
         self._counted = counters[me::size]
         self._taken = 0
-        self._handlers: dict[int, Handler] = {}
-        self._early: dict[int, list[tuple[int, Any, list[torch.Tensor]]]] = {}
+        self._handlers = _Handlers()
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
         self._expecting = False
@@ -95,12 +94,7 @@ class Channel:
     def listen(self, topic: int, handler: Handler) -> None:
         """Have messages of `topic` handled by `handler`, those that have come already too; one handler a topic."""
 
-        def begin() -> None:
-            self._handlers[topic] = handler
-            for message in self._early.pop(topic, []):
-                handler(*message)
-
-        self._loop.perform(begin)
+        self._loop.perform(lambda: self._handlers.register(topic, handler))
 
     def send_soon(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """`send` from any thread."""
@@ -119,7 +113,7 @@ class Channel:
         """
         if rank == self._rank:
             copies = [tensor.clone() for tensor in tensors]
-            self._loop.post(lambda: self._deliver(rank, topic, value, copies))
+            self._loop.post(lambda: self._handlers[topic](rank, value, copies))
             return
         flags, tag, payload_bytes = 0, 0, 0
         views: list[NDArray[np.uint8]] = []
@@ -226,7 +220,7 @@ class Channel:
         buffers = unpack_buffers(memory) if code & HAS_BUFFERS else None
         body = pickle.loads(memory[HEADER.size : end], buffers=buffers)
         if not code & HAS_TENSORS:
-            self._deliver(source, topic, body, [])
+            self._handlers[topic](source, body, [])
             return
         value, descriptions, offer = body
         tensors = [make_tensor(description) for description in descriptions]
@@ -237,14 +231,7 @@ class Channel:
         for view in views:
             view[:] = buffer[end : end + view.nbytes]
             end += view.nbytes
-        self._deliver(source, topic, value, tensors)
-
-    def _deliver(self, source: int, topic: int, value: Any, tensors: list[torch.Tensor]) -> None:
-        handler = self._handlers.get(topic)
-        if handler is None:
-            self._early.setdefault(topic, []).append((source, value, tensors))
-        else:
-            handler(source, value, tensors)
+        self._handlers[topic](source, value, tensors)
 
     def _receive_payload(
         self,
@@ -271,7 +258,7 @@ class Channel:
             yield from complete(requests[-1:])
         finally:
             self._receiving -= 1
-        self._deliver(source, topic, value, tensors)
+        self._handlers[topic](source, value, tensors)
 
     def _copy_to(self, rank: int, view: NDArray[np.uint8], tag: int) -> Coroutine[None]:
         """The sender's part of a direct copy; by MPI where the receiver asks for that."""
@@ -284,6 +271,23 @@ class Channel:
             yield from self.direct.send(rank, view, by_mpi)
         finally:
             self._copying -= 1
+
+
+class _Handlers(dict[int, Handler]):
+    """The handlers by topic. Messages of a topic without a handler are kept until there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._early: dict[int, list[tuple[int, Any, list[torch.Tensor]]]] = {}
+
+    def __missing__(self, topic: int) -> Handler:
+        return lambda *message: self._early.setdefault(topic, []).append(message)
+
+    def register(self, topic: int, handler: Handler) -> None:
+        """Use `handler` from now on, for the messages that have come already too."""
+        self[topic] = handler
+        for message in self._early.pop(topic, []):
+            handler(*message)
 
 
 class Mailbox:
