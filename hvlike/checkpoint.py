@@ -1,5 +1,7 @@
 """Checkpoints of a job: `save(folder, step, model=model, optimizer=optimizer, epoch=3)` and `load`.
 
+Example::
+
     loaded = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)
     first = 0 if loaded is None else loaded.step + 1
     for step in range(first, steps):

@@ -1,5 +1,7 @@
 """Training that goes on after an error of the job: Horovod's `elastic` for the ranks of one MPI job.
 
+Example::
+
     @hvd.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, epochs):

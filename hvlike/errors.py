@@ -1,4 +1,4 @@
-"""Every exception hvlike raises, in one tree.
+"""Every exception hvlike raises, in one tree::
 
     HvlikeError
     ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded

@@ -51,8 +51,8 @@ def check_ranks(number: int) -> None:
 class HvlikeAccelerator(Accelerator):
     """accelerate's Accelerator; gradients are reduced by hvlike. Call `init()` of this package before it is made.
 
-    Everything else (data loaders, gather_for_metrics, no_sync and accumulate, clip_grad_norm_, mixed precision, saving)
-    is accelerate's own, which goes through torch.distributed over hvlike. Collective: every rank makes one.
+    Everything else (data loaders, gather_for_metrics, no_sync and accumulate, `clip_grad_norm_`, mixed precision,
+    saving) is accelerate's own, which goes through torch.distributed over hvlike. Collective: every rank makes one.
 
     Args:
         arguments: As for accelerate.Accelerator.

@@ -56,7 +56,7 @@ def run(
     need not call init(). What the ranks print appears as it comes. Blocks until the job ends; Ctrl-C ends the job.
 
     Args:
-        func: Called as func(*args, **kwargs) on every rank; it calls hvd.init() itself. With cloudpickle installed
+        func: Called as `func(*args, **kwargs)` on every rank; it calls hvd.init() itself. With cloudpickle installed
             any function will do, one of a notebook too, else one of a module.
         args: Positional arguments of the function.
         kwargs: Keyword arguments of the function.

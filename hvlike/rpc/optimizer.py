@@ -28,7 +28,7 @@ class DistributedOptimizer:
 
     Args:
         optimizer_class: A class of torch.optim's form; travels by its name. Every owner calls
-            optimizer_class(parameters, *args, **kwargs) with its own parameters, in the order of their RRefs.
+            `optimizer_class(parameters, *args, **kwargs)` with its own parameters, in the order of their RRefs.
         params_rref: RRefs of parameters (leaf tensors) of any workers, any number for each.
         *args: Further positional arguments of optimizer_class.
         **kwargs: Keyword arguments of optimizer_class.

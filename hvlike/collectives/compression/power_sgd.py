@@ -90,17 +90,23 @@ class _Work:
 class PowerSGD(StatefulCompressor):
     """Low-rank compression of the gradients of one DistributedOptimizer, with error feedback and warm start.
 
-    matrix_approximation_rank: columns of P and Q; 1 to 4 is usual, more is closer and sends more.
-    start_powerSGD_iter: steps that are reduced in full before compression begins; 0 compresses from the first on.
-    min_compression_rate: a tensor of (n, m) elements is compressed only where n m > (n + m) rank min_compression_rate;
-        vectors never are. use_error_feedback: add what a step could not carry to the next one.
-    warm_start: begin with the Q of the step before, else with random numbers.
-    orthogonalization_epsilon: added to the length of a column before it is divided by it; not needed against zeros.
-    random_seed: the same on all ranks.
     A tensor is seen as the matrix of its first dimension by all others. float16 and bfloat16 are computed in float32;
     the result is bitwise the same on every rank. A step whose gradients are not finite gives NaN on every rank and is
     not remembered. With a GradScaler the errors are those of scaled gradients.
-    Raises: UsageError for wrong arguments.
+
+    Args:
+        matrix_approximation_rank: Columns of P and Q; 1 to 4 is usual, more is closer and sends more.
+        start_powerSGD_iter: Steps that are reduced in full before compression begins; 0 compresses from the first on.
+        min_compression_rate: A tensor of (n, m) elements is compressed only where
+            n m > (n + m) rank min_compression_rate; vectors never are.
+        use_error_feedback: Add what a step could not carry to the next one.
+        warm_start: Begin with the Q of the step before, else with random numbers.
+        orthogonalization_epsilon: Added to the length of a column before it is divided by it; not needed against zeros.
+        random_seed: The same on all ranks.
+
+    Raises:
+        UsageError: Wrong arguments.
+
     Source: Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019 (arXiv 1905.13727), algorithms 1 and 2; names and
     defaults of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
     """

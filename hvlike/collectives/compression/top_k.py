@@ -28,13 +28,19 @@ class _Work:
 class TopK(StatefulCompressor):
     """The largest elements (by magnitude) of the gradients of one DistributedOptimizer, with error feedback.
 
-    ratio: the part of each tensor's elements that is sent, at least one. k: their number instead; exactly one of the
-    two. use_error_feedback: add what was not sent to the gradient of the next step.
     Every rank chooses by itself; the result is the sum of what all ranks have sent, added in the order of the ranks,
     so bitwise the same on every rank. A tensor of which all elements would be sent is reduced in full. float16 and
     bfloat16 are computed and sent in float32. A step whose gradients are not finite is not remembered. With a
     GradScaler the errors are those of scaled gradients.
-    Raises: UsageError for wrong arguments.
+
+    Args:
+        ratio: The part of each tensor's elements that is sent, above 0 and at most 1; at least one element is sent.
+        k: Their number instead; give exactly one of the two.
+        use_error_feedback: Add what was not sent to the gradient of the next step.
+
+    Raises:
+        UsageError: Wrong arguments.
+
     Source: Stich, Cordonnier, Jaggi, Sparsified SGD with memory, NeurIPS 2018 (arXiv 1809.07599).
     """
 

@@ -37,7 +37,7 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run func(*args, **kwargs) on a worker and return the result. Blocks, and serves other workers meanwhile.
+    """Run `func(*args, **kwargs)` on a worker and return the result. Blocks, and serves other workers meanwhile.
 
     Args:
         to: Name, rank or WorkerInfo of the worker; this worker too.
@@ -74,7 +74,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Start func(*args, **kwargs) on a worker and return a future of the result. Does not block.
+    """Start `func(*args, **kwargs)` on a worker and return a future of the result. Does not block.
 
     Tensors among the arguments must not change before the future is done.
 

@@ -290,7 +290,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Let a worker run func(*args, **kwargs) and keep the result. Does not block.
+    """Let a worker run `func(*args, **kwargs)` and keep the result. Does not block.
 
     Tensors among the arguments must not change before the RRef is confirmed_by_owner().
 

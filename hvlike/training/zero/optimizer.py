@@ -245,7 +245,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         super().zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Reduce the gradients and clip their norm over all shares, for hvlike.clip_grad_norm_. Collective; blocks.
+        """Reduce the gradients and clip their norm over all shares, for `hvlike.clip_grad_norm_`. Collective; blocks.
 
         Args:
             max_norm: Gradients are scaled so that their norm is at most this.

@@ -54,6 +54,7 @@ def problems(thing: Public) -> list[str]:
         return ["has no docstring"]
     described = set(ENTRY.findall(section(thing.text, "Args") or ""))
     wrong = [f"does not describe {name}" for name in thing.parameters if name not in described]
+    described = {name for name in described if not name.startswith("_")}
     wrong += [f"describes {name}, which it does not take" for name in sorted(described - set(thing.parameters))]
     # Without parameters the first line can say it.
     if thing.returns and thing.parameters and section(thing.text, "Returns") is None:
@@ -77,8 +78,10 @@ def of_class(name: str, room: str, kind: type) -> Iterator[Public]:
     init = vars(kind).get("__init__")
     text = (kind.__doc__ and inspect.getdoc(kind)) or ""
     parameters: tuple[str, ...] = ()
-    # Those of dataclasses are not written by anybody, and not called by users.
-    if inspect.isfunction(init) and init.__code__.co_filename != "<string>" and not issubclass(kind, BaseException):
+    if "Args:" in text:
+        # Also that of a dataclass or a named tuple, which nobody has to describe.
+        parameters = tuple(each for each in inspect.signature(kind).parameters if not each.startswith("_"))
+    elif inspect.isfunction(init) and init.__code__.co_filename != "<string>" and not issubclass(kind, BaseException):
         text += "\n\n" + (inspect.getdoc(init) or "" if init.__doc__ else "")
         parameters = tuple(each for each in inspect.signature(init).parameters if not each.startswith("_"))[1:]
     yield Public(name, room, text.strip(), parameters, returns=False)
@@ -100,7 +103,10 @@ def of_modules() -> Iterator[Public]:
                 continue
             room = home[1] if len(home) > 2 else "root"
             shown = f"hvlike{suffix}.{name}"
-            if inspect.isclass(thing):
+            if name == "Compression":
+                things = {key: value for key, value in vars(thing).items() if inspect.isclass(value)}
+                yield from (next(of_class(f"{shown}.{key}", room, value)) for key, value in things.items())
+            elif inspect.isclass(thing):
                 yield from of_class(shown, room, thing)
             elif inspect.isroutine(thing):
                 yield of_callable(shown, room, thing)
