@@ -105,9 +105,8 @@ class Helpers:
         return LaunchError(f"{self.name}: {what}; the last output:\n{self._output.read()[-_LAST_CHARACTERS:]}")
 
     def close(self) -> None:
-        """Hang up, upon which they end by themselves; end those that do not."""
-        for end in self.sockets:
-            end.close()
+        """Hang up and give them time to end by themselves, then end them."""
+        self._hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self.processes:
                 process.wait(_END_SECONDS)
@@ -115,9 +114,14 @@ class Helpers:
 
     def end(self) -> None:
         """End those that still run: SIGTERM, then SIGKILL."""
+        self._hang_up()
         for process in self.processes:
             _end(process, process.send_signal)
         self._output.close()
+
+    def _hang_up(self) -> None:
+        for end in self.sockets:
+            end.close()
 
 
 def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:

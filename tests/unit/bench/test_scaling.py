@@ -1,12 +1,10 @@
-"""bench scaling: what ranks have sent is summed up per step and rank; jobs are started where that can work."""
+"""bench scaling: what ranks have sent is summed up per step and rank."""
 
 from dataclasses import asdict
 
 import pytest
 
-from hvlike.bench.harness.processes import refuse_inside_a_job
 from hvlike.bench.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
-from hvlike.errors import UsageError
 from hvlike.transport.messages.traffic import Sent
 
 COORDINATOR = RankCounts(Sent({"verdicts": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
@@ -56,9 +54,3 @@ def test_pictures_show_all_ways() -> None:
         "negotiated, coordinator",
     ]
     assert set(times.series) == {"planned", "negotiated"}
-
-
-def test_ranks_of_a_job_start_no_jobs() -> None:
-    refuse_inside_a_job({}, "scaling")
-    with pytest.raises(UsageError, match="without mpirun"):
-        refuse_inside_a_job({"PMI_SIZE": "2"}, "scaling")

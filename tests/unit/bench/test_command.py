@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hvlike.bench import allreduce, command, step
+from hvlike.bench.harness.benchmark import positive, positives
 from hvlike.bench.trainers import DEFAULT
 from hvlike.errors import UsageError
 
@@ -56,3 +57,11 @@ def test_small_sizes_are_repeated_more_often() -> None:
     counts = [allreduce.default_repetitions(size) for size in (0, 1 << 10, 25 << 20, 100 << 20, 1 << 32)]
     assert counts == sorted(counts, reverse=True)
     assert (counts[0], counts[-1]) == (60, 9)
+
+
+def test_numbers_of_repetitions() -> None:
+    assert positive("3") == 3
+    for wrong in ("0", "-1", "many", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no whole number above 0"):
+            positive(wrong)
+    assert positives("1,20") == [1, 20]
