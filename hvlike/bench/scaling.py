@@ -11,11 +11,10 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
+from hvlike.bench.harness.comparison import Summary
 from hvlike.bench.harness.processes import find_launcher, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
@@ -79,24 +79,26 @@ class Result:
 
 def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
     """Sum up what all ranks have sent in `steps` steps."""
-    count = len(counts) * steps
     sent = [rank.sent for rank in counts]
     kinds: Counter[str] = Counter()
     for each in sent:
         kinds.update(each.control)
-    slowest = [max(times) for times in zip(*(rank.seconds for rank in counts), strict=True)]
-    first, median, third = statistics.quantiles(slowest, n=4, method="inclusive") if len(slowest) > 1 else slowest * 3
+    slowest = Summary.of([max(times) for times in zip(*(rank.seconds for rank in counts), strict=True)])
+
+    def mean(values: Iterable[int]) -> float:
+        return sum(values) / (len(counts) * steps)
+
     return Agreement(
-        control=sum(each.control_messages for each in sent) / count,
+        control=mean(each.control_messages for each in sent),
         most_control=max(each.control_messages for each in sent) / steps,
-        control_bytes=sum(each.control_bytes for each in sent) / count,
-        kinds={kind: number / count for kind, number in sorted(kinds.items())},
-        data_messages=sum(each.data_messages for each in sent) / count,
-        data_bytes=sum(each.data_bytes for each in sent) / count,
-        collectives=sum(each.collectives for each in sent) / count,
-        collective_bytes=sum(each.collective_bytes for each in sent) / count,
-        seconds=median,
-        quartiles=[first, third],
+        control_bytes=mean(each.control_bytes for each in sent),
+        kinds={kind: mean([number]) for kind, number in sorted(kinds.items())},
+        data_messages=mean(each.data_messages for each in sent),
+        data_bytes=mean(each.data_bytes for each in sent),
+        collectives=mean(each.collectives for each in sent),
+        collective_bytes=mean(each.collective_bytes for each in sent),
+        seconds=slowest.median,
+        quartiles=[slowest.first_quartile, slowest.third_quartile],
     )
 
 
