@@ -8,7 +8,6 @@ on one core, the hard case. Rank 1 sleeps in a system call and uses no core.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import shutil
@@ -81,10 +80,9 @@ def repeated(work: Work, seconds: float) -> Work:
     while time.perf_counter() - start < seconds:
         work()
         pieces += 1
-    count = max(1, math.ceil(pieces))
 
     def run() -> None:
-        for _ in range(count):
+        for _ in range(pieces):
             work()
 
     return run
@@ -190,14 +188,15 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 
 def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
     """Seconds of the work with an operation in flight for which rank 1 comes only afterwards."""
-    taken = [0.0]
+    taken = 0.0
 
     def timed() -> None:
+        nonlocal taken
         # The cost of starting is not that of waiting: the background thread has picked it up and sleeps by now.
         time.sleep(0.005)
         start = time.perf_counter()
         work()
-        taken[0] = time.perf_counter() - start
+        taken = time.perf_counter() - start
         if operation is not None:
             bell.ring()
 
@@ -205,7 +204,7 @@ def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
         timed()
     else:
         operation(timed)
-    return taken[0]
+    return taken
 
 
 def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, list[float]]:
@@ -227,8 +226,8 @@ def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
                 time.sleep(late)
                 moments.append(time.monotonic())
                 _begin(tensor, lambda request: None).result()
-        everybody: list[list[float]] = hvlike.allgather_object(moments, name=f"{_NAME}: moments")
-        found[name] = [ended - called for ended, called in zip(*everybody, strict=True)]
+        of_ranks: list[list[float]] = hvlike.allgather_object(moments, name=f"{_NAME}: moments")
+        found[name] = [ended - called for ended, called in zip(*of_ranks, strict=True)]
     return found
 
 
