@@ -37,9 +37,9 @@ NCCL = NcclState(
 RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 
 
-def surroundings(environment: dict[str, str] | None = None) -> LaunchEnvironment:
+def launch_environment(variables: dict[str, str] | None = None) -> LaunchEnvironment:
     """What these variables say, and nothing else."""
-    launcher = launchers.detect_launcher(environment or {})
+    launcher = launchers.detect_launcher(variables or {})
     return LaunchEnvironment(launcher, None, (), "1", (), None, ())
 
 
@@ -48,7 +48,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
     facts = RankFacts(
         host=host,
         software=SOFTWARE,
-        environment=surroundings({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+        environment=launch_environment({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         library=LIBRARY,
         processor=Processor("x86_64", 4, frozenset(range(4)), frozenset(range(4)), None, 1),
         memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
@@ -59,7 +59,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
     return replace(facts, **changes)
 
 
-def place(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
+def report(number: int = 0, size: int = 2, level: str = "THREAD_MULTIPLE") -> RankReport:
     """Of a rank on alpha."""
     return RankReport(number, size, "alpha", level, LIBRARY.text)
 
@@ -72,10 +72,10 @@ def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
 def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Job:
     """One in which every step has worked."""
     size = len(ranks)
-    places = tuple(place(number, size) for number in range(size))
+    reports = tuple(report(number, size) for number in range(size))
     return Job(
-        report=places[0],
-        gathered=Gathered(nodes, ranks, places, tuple(1.8e9 for _ in ranks)),
+        report=reports[0],
+        gathered=Gathered(nodes, ranks, reports, tuple(1.8e9 for _ in ranks)),
         running=Running(tuple("memfd" for _ in ranks)),
         timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),
         end=None,
@@ -97,4 +97,4 @@ def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **ch
 
 def alone(**changes: Any) -> Case:
     """A rank without a launcher."""
-    return case(rank(environment=surroundings()), nodes=((0,),), **changes)
+    return case(rank(environment=launch_environment()), nodes=((0,),), **changes)

@@ -5,8 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.doctor.healthy import GPUS, LIBRARY, MIB, MPICH, NCCL, RIGHT, SOFTWARE, alone, case, job, place, rank, rows
-from support.doctor.healthy import surroundings as seen
+from support.doctor.healthy import (
+    GPUS,
+    LIBRARY,
+    MIB,
+    MPICH,
+    NCCL,
+    RIGHT,
+    SOFTWARE,
+    alone,
+    case,
+    job,
+    rank,
+    report,
+    rows,
+)
+from support.doctor.healthy import launch_environment as seen
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor import runner
@@ -54,7 +68,7 @@ def singletons(**environment: str) -> Case:
     """A rank that its launcher counts among several and MPI does not."""
     own = rank(environment=seen(environment))
     started = Job(
-        place(0, 1), Gathered(((0,),), (own,), (place(0, 1),), (1.8e9,)), Gap("failed: LaunchError"), None, None
+        report(0, 1), Gathered(((0,),), (own,), (report(0, 1),), (1.8e9,)), Gap("failed: LaunchError"), None, None
     )
     return case(own, nodes=((0,),), job=started)
 
@@ -142,7 +156,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("launcher", singletons(**SRUN), Verdict.FAIL, "srun --mpi=pmix"),
     ("launcher", singletons(PMI_SIZE="2"), Verdict.FAIL, "mpirun that belongs"),
     ("launcher", singletons(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4"), Verdict.FAIL, "mpirun -n 4 python"),
-    ("launcher", came(report=place(0, 3)), Verdict.WARN, "several programs"),
+    ("launcher", came(report=report(0, 3)), Verdict.WARN, "several programs"),
     ("launcher", came(report=LATE), Verdict.FAIL, "then two ranks on one host"),
     ("launcher", came(report=replace(LATE, status=14)), Verdict.FAIL, "MPI itself"),
     (
@@ -163,7 +177,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         Verdict.WARN,
         "start the ranks in it with mpirun or srun",
     ),
-    ("thread level", came(report=place(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
+    ("thread level", came(report=report(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
     ("hosts", case(rank(), rank(), nodes=((0,), (1,))), Verdict.WARN, "--ipc"),
     (
         "hosts",
@@ -245,7 +259,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("clock", both(files=Files((), 1.8e9, backwards=True)), Verdict.FAIL, "clock source"),
     (
         "clock",
-        came(gathered=Gathered(((0,), (1,)), (rank(), rank("beta")), (place(), place(1)), (1.8e9, 1.8e9 + 7))),
+        came(gathered=Gathered(((0,), (1,)), (rank(), rank("beta")), (report(), report(1)), (1.8e9, 1.8e9 + 7))),
         Verdict.WARN,
         "chrony",
     ),
