@@ -27,7 +27,9 @@ import hvlike
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.health.stall_inspector import StallInspector, StallLimits
+from hvlike.collectives.health.stall_inspector import StallInspector
+from hvlike.collectives.health.status_query import StallLimits
+from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current
 from hvlike.transport.messages.topics import Topic
@@ -303,7 +305,7 @@ def _numbered(coordinator: Coordinator, responses: list[ResponseList], entries: 
     names = [f"layers.{index}.linear.weight" for index in range(entries)]
     for position in range(_MEMBERS):
         coordinator.collect(position, [(name, spec) for name in names])
-    number = next(number for _, number in responses[-1][0] if number is not None)
+    number = next(each.number for each in responses[-1][0] if isinstance(each, Response) and each.number is not None)
     responses.clear()
     return [(name, number) for name in names]
 

@@ -25,7 +25,7 @@ import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_common, describe_alone, heading, runs_on_two_ranks
 from hvlike.bench.harness.comparison import Summary, with_samples
 from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
-from hvlike.collectives.requests.request import Request, signature_of
+from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.submission import submit
 
@@ -233,7 +233,7 @@ def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 
 def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> hvlike.Handle:
     """Start an allreduce by name, as allreduce_async_ does. finish runs in the loop when it ends."""
-    signature = signature_of("allreduce", [tensor], op=int(hvlike.Sum))
+    signature = spec_of_tensors("allreduce", [tensor], op=int(hvlike.Sum))
     set_state = current().set_state(None, "Allreduce")
     # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread takes it.
     return submit(set_state, signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)

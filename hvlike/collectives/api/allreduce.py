@@ -22,10 +22,11 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum, check_reduction, choose_op
+from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum, choose_op
 from hvlike.collectives.requests.request import Handle, synchronize
+from hvlike.collectives.session.context import begin
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import begin, check_tensors, check_writable, signature_of, submit
+from hvlike.collectives.session.submission import all_tensors, first_tensor, spec_of, submit
 from hvlike.errors import UsageError
 
 Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -206,7 +207,7 @@ def allreduce_(
             return tensor
         name = outcome.name
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(call, [tensor], lambda outputs: outputs[0], wake=False, counted=outcome is not None)
+    handle = _start(call, [tensor], wake=False, counted=outcome is not None)
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -241,7 +242,7 @@ def allreduce_async(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, [_copy(tensor)], lambda outputs: outputs[0])
+    return _start(call, [_copy(tensor)])
 
 
 def allreduce_async_(
@@ -274,7 +275,7 @@ def allreduce_async_(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, [tensor], lambda outputs: outputs[0])
+    return _start(call, [tensor])
 
 
 def grouped_allreduce(
@@ -352,7 +353,7 @@ def grouped_allreduce_(
         UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(call, _listed(tensors), list, wake=False)
+    handle = _start(call, _listed(tensors), wake=False)
     result: list[torch.Tensor] = synchronize(handle)
     return result
 
@@ -388,7 +389,7 @@ def grouped_allreduce_async(
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [_copy(tensor) for tensor in _listed(tensors)]
-    return _start(call, copies, list)
+    return _start(call, copies)
 
 
 def grouped_allreduce_async_(
@@ -422,7 +423,7 @@ def grouped_allreduce_async_(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, _listed(tensors), list)
+    return _start(call, _listed(tensors))
 
 
 class _Call(NamedTuple):
@@ -451,42 +452,24 @@ def _begin(
     return _Call(what, set_state, full_name, reduction, process_set, name)
 
 
-def _start(
-    call: _Call,
-    tensors: Sequence[torch.Tensor],
-    result: Callable[[Sequence[torch.Tensor]], Any],
-    *,
-    wake: bool = True,
-    counted: bool = False,
-) -> Handle:
-    """Start reducing `tensors` in place; `result(tensors)` is what the handle returns."""
-    what, reduction = call.what, call.reduction
-    check_tensors(what, call.name, tensors)
-    check_writable(what, call.name, tensors)
-    check_reduction(what, call.name, reduction, [tensor.dtype for tensor in tensors])
-    signature = signature_of(
-        "allreduce", tensors, op=int(reduction.op), prescale=reduction.prescale, postscale=reduction.postscale
-    )
-    key = call.name if what == "allreduce" else f"{what}.{call.name}"
-    if call.set_state.express is not None and what == "allreduce":
-        call.set_state.express.learn(signature, tensors[0])
-    return submit(
-        call.set_state,
-        signature,
-        key,
-        tensors,
-        lambda request: result(request.tensors),
-        wake=wake,
-        counted=counted,
-    )
+def _start(call: _Call, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False) -> Handle:
+    """Start reducing `tensors` in place. The handle returns the tensor of a single call, the list of a grouped one."""
+    what, name = call.what, call.name
+    spec = spec_of("allreduce", what, name, tensors, reduction=call.reduction, written=True)
+    if what != "allreduce":
+        return submit(call.set_state, spec, f"{what}.{name}", tensors, all_tensors, wake=wake, counted=counted)
+    inline = call.set_state.express
+    if inline is not None and spec not in inline.learned:
+        inline.learn(spec, tensors[0])
+    return submit(call.set_state, spec, name, tensors, first_tensor, wake=wake, counted=counted)
 
 
 def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
 
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        result: list[torch.Tensor] = synchronize(_start(call, [_copy(each) for each in inputs], list, wake=False))
-        return result
+        result = synchronize(_start(call, [_copy(each) for each in inputs], wake=False))
+        return [result] if call.what == "allreduce" else result
 
     def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
         name = None if call.given_name is None else f"{call.given_name}.{suffix}"

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, synchronize
+from hvlike.collectives.requests.request import Handle, Request, RequestSpec, synchronize
+from hvlike.collectives.session.context import begin
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import begin, check_tensors, signature_of, submit
+from hvlike.collectives.session.submission import spec_of, submit
 from hvlike.errors import UsageError
 
 Splits = torch.Tensor | Sequence[int]
@@ -98,6 +99,7 @@ class _Call(NamedTuple):
     name: str
     process_set: ProcessSet | None
     given_name: str | None
+    spec: RequestSpec
     splits: list[int]
     counts_dtype: torch.dtype
 
@@ -105,7 +107,7 @@ class _Call(NamedTuple):
 def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Call:
     """Number the call before anything can be wrong with it, then look at what it asks for."""
     set_state, full_name = begin("alltoall", name, process_set)
-    check_tensors("alltoall", full_name, [tensor])
+    spec = spec_of("alltoall", "alltoall", full_name, [tensor])
     which = f"alltoall {full_name!r}"
     if tensor.dim() == 0:
         raise UsageError(f"{which}: expected at least one dimension, got shape []; a 0-dim tensor has no rows to send.")
@@ -116,9 +118,11 @@ def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, proces
                 f"{which}: splits not provided, but first dimension of tensor is not an even multiple of the number "
                 f"of workers. Got {len(tensor)} rows for {size} ranks; pass splits=[rows for each rank]."
             )
-        return _Call(set_state, full_name, process_set, name, [len(tensor) // size] * size, torch.int32)
+        return _Call(set_state, full_name, process_set, name, spec, [len(tensor) // size] * size, torch.int32)
     counts_dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
-    return _Call(set_state, full_name, process_set, name, _checked(which, splits, len(tensor), size), counts_dtype)
+    return _Call(
+        set_state, full_name, process_set, name, spec, _checked(which, splits, len(tensor), size), counts_dtype
+    )
 
 
 def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
@@ -158,8 +162,7 @@ def _start(call: _Call, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
 
     # The numbers of rows differ between ranks, so they are no part of what is compared.
     splits = torch.tensor(call.splits, dtype=torch.int64, device="cpu")
-    signature = signature_of("alltoall", [tensor])
-    return submit(call.set_state, signature, call.name, [tensor, splits], finish, wake=wake)
+    return submit(call.set_state, call.spec, call.name, [tensor, splits], finish, wake=wake)
 
 
 class _Alltoall(torch.autograd.Function):

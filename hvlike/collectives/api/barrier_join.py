@@ -14,10 +14,10 @@ from hvlike.collectives.compression import Mark
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinRequest, JoinScope
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import Handle, RequestSpec, synchronize
-from hvlike.collectives.session.context import current
+from hvlike.collectives.session.context import begin, current
 from hvlike.collectives.session.joined_proxy import raise_first
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import begin, submit
+from hvlike.collectives.session.submission import submit
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 

@@ -12,7 +12,8 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.requests.request import Handle, synchronize
-from hvlike.collectives.session.submission import begin, check_tensors, check_writable, signature_of, submit
+from hvlike.collectives.session.context import begin
+from hvlike.collectives.session.submission import first_tensor, spec_of, submit
 from hvlike.errors import UsageError
 
 
@@ -123,15 +124,13 @@ def _start(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
 ) -> Handle:
     set_state, full_name = begin("broadcast", name, process_set)
-    check_tensors("broadcast", full_name, [tensor])
-    check_writable("broadcast", full_name, [tensor])
     if root_rank not in set_state.group.ranks:
         raise UsageError(
             f"broadcast received invalid root rank {root_rank} for provided process set: {full_name!r} runs among "
             f"{name_ranks(set_state.group.ranks)}."
         )
-    signature = signature_of("broadcast", [tensor], root=int(root_rank))
-    return submit(set_state, signature, full_name, [tensor], lambda request: request.tensors[0], wake=wake)
+    spec = spec_of("broadcast", "broadcast", full_name, [tensor], written=True, root=int(root_rank))
+    return submit(set_state, spec, full_name, [tensor], first_tensor, wake=wake)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

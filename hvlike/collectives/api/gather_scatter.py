@@ -19,10 +19,11 @@ import torch
 from hvlike.backends.arithmetic.reduce_op import op_name, reduce_op
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum, check_reduction
+from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
 from hvlike.collectives.requests.request import Handle, Request, synchronize
+from hvlike.collectives.session.context import begin
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import begin, check_tensors, signature_of, submit
+from hvlike.collectives.session.submission import spec_of, submit
 from hvlike.errors import UsageError
 
 Rows = tuple[int, ...]
@@ -50,52 +51,55 @@ class RowsCall(NamedTuple):
         name = None if self.given_name is None else f"{self.given_name}.gradient"
         return RowsCall.begin(what, name, self.process_set)
 
-    @property
-    def key(self) -> str:
-        """The name under which the ranks meet; groups and sparse tensors have names of their own."""
-        return self.name if self.what in ("allgather", "reducescatter") else f"{self.what}.{self.name}"
-
 
 def start_gather(
-    call: RowsCall,
-    tensors: Sequence[torch.Tensor],
-    result: Callable[[list[torch.Tensor]], Any],
-    *,
-    detail: Any = None,
-    wake: bool = True,
+    call: RowsCall, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
 ) -> Handle:
-    """Start concatenating the rows of all ranks; `result(outputs)` is what the handle returns.
+    """Start concatenating the rows of all ranks. The handle returns a tensor; of an operation on several the list.
 
-    detail: what else must be the same on all ranks.
+    detail: what else must be the same on all ranks. with_rows: the handle returns pairs of a tensor and the rows of
+    each rank in it.
     """
-    return _start_gather(call, tensors, lambda pairs: result([output for output, _ in pairs]), detail, wake=wake)
+    spec = spec_of("allgather", call.what, call.name, tensors, detail=detail)
+    # Groups and sparse tensors have names of their own.
+    is_one = call.what == "allgather"
+    key = call.name if is_one else f"{call.what}.{call.name}"
+    finish = _with_rows if with_rows else _gathered if is_one else _all_gathered
+    return submit(call.set_state, spec, key, tensors, finish, wake=wake)
 
 
-def _start_gather(
-    call: RowsCall, tensors: Sequence[torch.Tensor], result: Callable[[list[Any]], Any], detail: Any, *, wake: bool
-) -> Handle:
-    check_tensors(call.what, call.name, tensors)
-    signature = signature_of("allgather", tensors, detail=detail)
+def _gathered(request: Request) -> torch.Tensor:
+    output: torch.Tensor = request.outputs[0][0]
+    return output.to(request.tensors[0].device)
 
-    def finish(request: Request) -> Any:
-        return result(
-            [(output.to(tensor.device), rows) for tensor, (output, rows) in zip(tensors, request.outputs, strict=True)]
-        )
 
-    return submit(call.set_state, signature, call.key, tensors, finish, wake=wake)
+def _all_gathered(request: Request) -> list[torch.Tensor]:
+    return [output for output, _ in _with_rows(request)]
+
+
+def _with_rows(request: Request) -> list[tuple[torch.Tensor, Rows]]:
+    pairs = zip(request.tensors, request.outputs, strict=True)
+    return [(output.to(tensor.device), rows) for tensor, (output, rows) in pairs]
 
 
 def start_reduce(
     call: RowsCall,
     tensors: Sequence[torch.Tensor],
     reduction: Reduction,
-    result: Callable[[list[torch.Tensor]], Any],
     *,
     rows: Sequence[Rows] | None = None,
     wake: bool = True,
 ) -> Handle:
-    """Start reducing rows; rows: those of each rank for each tensor, None to divide them evenly."""
-    check_tensors(call.what, call.name, tensors)
+    """Start reducing rows. The handle returns a tensor; of a grouped operation the list.
+
+    rows: those of each rank for each tensor, None to divide them evenly.
+    """
+    if reduction.op is Adasum:
+        raise UsageError(
+            f"{call.what} {call.name!r}: op Adasum is not defined on rows; possible: Average, Sum, Min, Max, Product."
+        )
+    rows_of_each = None if rows is None else tuple(rows)
+    spec = spec_of("reducescatter", call.what, call.name, tensors, reduction=reduction, detail=rows_of_each)
     for index, tensor in enumerate(tensors):
         if tensor.dim() == 0:
             which = repr(call.name) if len(tensors) == 1 else f"{call.name!r} (tensor {index})"
@@ -103,46 +107,41 @@ def start_reduce(
                 f"{call.what} {which}: Reducescatter does not support scalar inputs; expected at least one dimension, "
                 "got shape []. Use hvd.allreduce."
             )
-    if reduction.op is Adasum:
-        raise UsageError(
-            f"{call.what} {call.name!r}: op Adasum is not defined on rows; possible: Average, Sum, Min, Max, Product."
-        )
-    check_reduction(call.what, call.name, reduction, [tensor.dtype for tensor in tensors])
-    signature = signature_of(
-        "reducescatter",
-        tensors,
-        op=int(reduction.op),
-        prescale=reduction.prescale,
-        postscale=reduction.postscale,
-        detail=None if rows is None else tuple(rows),
-    )
 
-    def finish(request: Request) -> Any:
-        return result([output.to(tensor.device) for tensor, output in zip(tensors, request.outputs, strict=True)])
+    is_one = call.what == "reducescatter"
+    key = call.name if is_one else f"{call.what}.{call.name}"
+    return submit(call.set_state, spec, key, tensors, _reduced if is_one else _all_reduced, wake=wake)
 
-    return submit(call.set_state, signature, call.key, tensors, finish, wake=wake)
+
+def _reduced(request: Request) -> torch.Tensor:
+    output: torch.Tensor = request.outputs[0]
+    return output.to(request.tensors[0].device)
+
+
+def _all_reduced(request: Request) -> list[torch.Tensor]:
+    return [output.to(tensor.device) for tensor, output in zip(request.tensors, request.outputs, strict=True)]
 
 
 def gather_rows(call: RowsCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
-    if _is_recorded(tensors):
+    if torch.is_grad_enabled() and _needs_gradient(tensors):
         return list(_gather(call, *tensors))
-    result: list[torch.Tensor] = synchronize(start_gather(call, tensors, list, wake=False))
-    return result
+    result = synchronize(start_gather(call, tensors, wake=False))
+    return [result] if call.what == "allgather" else result
 
 
 def reduce_rows(
     call: RowsCall, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
-    if _is_recorded(tensors):
+    if torch.is_grad_enabled() and _needs_gradient(tensors):
         return list(_reduce(call, reduction, rows, *tensors))
-    result: list[torch.Tensor] = synchronize(start_reduce(call, tensors, reduction, list, rows=rows, wake=False))
-    return result
+    result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
+    return [result] if call.what == "reducescatter" else result
 
 
-def _is_recorded(tensors: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+def _needs_gradient(tensors: Sequence[Any]) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
 def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
@@ -155,7 +154,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RowsCall, *tensors: torch.Tensor) -> Any:
         """Gather, and keep which rows are whose."""
-        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(_start_gather(call, tensors, list, None, wake=False))
+        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(start_gather(call, tensors, with_rows=True, wake=False))
         ctx.call = call
         ctx.rows = [rows for _, rows in pairs]
         ctx.shapes = [tensor.shape for tensor in tensors]
@@ -179,7 +178,8 @@ class _Reduce(torch.autograd.Function):
         ctx: Any, call: RowsCall, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor
     ) -> Any:
         """Reduce."""
-        outputs: list[torch.Tensor] = synchronize(start_reduce(call, tensors, reduction, list, rows=rows, wake=False))
+        result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
+        outputs: list[torch.Tensor] = [result] if call.what == "reducescatter" else result
         ctx.call, ctx.reduction = call, reduction
         _smooth(ctx, outputs)
         return tuple(outputs)
@@ -252,7 +252,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     Raises:
         UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
     """
-    return start_gather(RowsCall.begin("allgather", name, process_set), [tensor], lambda outputs: outputs[0])
+    return start_gather(RowsCall.begin("allgather", name, process_set), [tensor])
 
 
 def grouped_allgather(
@@ -278,7 +278,7 @@ def grouped_allgather(
     Gradient: As `allgather`, grouped.
     Source: horovod.torch.grouped_allgather.
     """
-    return gather_rows(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors))
+    return gather_rows(RowsCall.begin("grouped_allgather", name, process_set), _listed("grouped_allgather", tensors))
 
 
 def grouped_allgather_async(
@@ -301,14 +301,7 @@ def grouped_allgather_async(
     Raises:
         UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
     """
-    return start_gather(RowsCall.begin("grouped_allgather", name, process_set), _listed_to_gather(tensors), list)
-
-
-def _listed_to_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    listed = list(tensors)
-    if not listed:
-        raise UsageError("grouped_allgather: expected at least one tensor, got an empty list.")
-    return listed
+    return start_gather(RowsCall.begin("grouped_allgather", name, process_set), _listed("grouped_allgather", tensors))
 
 
 def reducescatter(
@@ -383,7 +376,7 @@ def reducescatter_async(
         UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
     """
     call = RowsCall.begin("reducescatter", name, process_set)
-    return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor), lambda outputs: outputs[0])
+    return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor))
 
 
 def grouped_reducescatter(
@@ -421,7 +414,7 @@ def grouped_reducescatter(
     """
     call = RowsCall.begin("grouped_reducescatter", name, process_set)
     compressor = check_compressor(compression)
-    pairs = [compressor.compress(tensor) for tensor in _listed_to_reduce(tensors)]
+    pairs = [compressor.compress(tensor) for tensor in _listed("grouped_reducescatter", tensors)]
     reduction = _reduction(op, prescale_factor, postscale_factor)
     reduced = reduce_rows(call, [pair[0] for pair in pairs], reduction)
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
@@ -456,15 +449,17 @@ def grouped_reducescatter_async(
         UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
     """
     call = RowsCall.begin("grouped_reducescatter", name, process_set)
-    return start_reduce(call, _listed_to_reduce(tensors), _reduction(op, prescale_factor, postscale_factor), list)
+    return start_reduce(
+        call, _listed("grouped_reducescatter", tensors), _reduction(op, prescale_factor, postscale_factor)
+    )
 
 
 def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
     return Reduction(reduce_op(op), float(prescale_factor), float(postscale_factor))
 
 
-def _listed_to_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     listed = list(tensors)
     if not listed:
-        raise UsageError("grouped_reducescatter: expected at least one tensor, got an empty list.")
+        raise UsageError(f"{what}: expected at least one tensor, got an empty list.")
     return listed

@@ -15,8 +15,8 @@ from hvlike.backends.base import Backend
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Min, arithmetic_of
 from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
-from hvlike.collectives.session.context import current
-from hvlike.collectives.session.submission import begin, submit
+from hvlike.collectives.session.context import begin, current
+from hvlike.collectives.session.submission import submit
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine

@@ -95,7 +95,7 @@ def _checked(what: str, op: ReduceOp) -> ReduceOp:
 def _start(call: RowsCall, tensor: torch.Tensor) -> Handle:
     """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
     rows = [tensor._indices().t().contiguous(), tensor._values()]
-    return start_gather(call, rows, list, detail=tuple(tensor.shape))
+    return start_gather(call, rows, detail=tuple(tensor.shape))
 
 
 def _divide(values: torch.Tensor, size: int) -> torch.Tensor:

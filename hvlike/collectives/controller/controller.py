@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
+from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import (
@@ -24,12 +24,11 @@ from hvlike.collectives.health.stall_inspector import (
     PONG,
     PeerProbe,
     StallInspector,
-    StallLimits,
     StatusReply,
     Submission,
-    answer_of,
     describe_tensors,
 )
+from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
@@ -39,16 +38,16 @@ from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group
 
 PATIENCE_SECONDS = 0.5
 """How long a rank waits before it says so; only then can a deadlock be found."""
 
-READY, VERDICTS, WAITING, RESUMED = "ready", "verdicts", "waiting", "resumed"
+READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
 FAILURE, FAILED = "failure", "failed"
 
-Send = Callable[[int, str, Any], None]
 Runner = Callable[[list[tuple[Request, Response]]], None]
 
 
@@ -60,14 +59,13 @@ class Controller:
         fabric: Fabric,
         group: Group,
         run: Runner,
-        send: Send,
         end: Callable[[HorovodInternalError], None],
         limits: StallLimits,
         capacity: int,
         cycle_seconds: float,
         trace: Trace,
     ) -> None:
-        """run: carries out what was agreed; send: takes a message to a rank; end: ends everything with an error."""
+        """run: carries out what was agreed; end: ends everything with an error."""
         self.cycle_seconds = cycle_seconds
         """How long the coordinator gathers what is ready before it announces it."""
         self.names = AutomaticNames()
@@ -82,16 +80,18 @@ class Controller:
         self._fabric = fabric
         self._group = group
         self._run = run
-        self._send = send
         self._trace = trace
         self._end = end
         self.tensor_queue = TensorQueue(fabric.world.rank)
         self._outbox: deque[Request] = deque()
         self._numbers: dict[RequestSpec, int] = {}
+        """Of the specs that were announced; what members send in their place."""
+        self._known: dict[int, tuple[RequestSpec, Any]] = {}
+        """By number the spec and what follows from it: `Response.extra`, which depends on nothing else."""
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = partial(fabric.look_at, many_look=True)
-        self._silence = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, send, look, limits)
+        self._silence = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
         self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this controller."""
         self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
@@ -115,7 +115,7 @@ class Controller:
         self.tensor_queue.enter(request, counted=counted)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        request.handle.attach(lambda done, timeout: self.wait(key, done, timeout))
+        request.handle.attach(partial(self.wait, key))
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
 
@@ -124,7 +124,8 @@ class Controller:
 
         Raises: ForkedProcessError in a child that has inherited the handle.
         """
-        mpi_library.check_not_forked()
+        if mpi_library.ForkMark.forked:
+            mpi_library.check_not_forked()
         loop = self._fabric.loop
         if timeout is not None and timeout <= 0:
             loop.turn()
@@ -185,7 +186,7 @@ class Controller:
     def hear(self, rank: int, what: str, value: Any) -> None:
         """A message of a member of this group."""
         coordinator = self._coordinator
-        if what == VERDICTS:
+        if what == RESPONSES:
             self._obey(*value)
         elif what == INSPECT:
             self._report(ANSWER, self._answer(value))
@@ -250,13 +251,16 @@ class Controller:
         )
 
     def _flush(self) -> None:
-        entries = []
+        entries: list[tuple[str, RequestSpec | int]] = []
         while self._outbox:
             request = self._outbox.popleft()
             number = self._numbers.get(request.signature)
             entries.append((request.name, request.signature if number is None else number))
-        if entries:
-            self._report(READY, entries)
+        if self._coordinator is None:
+            if entries:
+                self._send(self._group.ranks[0], READY, entries)
+        elif entries:
+            self._coordinator.collect(0, entries)
 
     def _report(self, what: str, value: Any) -> None:
         """Tell the coordinator, which may be this rank."""
@@ -265,18 +269,25 @@ class Controller:
         else:
             self._send(self._group.ranks[0], what, value)
 
+    def _send(self, rank: int, what: str, value: Any) -> None:
+        """Take a message to the controller of this set on `rank`."""
+        self._fabric.channel.send(rank, Topic.CONTROLLER, (self._group.number, what, value), kind=what)
+
     def _tell_all(self, what: str, value: Any) -> None:
         for rank in self._group.ranks[1:]:
             self._send(rank, what, value)
         self.hear(self._fabric.world.rank, what, value)
 
     def _announce(self, announcement: ResponseList) -> None:
-        if not self.cycle_seconds:
-            self._tell_all(VERDICTS, announcement)
+        """On the coordinator: tell all members."""
+        if self.cycle_seconds:
+            self._gathered.append(announcement)
+            if len(self._gathered) == 1:
+                self._fabric.loop.start(self._gather(), wake=False)
             return
-        self._gathered.append(announcement)
-        if len(self._gathered) == 1:
-            self._fabric.loop.start(self._gather(), wake=False)
+        for rank in self._group.ranks[1:]:
+            self._send(rank, RESPONSES, announcement)
+        self._obey(*announcement)
 
     def _gather(self) -> Coroutine[None]:
         until = time.monotonic() + self.cycle_seconds
@@ -284,21 +295,36 @@ class Controller:
             yield Wait.POLL
         gathered, self._gathered = self._gathered, []
         responses = [each for announced, _ in gathered for each in announced]
-        self._tell_all(VERDICTS, (responses, {kind: n for _, counts in gathered for kind, n in counts.items()}))
+        self._tell_all(RESPONSES, (responses, {kind: n for _, counts in gathered for kind, n in counts.items()}))
 
-    def _obey(self, responses: list[tuple[Response, int | None]], counts: dict[str, int]) -> None:
-        self.names.align(counts)
-        if counts or any(
-            response.error is not None or response.key in (JOIN_KEY, LEAVE_KEY) for response, _ in responses
-        ):
+    def _obey(self, responses: list[Response | KnownResponse], counts: Mapping[str, int]) -> None:
+        """Run what the coordinator has announced, in its order."""
+        if counts:
+            self.names.align(counts)
+        new_epoch = bool(counts)
+        for each in responses:
+            if isinstance(each, Response) and (each.error is not None or each.key in (JOIN_KEY, LEAVE_KEY)):
+                new_epoch = True
+        if new_epoch:
             # The ranks may have asked for different numbers of things: all go on from here.
             self.tensor_queue.begin_epoch()
         agreed = []
-        for response, number in responses:
-            self._trace.decided(response)
+        trace = self._trace
+        for each in responses:
+            if isinstance(each, Response):
+                response = each
+                if response.number is not None:
+                    self._numbers[response.signature] = response.number
+                    self._known[response.number] = (response.signature, response.extra)
+            else:
+                name, number, last = each
+                spec, extra = self._known[number]
+                response = Response((spec.kind, name), spec, extra, None, True, last, number)
+            if trace.recorder.on:
+                trace.decided(response)
+            else:
+                trace.serial += 1
             request = self.tensor_queue.leave(response.key)
-            if number is not None:
-                self._numbers[response.signature] = number
             if response.error is not None:
                 stop = self._stoppable.pop(response.key, None)
                 if request is not None:

@@ -6,7 +6,7 @@ It runs in that rank's loop, and also detects deadlocks, stalls and missing rank
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from hvlike.collectives.controller.trace import Trace
@@ -20,7 +20,11 @@ from hvlike.errors import DeadlockError, HorovodInternalError
 NEVER_NUMBERED = ("plan", "lane", "join", "process_set")
 """Kinds whose signatures hardly come twice."""
 
-ResponseList = tuple[list[tuple[Response, int | None]], Counts]
+KnownResponse = tuple[str, int, int]
+"""A request that runs like one before it: its name, the number of its spec, and the rank that asked last."""
+
+ResponseList = tuple[list[Response | KnownResponse], Counts]
+"""What the coordinator announces: the responses in the order in which all ranks run them."""
 
 
 class Coordinator:
@@ -42,38 +46,62 @@ class Coordinator:
         self._tell = announce
         self._capacity = capacity
         self._trace = trace
-        self._signatures: dict[int, RequestSpec] = {}
+        self._specs: list[RequestSpec] = []
+        """Those that have a number, by it."""
         self._numbers: dict[RequestSpec, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
         self._failure: HorovodInternalError | None = None
         """Why nothing runs until all ranks have left a Join context."""
 
     def collect(self, position: int, entries: list[tuple[str, RequestSpec | int]]) -> None:
-        """The member at `position` asks for these, in this order."""
-        responses = []
-        now = time.monotonic()
+        """The member at `position` asks for these, in this order. An entry has a spec or the number of a known one."""
+        table, size, now = self.agreement, len(self._ranks), time.monotonic()
+        pending, since = table.pending, table.since
+        exceptional = self._failure or self._gone or table.joins.requests or self._trace.recorder.on
+        announced: list[Response | KnownResponse] = []
         for name, entry in entries:
-            signature = self._signatures[entry] if isinstance(entry, int) else entry
-            key = (signature.kind, name)
-            if self._trace.recorder.on:
-                self._trace.ready(self._ranks[position], key)
-            if self._failure is not None and key != LEAVE_KEY:
-                responses.append(self._fail(key, self._failure))
+            if exceptional or type(entry) is not int:
+                spec = self._specs[entry] if isinstance(entry, int) else entry
+                announced += self._collect_one(position, (spec.kind, name), spec, now)
                 continue
-            if key == JOIN_KEY:
-                responses += self.agreement.join(position, signature)
-                self._doom(responses, key)
+            spec = self._specs[entry]
+            key = (spec.kind, name)
+            asked = pending.get(key)
+            if asked is None:
+                asked = pending[key] = {}
+                since[key] = now
+            asked[position] = spec
+            if len(asked) < size:
                 continue
-            response = self.agreement.submit(position, key, signature, now)
-            if response is not None:
-                response.last = self._ranks[position]
-                responses.append(self._close_failure(response) if key == LEAVE_KEY else response)
+            for other in asked.values():
+                if other is not spec:
+                    # The same in other words, or a mismatch.
+                    announced += self._collect_one(position, key, spec, now)
+                    break
             else:
-                self._doom(responses, key)
-        self._announce(responses)
-        if self.agreement.away:
+                del pending[key], since[key]
+                if self.waits.waits:
+                    self.waits.ended(key)
+                announced.append((name, entry, self._ranks[position]))
+        if announced:
+            self._announce(announced)
+        if table.joins.requests:
             # The others may have been waiting for a while: with one rank less they can be stuck for good.
             self._check_deadlock()
+
+    def _collect_one(self, position: int, key: RequestKey, spec: RequestSpec, now: float) -> list[Response]:
+        """Take one request; the responses that follow."""
+        if self._trace.recorder.on:
+            self._trace.ready(self._ranks[position], key)
+        if self._failure is not None and key != LEAVE_KEY:
+            return [self._fail(key, self._failure)]
+        if key == JOIN_KEY:
+            return [*self.agreement.join(position, spec), *self._doomed([key] if self._gone else ())]
+        response = self.agreement.submit(position, key, spec, now)
+        if response is None:
+            return self._doomed([key] if self._gone else ())
+        response.last = self._ranks[position]
+        return [self._close_failure(response) if key == LEAVE_KEY else response]
 
     def fail_all(self, failure: HorovodInternalError) -> None:
         """A member has left a Join context by an exception: nothing runs until all members have left it."""
@@ -90,10 +118,6 @@ class Coordinator:
         failure, self._failure = self._failure, None
         end = replace(response.extra, failed=response.extra.failed or failure is not None, error=failure)
         return replace(response, extra=end)
-
-    def _doom(self, responses: list[Response], key: RequestKey) -> None:
-        if self._gone:
-            responses += self._doomed([key])
 
     def waiting(self, position: int, waiting: WaitReport) -> None:
         """The member at `position` has begun to wait."""
@@ -136,30 +160,28 @@ class Coordinator:
             self._failure = None
         return Response(key, RequestSpec(key[0]), error=error, uniform=False)
 
-    def _announce(self, responses: list[Response], counts: Counts | None = None) -> None:
+    def _announce(self, responses: Sequence[Response | KnownResponse], counts: Counts | None = None) -> None:
         if not responses:
             return
         for response in responses:
-            self.waits.ended(response.key)
-            if response.key in (JOIN_KEY, LEAVE_KEY) and response.error is None:
-                counts = response.extra.counts
-        self._trace.cycle()
-        self._tell(([(response, self._number(response)) for response in responses], counts or {}))
+            if isinstance(response, Response):
+                self.waits.ended(response.key)
+                if response.key in (JOIN_KEY, LEAVE_KEY) and response.error is None:
+                    counts = response.extra.counts
+                self._number(response)
+        if self._trace.recorder.on:
+            self._trace.cycle()
+        self._tell((list(responses), counts or {}))
 
-    def _number(self, response: Response) -> int | None:
-        """The number by which all members call this signature from now on, when it is a new one."""
-        signature = response.signature
-        if (
-            not response.uniform
-            or signature.kind in NEVER_NUMBERED
-            or signature in self._numbers
-            or len(self._signatures) >= self._capacity
-        ):
-            return None
-        number = len(self._signatures)
-        self._signatures[number] = signature
-        self._numbers[signature] = number
-        return number
+    def _number(self, response: Response) -> None:
+        """Give a new spec its number, by which all members call it from now on."""
+        spec = response.signature
+        known = self._numbers.get(spec)
+        if known is not None or not response.uniform or spec.kind in NEVER_NUMBERED:
+            return
+        if len(self._specs) < self._capacity:
+            response.number = self._numbers[spec] = len(self._specs)
+            self._specs.append(spec)
 
     def _check_deadlock(self) -> None:
         if not self.waits.deadlocked(self._missing, self.agreement.joined, self.agreement.away):

@@ -63,28 +63,34 @@ class Executor:
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
-        for batch in fuse(agreed, self._limit, whole_groups=self._whole_groups):
-            kind = batch[0][0].signature.kind
+        recording = self._trace.recorder.on
+        queue = self._site.lanes.first
+        batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
+        for batch in batches:
+            request, response = batch[0]
+            spec = request.signature
+            kind = spec.kind
             if kind == "barrier":
                 complete(batch, None)
-                if self._trace.recorder.on:
+                if recording:
                     self._trace.began(batch)
                     self._trace.ended(batch)
-            else:
-                request, response = batch[0]
-                if kind not in AGREEMENTS:
-                    self._site.lanes.first.counters.ran(kind, len(batch), sum(map(size_of, batch)))
-                job = request.job(response.extra) if request.job else JOBS[kind](self._site, batch)
-                after = partial(complete, batch)
-                runtime = runtime_of(request.signature.device)
+                continue
+            if kind not in AGREEMENTS:
+                nbytes = size_of(batch[0]) if len(batch) == 1 else sum(map(size_of, batch))
+                queue.counters.ran(kind, len(batch), nbytes)
+            job = request.job(response.extra) if request.job else JOBS[kind](self._site, batch)
+            after = partial(complete, batch)
+            if spec.device != "cpu":
+                runtime = runtime_of(spec.device)
                 if runtime is not None and request.tensors:
                     job = self._on_device(runtime, job, batch)
-                    after = partial(complete_on_device, self._site.lanes.first, batch)
-                if kind == "allreduce" and self._opening is not None:
-                    job = self._opening_after(job, batch)
-                if self._trace.recorder.on:
-                    job = self._trace.observe(self._site.lanes.first, batch, job)
-                self._site.lanes.first.submit(job, after, wake=False)
+                    after = partial(complete_on_device, queue, batch)
+            if self._opening is not None and kind == "allreduce":
+                job = self._opening_after(job, batch)
+            if recording:
+                job = self._trace.observe(queue, batch, job)
+            queue.submit(job, after, wake=False)
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, on the plane of the device that the tensors of this rank are on."""
@@ -178,7 +184,10 @@ def size_of(agreed: Agreed) -> int:
     request = agreed[0]
     if request.signature.kind == "allgather":
         return gathered_bytes(agreed)
-    return sum(tensor.numel() * tensor.element_size() for tensor in request.tensors)
+    nbytes = 0
+    for tensor in request.tensors:
+        nbytes += tensor.nbytes
+    return nbytes
 
 
 def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:

@@ -123,6 +123,8 @@ class InlineAllreduce:
         self._busy = False
         self._away = False
         self._sparing = 0
+        self.learned: set[RequestSpec] = set()
+        """What `learn` need not be told again."""
         self.served = 0
         """Calls that were done here; the same on every rank after any of them."""
         self.bytes = 0
@@ -209,6 +211,9 @@ class InlineAllreduce:
     def learn(self, signature: RequestSpec, tensor: torch.Tensor) -> None:
         """A call goes the ordinary way: remember what it is, if its like may take this one."""
         op = ReduceOp(signature.op)
+        if len(self.learned) >= MOST_KNOWN:
+            self.learned.clear()
+        self.learned.add(signature)
         kind = (tensor.shape, tensor.dtype, op, signature.prescale, signature.postscale)
         if kind in self._plans or signature.device != "cpu" or signature.strides != (None,) or not tensor.numel():
             return
@@ -217,6 +222,7 @@ class InlineAllreduce:
         if len(self._plans) >= MOST_KNOWN:
             self._plans.clear()
             self._pieces.clear()
+            self.learned.clear()
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
         small = self._express.is_small(tensor.numel() * tensor.element_size())
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
 
 from hvlike.backends.adasum import Adasum
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_jobs import beside, home_of, in_host_memory
@@ -20,7 +22,7 @@ from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueues
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, working_dtype
-from hvlike.collectives.requests.request import Request
+from hvlike.collectives.requests.request import Request, RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 Agreed = tuple[Request, Response]
 
+MOST_DIRECT = 4096
+"""Specs that are remembered; with one more all are looked at anew."""
+
 
 @dataclass
 class ExecutionSite:
@@ -40,6 +45,8 @@ class ExecutionSite:
     lanes: OpQueues
     knobs: Config
     packer: FusionBuffer = field(default_factory=FusionBuffer)
+    direct: dict[RequestSpec, Arithmetic | None] = field(default_factory=dict)
+    """How single tensors are reduced where they are; None for those that are converted first."""
     _devices: DeviceBackends | None = None
 
     @property
@@ -72,17 +79,17 @@ def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
     def job(plane: Backend) -> Coroutine[None]:
         pieces: list[torch.Tensor] = []
-        home = home_of(plane) or "cpu"
+        home = "cpu" if batch[0][0].signature.device == "cpu" else home_of(plane) or "cpu"
+        group = site.lanes.first.group
         for request, response in batch:
-            for index, tensor in enumerate(request.tensors):
-                rows = tuple(lengths[index] for lengths in response.extra)
+            for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):
                 output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home)
                 parts = torch.split(output, list(rows))
-                own = parts[site.group.rank]
+                own = parts[group.rank]
                 own.copy_(tensor.detach().reshape(own.shape))
                 pieces += [part.reshape(-1).view(torch.uint8) for part in parts]
                 request.outputs.append((output, rows))
-        yield from plane.gather(pieces, list(range(site.group.size)) * (len(pieces) // site.group.size))
+        yield from plane.gather(pieces, list(range(group.size)) * (len(pieces) // group.size))
 
     return job
 
@@ -90,14 +97,18 @@ def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 def gathered_bytes(agreed: Agreed) -> int:
     """Bytes of the results of an allgather, the same number on every rank."""
     request, response = agreed
-    return sum(
-        sum(lengths[index] for lengths in response.extra) * math.prod(tensor.shape[1:]) * tensor.element_size()
-        for index, tensor in enumerate(request.tensors)
-    )
+    nbytes = 0
+    for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):
+        nbytes += sum(rows) * math.prod(tensor.shape[1:]) * tensor.element_size()
+    return nbytes
 
 
 def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     """Reduce; all requests of the batch have the same op and factors."""
+    if len(batch) == 1 and len(batch[0][0].tensors) == 1:
+        direct = _direct_allreduce(site, batch[0][0])
+        if direct is not None:
+            return direct
     signature = batch[0][0].signature
     op = ReduceOp(signature.op)
 
@@ -119,6 +130,29 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
             operand.write_back()
 
     return job
+
+
+def _direct_allreduce(site: ExecutionSite, request: Request) -> Job | None:
+    """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
+    tensor, spec = request.tensors[0], request.signature
+    plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return None
+    if spec in site.direct:
+        arithmetic = site.direct[spec]
+    else:
+        op = ReduceOp(spec.op)
+        is_direct = op is not ReduceOp.ADASUM and working_dtype(tensor.dtype, op) is tensor.dtype
+        size = site.group.size
+        arithmetic = arithmetic_of(tensor.dtype, op, size, spec.prescale, spec.postscale) if is_direct else None
+        if len(site.direct) >= MOST_DIRECT:
+            site.direct.clear()
+        site.direct[spec] = arithmetic
+    if arithmetic is None:
+        return None
+    # A single element counts as contiguous with any stride, and view() would keep that stride.
+    flat = tensor.view(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
+    return methodcaller("allreduce", [flat], arithmetic)
 
 
 def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:

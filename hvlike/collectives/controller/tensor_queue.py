@@ -93,9 +93,12 @@ class TensorQueue:
                 )
             self.requests[key] = request
             if not counted:
-                self.count()
+                self.entered += 1
+                if self.on_entry is not None:
+                    self.on_entry(self.entered)
         self.last = (key, request.place, request.time)
-        self.know_thread()
+        if not self.here.is_known:
+            self.know_thread()
 
     def leave(self, key: RequestKey) -> Request | None:
         """A request has been announced; None where this rank has not asked for it."""
@@ -110,12 +113,6 @@ class TensorQueue:
         """An operation begins that goes without the coordinator: reports and the search for deadlocks know of it."""
         self.know_thread()
         self.last = (key, place, time.monotonic())
-
-    def count(self) -> None:
-        """Number one more thing in the order of this rank; with the lock held."""
-        self.entered += 1
-        if self.on_entry is not None:
-            self.on_entry(self.entered)
 
     def begin_epoch(self) -> None:
         """The ranks may have asked for different numbers of things: all go on from here alike."""

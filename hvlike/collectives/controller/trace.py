@@ -39,7 +39,8 @@ class Trace:
     def __init__(self, recorder: Recorder, group: Group) -> None:
         self.recorder = recorder
         self._group = group
-        self._serial = 0
+        self.serial = 0
+        """How many responses were announced: the same on every rank. Counted also while nothing is recorded."""
         self._generation = 0
         self._rows: dict[RequestKey, tuple[int, str, int]] = {}
         self._free: dict[str, list[str]] = {}
@@ -72,7 +73,7 @@ class Trace:
 
     def decided(self, response: Response) -> None:
         """The coordinator has announced an operation. Called for each, on every rank, in the order of all."""
-        self._serial += 1
+        self.serial += 1
         if not self.recorder.on:
             return
         key = response.key
@@ -93,7 +94,7 @@ class Trace:
         if response.last not in ranks:
             return
         last = ranks.index(response.last)
-        arrow = f"{self._group.number}.{self._serial}."
+        arrow = f"{self._group.number}.{self.serial}."
         if last == self._group.rank:
             for distance in range(1, min(len(ranks), MOST_ARROWS + 1)):
                 self.recorder.flow_from(row, f"{arrow}{ranks[(last + distance) % len(ranks)]}", asked)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from math import inf
+from collections.abc import Callable, Collection
 from typing import Any
 
-from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS, StallLimits
+from hvlike.collectives.health.status_query import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
-from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.topics import Topic
@@ -25,14 +23,12 @@ logger = logging.getLogger("hvlike")
 
 
 class MissingRanksReport:
-    """Asks and reports; used from inside the loop."""
+    """On rank 0: asks the ranks that have not come to the end where they are, and reports it. In the loop."""
 
-    def __init__(self, limits: StallLimits, ask: Callable[[int], None], look: Callable[[int], str]) -> None:
-        """ask: sends the question to a rank. look: what can be seen from here of a rank that does not answer."""
+    def __init__(self, limits: StallLimits, query: StatusQuery) -> None:
+        """limits: when it is time to report."""
         self._limits = limits
-        self._ask = ask
-        self._look = look
-        self._places: dict[int, str] = {}
+        self._query = query
         self._began = time.monotonic()
         self._next = self._began + (limits.shortest or 0.0)
 
@@ -41,17 +37,12 @@ class MissingRanksReport:
         """Whether it is time to ask."""
         return self._limits.shortest is not None and time.monotonic() >= self._next
 
-    def hear(self, rank: int, place: str) -> None:
-        """The rank has said where it is."""
-        self._places[rank] = place
-
     def inspect(self, missing: Callable[[], Collection[int]]) -> Coroutine[StalledError | None]:
         """Ask who is missing, and report; the error once the wait is past its limit."""
-        self._places.clear()
-        for rank in missing():
-            self._ask(rank)
+        self._query.prepare(missing())
+        self._query.send()
         until = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < until and not self._places.keys() >= set(missing()):
+        while time.monotonic() < until and not set(self._query.silent()).isdisjoint(missing()):
             yield Wait.NOTIFY
         now = time.monotonic()
         self._next = now + (self._limits.shortest or 0.0)
@@ -61,25 +52,9 @@ class MissingRanksReport:
         waited = now - self._began
         text = (
             f"Other ranks have ended their program, or called shutdown(), {waited:.0f} s ago; {name_ranks(absent)} "
-            f"{'has' if len(absent) == 1 else 'have'} not.\n" + "\n".join(self._describe(absent))
+            f"{'has' if len(absent) == 1 else 'have'} not.\n" + "\n".join(self._query.describe(absent))
         )
-        report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
-        if report is not None and waited >= report:
-            logger.warning("%s", text)
-        if not shutdown or waited < shutdown:
-            return None
-        return StalledError(f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}")
-
-    def _describe(self, absent: Sequence[int]) -> list[str]:
-        lines = []
-        for rank in absent[:SHOWN_STACKS]:
-            if rank not in self._places:
-                lines.append(f"  rank {rank} does not answer; {self._look(rank)}".removesuffix("; "))
-            elif self._places[rank]:
-                lines.append(f"  rank {rank} is at\n{self._places[rank]}")
-            else:
-                lines.append(f"  rank {rank} waits inside hvlike")
-        return lines
+        return self._limits.judge(text, waited)
 
 
 GRACE_SECONDS = 0.5
@@ -102,11 +77,10 @@ class ShutdownBarrier:
         self._left: dict[int, str] = {}
         self._told: set[int] = set()
         self._telling = False
-        self._latecomers: MissingRanksReport | None = None
-        self._answered = -inf
+        self._query = StatusQuery(lambda rank, asked: self._tell(rank, "where", asked), fabric.look_at)
         self._stalled: StalledError | None = None
         self.all_left = False
-        fabric.channel.listen(Topic.SHUTDOWN, lambda rank, letter, tensors: self._hear(rank, *letter))
+        fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
     def part(self, reason: str) -> None:
         """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this.
@@ -127,23 +101,17 @@ class ShutdownBarrier:
 
     def _look_for_first_rank(self, waited: float) -> None:
         """Rank 0 reports who is late, if it can."""
-        loop = self._fabric.loop
-        asked = time.monotonic()
-        loop.post(lambda: self._tell(0, "where", asked), wake=False)
-        if loop.wait(lambda: self._is_over() or self._answered == asked, ANSWER_SECONDS):
+        loop, query = self._fabric.loop, self._query
+        query.prepare([0])
+        loop.post(query.send, wake=False)
+        if loop.wait(lambda: self._is_over() or not query.silent(), ANSWER_SECONDS):
             return
         text = (
             f"{self._world} has ended its program, or called shutdown(), {waited:.0f} s ago and waits for the others. "
             f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0, many_look=True)}"
         ).removesuffix("; ")
-        report, shutdown = self._limits.report_seconds, self._limits.shutdown_seconds
-        if report is not None and waited >= report:
-            logger.warning("%s", text)
         # One that was only busy has answered before.
-        if shutdown and min(waited, asked - self._answered) >= shutdown:
-            self._stalled = StalledError(
-                f"A wait took more than {shutdown:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}"
-            )
+        self._stalled = self._limits.judge(text, waited, min(waited, query.asked - query.heard_at(0)))
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._world.size) if rank not in self._left]
@@ -168,19 +136,15 @@ class ShutdownBarrier:
         elif what == "all left":
             self.all_left = True
         elif what == "where":
-            self._tell(rank, "here", (value, main_stack()))
+            self._tell(rank, "here", answer_of(value))
         elif what == "here":
-            self._answered, place = value
-            if self._latecomers is not None:
-                self._latecomers.hear(rank, place)
+            self._query.hear(rank, value)
         elif what == "stalled":
             self._stalled = value
 
     def _tell_the_rest(self) -> Coroutine[None]:
         """On rank 0, while some have left and others have not."""
-        self._latecomers = MissingRanksReport(
-            self._limits, lambda rank: self._tell(rank, "where", 0.0), self._fabric.look_at
-        )
+        report = MissingRanksReport(self._limits, self._query)
         while len(self._left) < self._world.size:
             until = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < until:
@@ -191,8 +155,8 @@ class ShutdownBarrier:
                 for rank in range(self._world.size):
                     if rank == 0 or rank not in self._left:
                         self._tell(rank, "gone", dict(self._left))
-            if self._latecomers.is_due:
-                error = yield from self._latecomers.inspect(self._missing)
+            if report.is_due:
+                error = yield from report.inspect(self._missing)
                 if error is not None:
                     for rank in self._left:
                         self._tell(rank, "stalled", error)

@@ -13,43 +13,27 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from hvlike.collectives.health.status_query import (
+    ANSWER_SECONDS,
+    SHOWN_STACKS,
+    StallLimits,
+    StatusQuery,
+    describe_silent,
+)
 from hvlike.collectives.health.wait_for_graph import STEP, Counts, WaitForGraph
 from hvlike.collectives.requests.join_protocol import JOIN_KEY
 from hvlike.collectives.requests.message_table import MessageTable, name_ranks
 from hvlike.collectives.requests.request import RequestKey
 from hvlike.errors import HorovodInternalError, StalledError
-from hvlike.observe.stacks import main_stack
 from hvlike.transport.loop.loop import Loop
 
 logger = logging.getLogger("hvlike")
-
-ANSWER_SECONDS = 2.0
-"""How long the members have to answer."""
-
-SHOWN_STACKS = 4
-"""Of so many missing ranks the stack is shown."""
 
 HEAD = (
     "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for "
     "remainder of ranks for more than {seconds:.0f} seconds. Every rank has to call the same operations; look for a "
     "rank that is busy, takes another branch, or has less data (see hvd.join())."
 )
-
-
-@dataclass(frozen=True)
-class StallLimits:
-    """When waiting is too long."""
-
-    report_seconds: float | None = 60.0
-    """After how long a report is made, and how long until the next; None: never."""
-    shutdown_seconds: float = 0.0
-    """After how long everything in the process set ends with StalledError; 0: never."""
-
-    @property
-    def shortest(self) -> float | None:
-        """After how long a wait is worth a look; None: never."""
-        limits = (self.report_seconds, self.shutdown_seconds or None)
-        return min((each for each in limits if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -175,7 +159,7 @@ class StallInspector:
             if answer is None:
                 seen = self.look(rank)
                 if seen:
-                    yield f"  rank {rank} does not answer; {seen}"
+                    yield describe_silent(rank, seen)
             elif answer.stack:
                 yield f"  rank {rank} is at\n{answer.stack}"
 
@@ -226,7 +210,7 @@ PING, PONG = "ping", "pong"
 
 
 class PeerProbe:
-    """Asks the coordinator and the ranks of this node, seen from a member that waits."""
+    """Asks the coordinator and the ranks of this node where they are, seen from a member that waits."""
 
     def __init__(
         self,
@@ -243,69 +227,41 @@ class PeerProbe:
         self._rank = rank
         self._coordinator = coordinator
         self._neighbours = neighbours
-        self._send = send
-        self._look = look
         self._limits = limits
-        self._answers: dict[int, tuple[float, str]] = {}
-        self._heard = -inf
-        """When the last question was asked that the coordinator has answered."""
+        self._query = StatusQuery(lambda each, asked: send(each, PING, asked), look)
+        self.hear = self._query.hear
 
     @property
     def seconds(self) -> float | None:
         """How long to wait before the first question, and between questions; None: for ever."""
         return self._limits.shortest
 
-    def hear(self, rank: int, answer: tuple[float, str]) -> None:
-        """`rank` answers the question of that time; in the loop."""
-        self._answers[rank] = answer
-        if rank == self._coordinator:
-            self._heard = answer[0]
-
     def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
         """Ask, and report who is silent or where the others are; the error once the wait is past its limit.
 
         agreed: all ranks have asked for it, only the data are missing. done: the wait is over.
         """
+        query = self._query
         ranks = {self._coordinator, *(self._neighbours if agreed else ())} - {self._rank}
-        asked = time.monotonic()
-        self._loop.post(lambda: self._ask(ranks, asked), wake=False)
-        self._loop.wait(lambda: done() or not self._silent(ranks, asked), ANSWER_SECONDS)
-        silent = self._silent(ranks, asked)
+        query.prepare(ranks)
+        self._loop.post(query.send, wake=False)
+        self._loop.wait(lambda: done() or not query.silent(), ANSWER_SECONDS)
+        silent = query.silent()
         if done() or not (agreed or silent):
             return None
-        lines = [f"  rank {rank} does not answer; {self._look(rank)}".removesuffix("; ") for rank in silent]
-        if agreed:
-            stacks = {rank: answer[1] for rank, answer in self._answers.items() if answer[0] == asked and answer[1]}
-            lines += [f"  rank {rank} is at\n{stack}" for rank, stack in sorted(stacks.items())]
-        text = "\n".join([self._describe(key, waited, agreed), *lines])
-        if self._limits.report_seconds is not None and waited >= self._limits.report_seconds:
-            logger.warning("%s", text)
-        limit = self._limits.shutdown_seconds
+        text = "\n".join([self._describe(key, waited, agreed), *query.describe(ranks if agreed else silent)])
         # A coordinator that was only busy has answered before: the wait may be a long one for good reasons.
-        overdue = waited if agreed else min(waited, asked - self._heard)
-        if not limit or overdue < limit:
-            return None
-        return StalledError(f"A wait took more than {limit:g} s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): {text}")
+        overdue = waited if agreed else min(waited, query.asked - query.heard_at(self._coordinator))
+        return self._limits.judge(text, waited, overdue)
 
     def _describe(self, key: RequestKey, waited: float, agreed: bool) -> str:
+        waits = f"rank {self._rank} has waited for {waited:.0f} s in {key[0]} {key[1]!r}"
         if agreed:
             return (
-                f"rank {self._rank} waits for the data of {key[0]} {key[1]!r} since {waited:.0f} s, though all ranks "
-                "have asked for it: a rank has stopped in the middle of it, or the network is down or very slow."
+                f"{waits}, for the data: all ranks have asked for it, but a rank has stopped in the middle of it, or "
+                "the network is down or very slow."
             )
         return (
-            f"rank {self._rank} waits in {key[0]} {key[1]!r} since {waited:.0f} s, and nobody can say for whom: rank "
-            f"{self._coordinator}, which coordinates, is stuck inside hvlike or in a call that holds Python's lock."
+            f"{waits}, and nobody can say for which rank: rank {self._coordinator}, which coordinates, is stuck inside "
+            "hvlike or in a call that holds Python's lock."
         )
-
-    def _ask(self, ranks: Collection[int], asked: float) -> None:
-        for rank in ranks:
-            self._send(rank, PING, asked)
-
-    def _silent(self, ranks: Collection[int], asked: float) -> list[int]:
-        return sorted(rank for rank in ranks if self._answers.get(rank, (0.0, ""))[0] != asked)
-
-
-def answer_of(asked: float) -> tuple[float, str]:
-    """What this rank answers to the question of that time."""
-    return asked, main_stack()

@@ -34,6 +34,8 @@ class Response:
     """Every rank sent the very same signature."""
     last: int = -1
     """The rank that asked last; -1: it was not decided by anyone's asking."""
+    number: int | None = None
+    """The number of the spec: all members use it in place of the spec from then on. None: it has none."""
 
 
 @dataclass

@@ -156,10 +156,11 @@ def poll(handle: Handle) -> bool:
 
     Source: horovod.torch.poll.
     """
-    known = _known(handle)
-    if not known.done() and known._waiter is not None:
-        known._waiter(known.done, 0.0)
-    return known.done()
+    if not isinstance(handle, Handle) or handle.cleared:
+        raise _unknown(handle)
+    if not handle.done() and handle._waiter is not None:
+        handle._waiter(handle.done, 0.0)
+    return handle.done()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -181,23 +182,23 @@ def synchronize(handle: Handle) -> Any:
 
     Source: horovod.torch.synchronize.
     """
-    known = _known(handle)
-    known.cleared = True
-    return known.result()
+    if not isinstance(handle, Handle) or handle.cleared:
+        raise _unknown(handle)
+    handle.cleared = True
+    handle.wait()
+    return handle._result
 
 
-def _known(handle: object) -> Handle:
+def _unknown(handle: object) -> UnknownHandleError:
     if not isinstance(handle, Handle):
-        raise UnknownHandleError(
+        return UnknownHandleError(
             f"Handle {handle!r} was not created or has been cleared. Expected what an *_async call of this process "
             f"returned, got {type(handle).__name__}."
         )
-    if handle.cleared:
-        raise UnknownHandleError(
-            f"Handle {handle.number} was not created or has been cleared. It was synchronised before: keep the output "
-            "of the first synchronize, or call handle.result(), which may be repeated."
-        )
-    return handle
+    return UnknownHandleError(
+        f"Handle {handle.number} was not created or has been cleared. It was synchronized before: keep the output "
+        "of the first synchronize, or call handle.result(), which may be repeated."
+    )
 
 
 RequestKey = tuple[str, str]
@@ -245,14 +246,13 @@ class Request:
     home: torch.device | None = None
     """The device of this rank, for a request without tensors that opens a lane."""
 
-    @property
-    def key(self) -> RequestKey:
+    def __post_init__(self) -> None:
+        self.key: RequestKey = (self.signature.kind, self.name)
         """What identifies the request among those in flight; the same on all ranks."""
-        return (self.signature.kind, self.name)
 
 
-def signature_of(kind: str, tensors: Sequence[torch.Tensor], **fields: Any) -> RequestSpec:
-    """The signature of an operation on these tensors."""
+def spec_of_tensors(kind: str, tensors: Sequence[torch.Tensor], **fields: Any) -> RequestSpec:
+    """What the ranks compare of an operation on these tensors."""
     return RequestSpec(
         kind=kind,
         dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),

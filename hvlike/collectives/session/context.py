@@ -297,6 +297,19 @@ def current() -> Context:
     return context
 
 
+def begin(kind: str, name: str | None, process_set: ProcessSet | None) -> tuple[ProcessSetState, str]:
+    """The process set and the name of a call; an unnamed one is numbered even if it turns out to be wrong.
+
+    Else this rank would meet the others' next operation in place of the one they have begun.
+    """
+    context = _process.context
+    if context is None or process_set is not None or mpi_library.ForkMark.forked:
+        set_state = current().set_state(process_set, kind.capitalize())
+    else:
+        set_state = context.registry.set_states[0]
+    return set_state, set_state.controller.names.next(kind) if name is None else str(name)
+
+
 def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
     """Make the context unless it is there.
 

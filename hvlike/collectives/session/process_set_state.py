@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hvlike.backends.inline_allreduce import open_inline_allreduce
 from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.execution import Executor
 from hvlike.collectives.controller.inline_allreduce import InlineAllreduce, inline_allreduces
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.health.stall_inspector import StallLimits
+from hvlike.collectives.health.status_query import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies
@@ -55,7 +57,6 @@ class ProcessSetState:
             fabric,
             group,
             self.executor.run,
-            lambda rank, what, value: switchboard.send(rank, group.number, what, value),
             end,
             stall_limits(knobs),
             knobs.cache_capacity,
@@ -118,16 +119,10 @@ class ControllerRouter:
     """Brings the messages of negotiators to the one of the right process set."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._channel = fabric.channel
         self._negotiators: dict[int, Controller] = {}
         self._early: dict[int, list[tuple[int, str, Any]]] = {}
         self._newest = -1
-        self._fabric = fabric
-        fabric.channel.listen(Topic.CONTROLLER, lambda rank, letter, tensors: self._deliver(rank, *letter))
-
-    def send(self, rank: int, number: int, what: str, value: Any) -> None:
-        """Send a message to the controller of set `number` on `rank`; from inside the loop."""
-        self._channel.send(rank, Topic.CONTROLLER, (number, what, value), kind=what)
+        fabric.channel.listen(Topic.CONTROLLER, self._deliver)
 
     def connect(self, number: int, controller: Controller) -> None:
         """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
@@ -140,7 +135,8 @@ class ControllerRouter:
         """Deliver nothing more."""
         self._negotiators.pop(number, None)
 
-    def _deliver(self, rank: int, number: int, what: str, value: Any) -> None:
+    def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[torch.Tensor]) -> None:
+        number, what, value = message
         controller = self._negotiators.get(number)
         if controller is not None:
             controller.hear(rank, what, value)

@@ -9,17 +9,60 @@ import torch
 
 from hvlike.backends.cuda.runtime import events_of
 from hvlike.backends.op_queue import Job
-from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, RequestSpec, find_call_site, signature_of
-from hvlike.collectives.session.context import current
+from hvlike.collectives.requests.reduction import Reduction, check_reduction
+from hvlike.collectives.requests.request import Handle, Request, RequestSpec, find_call_site, spec_of_tensors
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import element_of
 
+MOST_SPECS = 4096
+"""Specs of single tensors that are remembered; with one more all are made anew."""
+
+_specs: dict[tuple[Any, ...], RequestSpec] = {}
+
+
+def spec_of(
+    kind: str,
+    what: str,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    reduction: Reduction | None = None,
+    written: bool = False,
+    root: int = -1,
+    detail: Any = None,
+) -> RequestSpec:
+    """What the ranks compare of an operation on these tensors, which are checked. A known kind of tensor costs a look.
+
+    what: the public call, for the error texts. written: it writes into the tensors.
+    """
+    key = None
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            shape, order = tensor.shape, tensor.stride()
+            key = (what, shape, order, tensor.dtype, tensor.device, reduction, written, root, detail)
+            known = _specs.get(key)
+            if known is not None:
+                return known
+    check_tensors(what, name, tensors)
+    if written:
+        check_writable(what, name, tensors)
+    options: dict[str, Any] = {"root": root, "detail": detail}
+    if reduction is not None:
+        check_reduction(what, name, reduction, [tensor.dtype for tensor in tensors])
+        options |= {"op": int(reduction.op), "prescale": reduction.prescale, "postscale": reduction.postscale}
+    spec = spec_of_tensors(kind, tensors, **options)
+    if key is not None:
+        if len(_specs) >= MOST_SPECS:
+            _specs.clear()
+        _specs[key] = spec
+    return spec
+
 
 def submit(
     set_state: ProcessSetState,
-    signature: RequestSpec,
+    spec: RequestSpec,
     name: str,
     tensors: Sequence[torch.Tensor],
     finish: Callable[[Request], Any],
@@ -31,21 +74,23 @@ def submit(
 ) -> Handle:
     """Put an operation in flight. `wake=False`: the caller waits for the handle at once.
 
-    job, home: see Request. counted: it was tried on the express way before.
+    job, home: see Request. counted: an inline attempt was made before, which has numbered it.
     """
-    request = Request(name, signature, tensors, finish, job=job, place=find_call_site(), home=home)
-    request.ready = events_of(signature.device, tensors)
+    request = Request(name, spec, tensors, finish, job=job, place=find_call_site(), home=home)
+    if spec.device != "cpu":
+        request.ready = events_of(spec.device, tensors)
     set_state.controller.submit(request, wake=wake, counted=counted)
     return request.handle
 
 
-def begin(kind: str, name: str | None, process_set: ProcessSet | None) -> tuple[ProcessSetState, str]:
-    """The process set and the name of a call; an unnamed one is numbered even if it turns out to be wrong.
+def first_tensor(request: Request) -> torch.Tensor:
+    """The result of an operation that writes into one tensor."""
+    return request.tensors[0]
 
-    Else this rank would meet the others' next operation in place of the one they have begun.
-    """
-    set_state = current().set_state(process_set, kind.capitalize())
-    return set_state, set_state.controller.names.next(kind) if name is None else str(name)
+
+def all_tensors(request: Request) -> list[torch.Tensor]:
+    """The result of an operation that writes into several tensors."""
+    return list(request.tensors)
 
 
 def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
@@ -79,6 +124,3 @@ def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> Non
                 f"{list(tensor.stride())} are one place in memory (expand() makes such tensors), so it cannot be "
                 "written in place. Pass tensor.contiguous(), or use the call without the trailing underscore."
             )
-
-
-__all__ = ["begin", "check_tensors", "check_writable", "signature_of", "submit"]

@@ -25,7 +25,7 @@ from types import ModuleType
 from hvlike.errors import ForkedProcessError, LaunchError
 
 
-class _ForkMark:
+class ForkMark:
     """True in a child that was forked while MPI was running in its parent."""
 
     forked = False
@@ -33,7 +33,7 @@ class _ForkMark:
 
 def _mark_child() -> None:
     # A process forked before MPI started is free to start it.
-    _ForkMark.forked = _ForkMark.forked or "mpi4py.MPI" in sys.modules
+    ForkMark.forked = ForkMark.forked or "mpi4py.MPI" in sys.modules
 
 
 os.register_at_fork(after_in_child=_mark_child)
@@ -41,12 +41,12 @@ os.register_at_fork(after_in_child=_mark_child)
 
 def is_forked() -> bool:
     """Whether this process was forked from a rank."""
-    return _ForkMark.forked
+    return ForkMark.forked
 
 
 def check_not_forked() -> None:
     """Raise ForkedProcessError in a process that was forked from a rank. Costs one attribute read."""
-    if _ForkMark.forked:
+    if ForkMark.forked:
         raise ForkedProcessError(
             f"process {os.getpid()} was forked from a rank (process {os.getppid()}), a DataLoader worker for instance, "
             "and MPI works only in the rank itself. Make this call there and hand its result to the child."

@@ -6,13 +6,13 @@ import torch
 from hvlike.collectives.controller.execution import fuse
 from hvlike.collectives.controller.operations import Agreed
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.request import Request, signature_of
+from hvlike.collectives.requests.request import Request, spec_of_tensors
 
 
 def ask(name: str, *lengths: int, kind: str = "allreduce", op: int = 1) -> Agreed:
     """An operation on tensors of so many bytes."""
     tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    request = Request(name, signature_of(kind, tensors, op=op), tensors, lambda request: None)
+    request = Request(name, spec_of_tensors(kind, tensors, op=op), tensors, lambda request: None)
     return request, Response(request.key, request.signature)
 
 

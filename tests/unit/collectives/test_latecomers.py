@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hvlike.collectives.health import shutdown_barrier
+from hvlike.collectives.health import shutdown_barrier, status_query
 from hvlike.collectives.health.shutdown_barrier import MissingRanksReport
-from hvlike.collectives.health.stall_inspector import StallLimits
+from hvlike.collectives.health.status_query import StallLimits, StatusQuery
 from hvlike.errors import StalledError
 
 
@@ -24,15 +24,23 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(shutdown_barrier, "time", clock)
+    monkeypatch.setattr(status_query, "time", clock)
     assert time.monotonic() != clock.now
     return clock
 
 
-def inspect(late: MissingRanksReport, missing: list[int], clock: Clock, answers: dict[int, str]) -> StalledError | None:
+def report(limits: StallLimits, asked: list[int]) -> tuple[MissingRanksReport, StatusQuery]:
+    query = StatusQuery(lambda rank, when: asked.append(rank), lambda rank: f"seen {rank}")
+    return MissingRanksReport(limits, query), query
+
+
+def inspect(
+    late: MissingRanksReport, query: StatusQuery, missing: list[int], clock: Clock, answers: dict[int, str]
+) -> StalledError | None:
     routine = late.inspect(lambda: missing)
     next(routine)
     for rank, place in answers.items():
-        late.hear(rank, place)
+        query.hear(rank, (query.asked, place))
     try:
         if len(answers) < len(missing):
             next(routine)
@@ -46,13 +54,13 @@ def inspect(late: MissingRanksReport, missing: list[int], clock: Clock, answers:
 
 def test_it_asks_and_reports_where_they_are(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
-    late = MissingRanksReport(StallLimits(60.0), asked.append, lambda rank: f"seen {rank}")
+    late, query = report(StallLimits(60.0), asked)
     clock.now += 59
     assert not late.is_due
     clock.now += 1
     assert late.is_due
     with caplog.at_level(logging.WARNING, logger="hvlike"):
-        assert inspect(late, [1, 2, 3], clock, {1: "  File x, in fail", 3: ""}) is None
+        assert inspect(late, query, [1, 2, 3], clock, {1: "  File x, in fail", 3: ""}) is None
     assert asked == [1, 2, 3]
     assert "shutdown(), 160 s ago; ranks 1, 2, 3 have not." in caplog.text
     assert "  rank 1 is at\n  File x, in fail\n  rank 2 does not answer; seen 2\n  rank 3 waits inside" in caplog.text
@@ -60,11 +68,11 @@ def test_it_asks_and_reports_where_they_are(clock: Clock, caplog: pytest.LogCapt
 
 
 def test_past_the_limit_it_is_an_error(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    late = MissingRanksReport(StallLimits(None, 5.0), lambda rank: None, lambda rank: "")
+    late, query = report(StallLimits(None, 5.0), [])
     clock.now += 4
     assert not late.is_due
     clock.now += 1
-    error = inspect(late, [1], clock, {1: "  File x, in fail"})
+    error = inspect(late, query, [1], clock, {1: "  File x, in fail"})
     assert isinstance(error, StalledError)
     assert "A wait took more than 5 s" in str(error)
     assert "rank 1 has not.\n  rank 1 is at\n  File x, in fail" in str(error)
@@ -72,7 +80,7 @@ def test_past_the_limit_it_is_an_error(clock: Clock, caplog: pytest.LogCaptureFi
 
 
 def test_who_has_come_meanwhile_is_not_reported(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    late = MissingRanksReport(StallLimits(1.0, 2.0), lambda rank: None, lambda rank: "")
+    late, _ = report(StallLimits(1.0, 2.0), [])
     clock.now += 50
     missing = [1]
     routine = late.inspect(lambda: missing)
@@ -85,6 +93,6 @@ def test_who_has_come_meanwhile_is_not_reported(clock: Clock, caplog: pytest.Log
 
 
 def test_without_limits_nobody_is_asked(clock: Clock) -> None:
-    late = MissingRanksReport(StallLimits(None, 0.0), lambda rank: None, lambda rank: "")
+    late, _ = report(StallLimits(None, 0.0), [])
     clock.now += 1e9
     assert not late.is_due

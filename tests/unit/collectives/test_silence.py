@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvlike.collectives.health.stall_inspector import PING, PeerProbe, StallLimits, answer_of
+from hvlike.collectives.health.stall_inspector import PING, PeerProbe
+from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.errors import StalledError
 
 KEY = ("allreduce", "x")
@@ -54,11 +55,11 @@ def test_a_coordinator_that_is_stuck_is_reported_and_the_wait_ends_at_its_limit(
     job = Job({}, StallLimits(1.0, 5.0))
     with caplog.at_level(logging.WARNING, logger="hvlike"):
         assert job.check(4.0, agreed=False) is None
-    assert "rank 2 waits in allreduce 'x' since 4 s, and nobody can say for whom: rank 0" in caplog.text
+    assert "rank 2 has waited for 4 s in allreduce 'x', and nobody can say for which rank: rank 0" in caplog.text
     assert "\n  rank 0 does not answer; seen 0" in caplog.text
     error = job.check(5.0, agreed=False)
     assert isinstance(error, StalledError)
-    assert str(error).startswith("A wait took more than 5 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): rank 2 waits in")
+    assert str(error).startswith("A wait took more than 5 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): rank 2 has waited")
 
 
 def test_a_coordinator_that_was_only_busy_does_not_end_a_long_wait() -> None:
@@ -73,8 +74,11 @@ def test_data_that_do_not_come_are_asked_for_at_the_neighbours(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, logger="hvlike"):
         assert job.check(4.0, agreed=True) is None
     assert sorted(job.asked) == [0, 1, 3]
-    assert "rank 2 waits for the data of allreduce 'x' since 4 s, though all ranks have asked for it" in caplog.text
-    assert "\n  rank 3 does not answer; seen 3\n  rank 1 is at\n  File x, in fail" in caplog.text
+    assert "rank 2 has waited for 4 s in allreduce 'x', for the data: all ranks have asked for it" in caplog.text
+    assert (
+        "\n  rank 0 waits inside hvlike\n  rank 1 is at\n  File x, in fail\n  rank 3 does not answer; seen 3"
+        in caplog.text
+    )
 
 
 def test_a_wait_that_has_ended_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
