@@ -41,7 +41,7 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
 
 def set_away(set_state: ProcessSetState, away: bool) -> None:
-    """Keep off the express way, and let the others keep off it. Local."""
+    """Keep off the inline way, and let the others keep off it. Local."""
     if set_state.express is not None:
         set_state.express.set_away(away)
 
@@ -62,8 +62,8 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
     ends: list[JoinEnd] = []
 
     def job(end: JoinEnd) -> Job:
-        def run(plane: Backend) -> Coroutine[None]:
-            # On the lane like any other operation: what was agreed before has ended then.
+        def run(backend: Backend) -> Coroutine[None]:
+            # On the queue like any other operation: what was agreed before has ended then.
             ends.append(end)
             yield from ()
 
@@ -71,8 +71,8 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
 
     # First the proxies: what the others begin once they know of this rank needs them.
     current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
-    signature = RequestSpec("join", detail=request)
-    return submit(set_state, signature, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
+    spec = RequestSpec("join", detail=request)
+    return submit(set_state, spec, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
 
 
 def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:

@@ -52,7 +52,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
         wrong = str(error)
 
     def job(agreed: Any) -> Job:
-        def run(plane: Backend) -> Coroutine[None]:
+        def run(backend: Backend) -> Coroutine[None]:
             if wrong is None:
                 added.ranks = list(ranks)
                 yield from registry.enroll(added)
@@ -87,7 +87,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     possible = process_set is not global_process_set and registry.is_registered(process_set)
 
     def job(agreed: Any) -> Job:
-        def run(plane: Backend) -> Coroutine[None]:
+        def run(backend: Backend) -> Coroutine[None]:
             if possible:
                 yield from registry.dismiss(process_set)
 
@@ -101,8 +101,8 @@ def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
     """Let all ranks agree on what they add or remove, and do it."""
     set_state = current().set_state(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
-    signature = RequestSpec(KIND, detail=(what, *detail))
-    synchronize(submit(set_state, signature, name, [], _nothing, wake=False, job=job))
+    spec = RequestSpec(KIND, detail=(what, *detail))
+    synchronize(submit(set_state, spec, name, [], _nothing, wake=False, job=job))
 
 
 def _nothing(request: Request) -> None:

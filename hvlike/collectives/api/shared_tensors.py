@@ -68,8 +68,8 @@ def empty_shared(
     def tensor_of(request: Request) -> torch.Tensor:
         return ordinary_tensor(making.result(), wanted).view(shape)
 
-    signature = RequestSpec(KIND, dtypes=(dtype_name(wanted),), shapes=(shape,))
-    handle = submit(set_state, signature, name, [], tensor_of, wake=False, job=lambda agreed: making.run)
+    spec = RequestSpec(KIND, dtypes=(dtype_name(wanted),), shapes=(shape,))
+    handle = submit(set_state, spec, name, [], tensor_of, wake=False, job=lambda agreed: making.run)
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -85,7 +85,7 @@ class _Making:
         self._nbytes = length * element.itemsize
         self._memory: Array | None = None
 
-    def run(self, plane: Backend) -> Coroutine[None]:
+    def run(self, backend: Backend) -> Coroutine[None]:
         """Share the memory; all ranks of the group get it or none does. Collective over the group."""
         group, nbytes = self._group, self._nbytes
         if group.size == 1 or not nbytes:
@@ -94,10 +94,10 @@ class _Making:
         number = self._fabric.allocations.next_number(group.number)
         room = available_bytes()
         enough = room is None or group.local_size * spread(nbytes) <= room
-        if not (yield from _all(plane, group, enough)):
+        if not (yield from _all(backend, group, enough)):
             return
         memory = yield from self._share(number)
-        if (yield from _all(plane, group, memory is not None)):
+        if (yield from _all(backend, group, memory is not None)):
             self._memory = memory
 
     def _share(self, number: tuple[int, int]) -> Coroutine[Array | None]:
@@ -131,10 +131,10 @@ class _Making:
         return self._memory
 
 
-def _all(plane: Backend, group: Group, fine: bool) -> Coroutine[bool]:
+def _all(backend: Backend, group: Group, fine: bool) -> Coroutine[bool]:
     """True on every rank if it is fine on every rank."""
     flag = torch.tensor([int(fine)], dtype=torch.int32, device="cpu")
-    yield from plane.allreduce([flag], arithmetic_of(torch.int32, Min, group.size, 1.0, 1.0))
+    yield from backend.allreduce([flag], arithmetic_of(torch.int32, Min, group.size, 1.0, 1.0))
     return bool(flag)
 
 

@@ -181,7 +181,7 @@ class MetricsAggregator:
         self.pause = max(0.5, context.world.size / _MESSAGES_PER_SECOND)
         """Seconds between two messages of a rank in one column: rank 0 has to read them all."""
         if self._rank == 0:
-            self._channel.listen(Topic.METRICS, lambda rank, letter, tensors: self._hear(*letter))
+            self._channel.listen(Topic.METRICS, lambda rank, message, tensors: self._hear(*message))
 
     def open(self, title: str) -> Column:
         """A new column; all ranks that open the same titles in the same order share them."""

@@ -91,7 +91,7 @@ class Controller:
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = partial(fabric.look_at, many_look=True)
-        self._silence = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
+        self._probe = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
         self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
         """How to end waits for something that is not a request of this controller."""
         self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
@@ -108,7 +108,7 @@ class Controller:
     def submit(self, request: Request, *, wake: bool, counted: bool = False) -> None:
         """Ask for an operation; `wake=False` when the caller will wait for it at once.
 
-        counted: it was numbered before, for an attempt on the express way.
+        counted: it was numbered before, for an attempt on the inline way.
         Raises: DuplicateNameError, ShutdownError.
         """
         key = request.key
@@ -146,13 +146,13 @@ class Controller:
 
     def _wait_on(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
         """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
-        loop, seconds = self._fabric.loop, self._silence.seconds
+        loop, seconds = self._fabric.loop, self._probe.seconds
         if seconds is None or timeout is not None:
             return loop.wait(done, timeout)
         began = time.monotonic()
         while not loop.wait(done, seconds):
             agreed = key[0] != STEP and key not in self.tensor_queue.requests
-            error = self._silence.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
+            error = self._probe.check(key, time.monotonic() - began + PATIENCE_SECONDS, agreed, done)
             if error is not None:
                 loop.post(partial(self._end, error), wake=False)
         return True
@@ -195,7 +195,7 @@ class Controller:
         elif what == PING:
             self._send(rank, PONG, answer_of(value))
         elif what == PONG:
-            self._silence.hear(rank, value)
+            self._probe.hear(rank, value)
         elif what == FAILED:
             self.on_failure(*value)
         elif coordinator is not None:
@@ -243,19 +243,21 @@ class Controller:
             stop(error)
         self._stoppable.clear()
 
-    @property
-    def idle(self) -> bool:
-        """True when nothing is in flight here, nor known to be anywhere."""
-        return not (
-            self.tensor_queue.requests or self._outbox or (self._coordinator and self._coordinator.agreement.pending)
-        )
+    def in_flight(self) -> dict[str, int]:
+        """How many requests of this rank, requests known to the coordinator and reported waits are not over."""
+        coordinator = self._coordinator
+        return {
+            "requests": len(self.tensor_queue.requests) + len(self._outbox),
+            "pending": len(coordinator.table.pending) if coordinator else 0,
+            "waiting": len(coordinator.waits.waits) if coordinator else 0,
+        }
 
     def _flush(self) -> None:
         entries: list[tuple[str, RequestSpec | int]] = []
         while self._outbox:
             request = self._outbox.popleft()
-            number = self._numbers.get(request.signature)
-            entries.append((request.name, request.signature if number is None else number))
+            number = self._numbers.get(request.spec)
+            entries.append((request.name, request.spec if number is None else number))
         if self._coordinator is None:
             if entries:
                 self._send(self._group.ranks[0], READY, entries)
@@ -314,8 +316,8 @@ class Controller:
             if isinstance(each, Response):
                 response = each
                 if response.number is not None:
-                    self._numbers[response.signature] = response.number
-                    self._known[response.number] = (response.signature, response.extra)
+                    self._numbers[response.spec] = response.number
+                    self._known[response.number] = (response.spec, response.extra)
             else:
                 name, number, last = each
                 spec, extra = self._known[number]
@@ -347,7 +349,7 @@ class Controller:
                 key,
                 str(request.place),
                 now - request.time,
-                describe_tensors(request.signature.shapes, request.signature.dtypes),
+                describe_tensors(request.spec.shapes, request.spec.dtypes),
             )
             for key, request in list(self.tensor_queue.requests.items())
         }
@@ -372,5 +374,5 @@ def stand_in(response: Response) -> Request | None:
     """What a rank that has joined does for an operation of the others; None: nothing."""
     if response.key[0] != "allreduce":
         return None
-    tensors = neutral_tensors(response.signature)
-    return Request(response.key[1], response.signature, tensors, lambda request: None)
+    tensors = neutral_tensors(response.spec)
+    return Request(response.key[1], response.spec, tensors, lambda request: None)

@@ -18,7 +18,7 @@ from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 
 NEVER_NUMBERED = ("plan", "lane", "join", "process_set")
-"""Kinds whose signatures hardly come twice."""
+"""Kinds whose specs hardly come twice."""
 
 KnownResponse = tuple[str, int, int]
 """A request that runs like one before it: its name, the number of its spec, and the rank that asked last."""
@@ -38,8 +38,8 @@ class Coordinator:
         capacity: int,
         trace: Trace,
     ) -> None:
-        """announce: tells every member, this rank included; capacity: how many signatures get a number."""
-        self.agreement = MessageTable(ranks)
+        """announce: tells every member, this rank included; capacity: how many specs get a number."""
+        self.table = MessageTable(ranks)
         self.waits = WaitForGraph(ranks)
         self.inspection = inspection
         self._ranks = ranks
@@ -55,7 +55,7 @@ class Coordinator:
 
     def collect(self, position: int, entries: list[tuple[str, RequestSpec | int]]) -> None:
         """The member at `position` asks for these, in this order. An entry has a spec or the number of a known one."""
-        table, size, now = self.agreement, len(self._ranks), time.monotonic()
+        table, size, now = self.table, len(self._ranks), time.monotonic()
         pending, since = table.pending, table.since
         exceptional = self._failure or self._gone or table.joins.requests or self._trace.recorder.on
         announced: list[Response | KnownResponse] = []
@@ -96,8 +96,8 @@ class Coordinator:
         if self._failure is not None and key != LEAVE_KEY:
             return [self._fail(key, self._failure)]
         if key == JOIN_KEY:
-            return [*self.agreement.join(position, spec), *self._doomed([key] if self._gone else ())]
-        response = self.agreement.submit(position, key, spec, now)
+            return [*self.table.join(position, spec), *self._doomed([key] if self._gone else ())]
+        response = self.table.submit(position, key, spec, now)
         if response is None:
             return self._doomed([key] if self._gone else ())
         response.last = self._ranks[position]
@@ -106,7 +106,7 @@ class Coordinator:
     def fail_all(self, failure: HorovodInternalError) -> None:
         """A member has left a Join context by an exception: nothing runs until all members have left it."""
         self._failure = failure
-        self._announce([self._fail(key, failure) for key in list(self.agreement.pending) if key != LEAVE_KEY])
+        self._announce([self._fail(key, failure) for key in list(self.table.pending) if key != LEAVE_KEY])
 
     @property
     def failing(self) -> bool:
@@ -134,18 +134,18 @@ class Coordinator:
 
     def watch(self) -> HorovodInternalError | None:
         """Look for stalls, about four times a second; returns the error that shall end everything, if any."""
-        return self.inspection.watch(self.agreement, self.waits)
+        return self.inspection.watch(self.table, self.waits)
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """Some members have left: nothing that needs them can run any more."""
         self._gone.update({rank: error for rank, error in errors.items() if rank in self._ranks})
         if self._gone:
-            self._announce(self._doomed(list(self.agreement.pending)))
+            self._announce(self._doomed(list(self.table.pending)))
 
     def _doomed(self, keys: Iterable[RequestKey]) -> list[Response]:
         responses = []
         for key in keys:
-            gone = [rank for rank in self.agreement.missing(key) if rank in self._gone]
+            gone = [rank for rank in self.table.missing(key) if rank in self._gone]
             if gone:
                 error = self._gone[gone[0]]
                 told = type(error)(
@@ -155,7 +155,7 @@ class Coordinator:
         return responses
 
     def _fail(self, key: RequestKey, error: HorovodInternalError) -> Response:
-        self.agreement.withdraw(key)
+        self.table.withdraw(key)
         if key == LEAVE_KEY:
             self._failure = None
         return Response(key, RequestSpec(key[0]), error=error, uniform=False)
@@ -175,7 +175,7 @@ class Coordinator:
 
     def _number(self, response: Response) -> None:
         """Give a new spec its number, by which all members call it from now on."""
-        spec = response.signature
+        spec = response.spec
         known = self._numbers.get(spec)
         if known is not None or not response.uniform or spec.kind in NEVER_NUMBERED:
             return
@@ -184,7 +184,7 @@ class Coordinator:
             self._specs.append(spec)
 
     def _check_deadlock(self) -> None:
-        if not self.waits.deadlocked(self._missing, self.agreement.joined, self.agreement.away):
+        if not self.waits.deadlocked(self._missing, self.table.joined, self.table.away):
             return
         error = DeadlockError(f"no rank can go on: {self.waits.describe()}. {self.waits.advice()}")
         counts = self.waits.aligned_counts()
@@ -193,4 +193,4 @@ class Coordinator:
 
     def _missing(self, key: RequestKey) -> list[int]:
         """Who has not asked for a request yet; nobody if it has been decided and only takes its time."""
-        return self.agreement.missing(key) if key in self.agreement.pending else []
+        return self.table.missing(key) if key in self.table.pending else []

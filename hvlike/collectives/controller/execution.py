@@ -38,23 +38,23 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
     "plan": plan_job,
     "reducescatter": reducescatter_job,
 }
-"""What each kind does on a lane; a barrier is over once it is agreed."""
+"""What each kind does on a queue; a barrier is over once it is agreed."""
 
 AGREEMENTS = ("lane", "plan")
 """Kinds that move nothing of the user's."""
 
 OPEN_AFTER = 3
-"""Reductions of single tensors before the express way is made: a process set that does one or two shall stay light."""
+"""Reductions of single tensors before the inline way is made: a process set that does one or two shall stay light."""
 
 
 class Executor:
-    """Runs the agreed requests of one process set on its lane, in the order they were agreed."""
+    """Runs the agreed requests of one process set on its queue, in the order they were agreed."""
 
     def __init__(
-        self, lanes: OpQueues, trace: Trace, knobs: Config, opening: Callable[[], Coroutine[None]] | None = None
+        self, queues: OpQueues, trace: Trace, knobs: Config, opening: Callable[[], Coroutine[None]] | None = None
     ) -> None:
-        """opening: what to do on the lane, once, after the first few reductions of single tensors."""
-        self._site = ExecutionSite(lanes, knobs)
+        """opening: what to do on the queue, once, after the first few reductions of single tensors."""
+        self._site = ExecutionSite(queues, knobs)
         self._trace = trace
         self._limit = knobs.fusion_threshold
         self._whole_groups = knobs.disable_group_fusion
@@ -64,11 +64,11 @@ class Executor:
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
         recording = self._trace.recorder.on
-        queue = self._site.lanes.first
+        queue = self._site.queues.first
         batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
         for batch in batches:
             request, response = batch[0]
-            spec = request.signature
+            spec = request.spec
             kind = spec.kind
             if kind == "barrier":
                 complete(batch, None)
@@ -93,38 +93,38 @@ class Executor:
             queue.submit(job, after, wake=False)
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
-        """The job, on the plane of the device that the tensors of this rank are on."""
-        site, lane = self._site, self._site.lanes.first
+        """The job, on the backend of the device that the tensors of this rank are on."""
+        site, queue = self._site, self._site.queues.first
         device = next(
             (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind),
             None,
         )
         ready = [event for request, _ in batch for event in request.ready]
 
-        def run(plane: Backend) -> Coroutine[None]:
-            home = home_of(plane)
+        def run(backend: Backend) -> Coroutine[None]:
+            home = home_of(backend)
             for request, _ in batch:
-                if request.signature.kind == "allreduce":
+                if request.spec.kind == "allreduce":
                     # Those of a rank that has joined were made in host memory.
                     request.tensors = [
                         each if each.device.type == runtime.kind else each.to(home) for each in request.tensors
                     ]
-            yield from job(plane)
+            yield from job(backend)
 
         def opening(host: Backend) -> Coroutine[DeviceBackend | None]:
             try:
                 return (yield from site.devices.open(host, runtime, device))
             except LaunchError as error:
-                # Of every rank alike: the lane is as good as before.
+                # Of every rank alike: the queue is as good as before.
                 for request, _ in batch:
                     request.finish = partial(_refuse, error)
                 return None
 
-        return on_device(lane, opening, run, ready)
+        return on_device(queue, opening, run, ready)
 
     @property
     def device_choice(self) -> Choice | None:
-        """The plane that serves tensors of a GPU in this process set, and why; None before the first one."""
+        """The backend that serves tensors of a GPU in this process set, and why; None before the first one."""
         return self._site.device_choice
 
     def close(self) -> None:
@@ -133,14 +133,14 @@ class Executor:
 
     def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, and after it the opening if it is time; decided by what was agreed, so alike on every rank."""
-        self._single += sum(response.uniform and len(response.signature.shapes) == 1 for _, response in batch)
+        self._single += sum(response.uniform and len(response.spec.shapes) == 1 for _, response in batch)
         opening = self._opening
         if opening is None or self._single < OPEN_AFTER:
             return job
         self._opening = None
 
-        def run(plane: Backend) -> Coroutine[None]:
-            yield from job(plane)
+        def run(backend: Backend) -> Coroutine[None]:
+            yield from job(backend)
             yield from opening()
 
         return run
@@ -155,11 +155,11 @@ def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) ->
     filled = 0
     for each in agreed:
         size = size_of(each)
-        kind = fusion_kind(each[0].signature, whole_groups=whole_groups)
+        kind = fusion_kind(each[0].spec, whole_groups=whole_groups)
         if (
             batches
             and kind is not None
-            and kind == fusion_kind(batches[-1][-1][0].signature, whole_groups=whole_groups)
+            and kind == fusion_kind(batches[-1][-1][0].spec, whole_groups=whole_groups)
             and filled + size <= limit
         ):
             batches[-1].append(each)
@@ -170,19 +170,19 @@ def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) ->
     return batches
 
 
-def fusion_kind(signature: RequestSpec, *, whole_groups: bool) -> Any:
+def fusion_kind(spec: RequestSpec, *, whole_groups: bool) -> Any:
     """What two requests must have in common to be fused; None for those that never are."""
-    if whole_groups and len(signature.shapes) > 1:
+    if whole_groups and len(spec.shapes) > 1:
         return None
-    if signature.kind in ("allreduce", "reducescatter"):
-        return (signature.kind, signature.device, signature.op, signature.prescale, signature.postscale)
-    return (signature.kind, signature.device) if signature.kind in ("allgather", "broadcast", "barrier") else None
+    if spec.kind in ("allreduce", "reducescatter"):
+        return (spec.kind, spec.device, spec.op, spec.prescale, spec.postscale)
+    return (spec.kind, spec.device) if spec.kind in ("allgather", "broadcast", "barrier") else None
 
 
 def size_of(agreed: Agreed) -> int:
     """How many bytes an operation moves; the same number on every rank."""
     request = agreed[0]
-    if request.signature.kind == "allgather":
+    if request.spec.kind == "allgather":
         return gathered_bytes(agreed)
     nbytes = 0
     for tensor in request.tensors:
@@ -207,9 +207,9 @@ def _refuse(error: LaunchError, request: Request) -> None:
     raise error
 
 
-def complete_on_device(lane: OpQueue, batch: Sequence[Agreed], task: Task[None]) -> None:
+def complete_on_device(queue: OpQueue, batch: Sequence[Agreed], task: Task[None]) -> None:
     """The same for operations on a device: they are in its stream, and who waits for them lets his own stream wait."""
-    device = lane.device
+    device = queue.device
     if task.error is not None or device is None:
         complete(batch, task)
         return

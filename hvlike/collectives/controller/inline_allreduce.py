@@ -42,7 +42,7 @@ _FRAMES = 3
 """Of the library, where the place of a call is found: allreduce_, attempt and _call."""
 
 _KIND = "allreduce"
-_STEPS = "allreduce on the express way"
+_STEPS = "inline allreduce"
 _NAMED = 1 << 63
 _AWAY_SECONDS = 1e-3
 _Kind = tuple[torch.Size, torch.dtype, int, float, float]
@@ -106,12 +106,12 @@ class _Name(NamedTuple):
 
 
 class InlineAllreduce:
-    """The express way of one process set on one node."""
+    """The inline way of one process set on one node."""
 
     def __init__(self, controller: Controller, express: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
         """size: of the set; rank: in it."""
         self._negotiator = controller
-        self._ledger = tensor_queue = controller.tensor_queue
+        self._queue = tensor_queue = controller.tensor_queue
         self._express = express
         self._board = express.board
         self._size = size
@@ -167,7 +167,7 @@ class InlineAllreduce:
         if shared:
             # Faster where it is. Ranks that differ in this do not agree, as where the kinds of their calls differ.
             number, slots = number ^ AS_SHARED, ()
-        tensor_queue, board = self._ledger, self._board
+        tensor_queue, board = self._queue, self._board
         begun = offered = False
         try:
             with tensor_queue.lock:
@@ -208,14 +208,14 @@ class InlineAllreduce:
                 self._busy = False
         return DONE
 
-    def learn(self, signature: RequestSpec, tensor: torch.Tensor) -> None:
+    def learn(self, spec: RequestSpec, tensor: torch.Tensor) -> None:
         """A call goes the ordinary way: remember what it is, if its like may take this one."""
-        op = ReduceOp(signature.op)
+        op = ReduceOp(spec.op)
         if len(self.learned) >= MOST_KNOWN:
             self.learned.clear()
-        self.learned.add(signature)
-        kind = (tensor.shape, tensor.dtype, op, signature.prescale, signature.postscale)
-        if kind in self._plans or signature.device != "cpu" or signature.strides != (None,) or not tensor.numel():
+        self.learned.add(spec)
+        kind = (tensor.shape, tensor.dtype, op, spec.prescale, spec.postscale)
+        if kind in self._plans or spec.device != "cpu" or spec.strides != (None,) or not tensor.numel():
             return
         if op is ReduceOp.ADASUM or working_dtype(tensor.dtype, op) is not tensor.dtype:
             return
@@ -223,16 +223,16 @@ class InlineAllreduce:
             self._plans.clear()
             self._pieces.clear()
             self.learned.clear()
-        arithmetic = arithmetic_of(tensor.dtype, op, self._size, signature.prescale, signature.postscale)
+        arithmetic = arithmetic_of(tensor.dtype, op, self._size, spec.prescale, spec.postscale)
         small = self._express.is_small(tensor.numel() * tensor.element_size())
         copies = self._express.copies(arithmetic, tensor.numel()) if small else None
-        number = code_of(repr(signature))
+        number = code_of(repr(spec))
         at_once = self._express.at_once(arithmetic, tensor.numel(), number)
         self._plans[kind] = _Plan(number, arithmetic, copies, at_once)
 
     def set_away(self, away: bool) -> None:
         """This rank has joined, or all have. Waits for an attempt of another thread."""
-        with self._ledger.lock:
+        with self._queue.lock:
             self._away = away
         while self._busy:
             time.sleep(_AWAY_SECONDS)
@@ -295,7 +295,7 @@ class InlineAllreduce:
         return False
 
     def _reduce(self, piece: _Piece, address: int, shared: bool, name: str) -> None:
-        """A tensor that is not small, on the plane; where a peer is slow, wait with reports of who is missing."""
+        """A tensor that is not small, on the backend; where a peer is slow, wait with reports of who is missing."""
         controller, express = self._negotiator, self._express
         self._large += 1
         controller.steps[_STEPS] = self._large

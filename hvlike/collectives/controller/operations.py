@@ -40,9 +40,9 @@ MOST_DIRECT = 4096
 
 @dataclass
 class ExecutionSite:
-    """The lanes of a process set, and what is kept between jobs."""
+    """The queues of a process set, and what is kept between jobs."""
 
-    lanes: OpQueues
+    queues: OpQueues
     knobs: Config
     packer: FusionBuffer = field(default_factory=FusionBuffer)
     direct: dict[RequestSpec, Arithmetic | None] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class ExecutionSite:
     @property
     def group(self) -> Group:
         """The members of the set."""
-        return self.lanes.first.group
+        return self.queues.first.group
 
     @property
     def devices(self) -> DeviceBackends:
-        """What opens planes for tensors of a GPU; nothing of it is imported before the first one comes."""
+        """What opens backends for tensors of a GPU; nothing of it is imported before the first one comes."""
         if self._devices is None:
             from hvlike.backends.cuda.opening import DeviceBackends
 
@@ -65,11 +65,11 @@ class ExecutionSite:
 
     @property
     def device_choice(self) -> Choice | None:
-        """The plane that was chosen for them, and why; None before the first one."""
+        """The backend that was chosen for them, and why; None before the first one."""
         return None if self._devices is None else self._devices.choice
 
     def close(self) -> None:
-        """Give back what the planes of a device share."""
+        """Give back what the backends of a device share."""
         if self._devices is not None:
             self._devices.close()
 
@@ -77,10 +77,10 @@ class ExecutionSite:
 def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     """Gather; the outputs of a request are pairs of a tensor and the rows that each rank has in it."""
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         pieces: list[torch.Tensor] = []
-        home = "cpu" if batch[0][0].signature.device == "cpu" else home_of(plane) or "cpu"
-        group = site.lanes.first.group
+        home = "cpu" if batch[0][0].spec.device == "cpu" else home_of(backend) or "cpu"
+        group = site.queues.first.group
         for request, response in batch:
             for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):
                 output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home)
@@ -89,7 +89,7 @@ def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
                 own.copy_(tensor.detach().reshape(own.shape))
                 pieces += [part.reshape(-1).view(torch.uint8) for part in parts]
                 request.outputs.append((output, rows))
-        yield from plane.gather(pieces, list(range(group.size)) * (len(pieces) // group.size))
+        yield from backend.gather(pieces, list(range(group.size)) * (len(pieces) // group.size))
 
     return job
 
@@ -109,23 +109,23 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
         direct = _direct_allreduce(site, batch[0][0])
         if direct is not None:
             return direct
-    signature = batch[0][0].signature
-    op = ReduceOp(signature.op)
+    spec = batch[0][0].spec
+    op = ReduceOp(spec.op)
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         operands = []
-        home = home_of(plane)
+        home = home_of(backend)
         for request, response in batch:
-            for tensor, strides, alike in zip(request.tensors, request.signature.strides, response.extra, strict=True):
+            for tensor, strides, alike in zip(request.tensors, request.spec.strides, response.extra, strict=True):
                 operands.append(Operand(tensor, strides if alike else None, working_dtype(tensor.dtype, op), home))
         for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
             flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
             if op is ReduceOp.ADASUM:
-                whole = Adasum(site.group.rank, site.group.size, signature.prescale, signature.postscale)
-                yield from in_host_memory(plane, flats, whole.allreduce)
+                whole = Adasum(site.group.rank, site.group.size, spec.prescale, spec.postscale)
+                yield from in_host_memory(backend, flats, whole.allreduce)
                 continue
-            arithmetic = arithmetic_of(dtype, op, site.group.size, signature.prescale, signature.postscale)
-            yield from site.packer.allreduce(plane, flats, arithmetic)
+            arithmetic = arithmetic_of(dtype, op, site.group.size, spec.prescale, spec.postscale)
+            yield from site.packer.allreduce(backend, flats, arithmetic)
         for operand in operands:
             operand.write_back()
 
@@ -134,7 +134,7 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 def _direct_allreduce(site: ExecutionSite, request: Request) -> Job | None:
     """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
-    tensor, spec = request.tensors[0], request.signature
+    tensor, spec = request.tensors[0], request.spec
     plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
     if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return None
@@ -163,14 +163,14 @@ def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     size * size, to everybody.
     """
 
-    def job(plane: Backend) -> Coroutine[None]:
-        home = home_of(plane)
+    def job(backend: Backend) -> Coroutine[None]:
+        home = home_of(backend)
         for request, _ in batch:
             tensor, sent = request.tensors
-            splits, rows = yield from beside(plane, partial(_exchange_counts, sent))
+            splits, rows = yield from beside(backend, partial(_exchange_counts, sent))
             output = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=home or "cpu")
             source = Operand(tensor, None, home=home).flat.view(tensor.shape)[: sum(splits)]
-            yield from plane.alltoall(_parts(source, splits), _parts(output, rows))
+            yield from backend.alltoall(_parts(source, splits), _parts(output, rows))
             request.outputs += [output, tuple(rows)]
 
     return job
@@ -196,16 +196,16 @@ def _parts(rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 def broadcast_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     """Write the tensors of the roots, which may differ, to all members."""
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         operands = []
         owners = []
-        home = home_of(plane)
+        home = home_of(backend)
         for request, response in batch:
-            owner = site.group.ranks.index(request.signature.root)
-            for tensor, strides, alike in zip(request.tensors, request.signature.strides, response.extra, strict=True):
+            owner = site.group.ranks.index(request.spec.root)
+            for tensor, strides, alike in zip(request.tensors, request.spec.strides, response.extra, strict=True):
                 operands.append(Operand(tensor, strides if alike else None, home=home))
                 owners.append(owner)
-        yield from plane.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        yield from backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
         for operand in operands:
             operand.write_back()
 
@@ -213,19 +213,19 @@ def broadcast_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 
 def plan_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
-    """Take or open a lane; a job like any other, so that lanes are opened in the same order everywhere."""
+    """Take or open a queue; a job like any other, so that queues are opened in the same order everywhere."""
     request, response = batch[0]
 
-    def job(plane: Backend) -> Coroutine[None]:
-        lane = yield from site.lanes.take(response.extra.spare_lane)
+    def job(backend: Backend) -> Coroutine[None]:
+        queue = yield from site.queues.take(response.extra.spare_lane)
         runtime = runtime_of(response.extra.device)
-        if runtime is not None and lane.device is None:
+        if runtime is not None and queue.device is None:
             try:
-                lane.device = yield from site.devices.open(lane.plane, runtime, request.home)
+                queue.device = yield from site.devices.open(queue.plane, runtime, request.home)
             except LaunchError as error:
-                # Of every rank alike: the first lane, where this runs, is as good as before.
+                # Of every rank alike: the first queue, where this runs, is as good as before.
                 request.finish = partial(_refuse, error)
-        request.outputs += [lane, response.extra]
+        request.outputs += [queue, response.extra]
 
     return job
 
@@ -236,25 +236,25 @@ def _refuse(error: LaunchError, request: Request) -> None:
 
 def reducescatter_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     """Reduce; all requests of the batch have the same op and factors. The inputs are only read."""
-    signature = batch[0][0].signature
-    op = ReduceOp(signature.op)
+    spec = batch[0][0].spec
+    op = ReduceOp(spec.op)
     size, rank = site.group.size, site.group.rank
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         parts: dict[torch.dtype, list[torch.Tensor]] = {}
         results = []
-        home = home_of(plane)
+        home = home_of(backend)
         for request, _ in batch:
             for index, tensor in enumerate(request.tensors):
-                rows = request.signature.detail[index] if request.signature.detail else even_rows(len(tensor), size)
+                rows = request.spec.detail[index] if request.spec.detail else even_rows(len(tensor), size)
                 whole = Operand(tensor, None, working_dtype(tensor.dtype, op), home).flat.view(tensor.shape)
                 pieces = list(torch.split(whole, list(rows)))
                 pieces[rank] = pieces[rank].clone()
                 parts.setdefault(whole.dtype, []).extend(piece.reshape(-1) for piece in pieces)
                 results.append((request, tensor.dtype, pieces[rank]))
         for dtype, flats in parts.items():
-            arithmetic = arithmetic_of(dtype, op, size, signature.prescale, signature.postscale)
-            yield from plane.reduce_scatter(flats, list(range(size)) * (len(flats) // size), arithmetic)
+            arithmetic = arithmetic_of(dtype, op, size, spec.prescale, spec.postscale)
+            yield from backend.reduce_scatter(flats, list(range(size)) * (len(flats) // size), arithmetic)
         for request, dtype, mine in results:
             request.outputs.append(mine.to(dtype))
 

@@ -54,8 +54,8 @@ class Trace:
         title = self._title(request.key)
         row, now = self.recorder.row(title), self.recorder.now
         self._rows[request.key] = (row, title, now)
-        arguments = self._describe(request.signature, request.tensors)
-        self.recorder.begin(row, f"NEGOTIATE_{request.signature.kind.upper()}", arguments, now)
+        arguments = self._describe(request.spec, request.tensors)
+        self.recorder.begin(row, f"NEGOTIATE_{request.spec.kind.upper()}", arguments, now)
         self._show_heard(request.key, row)
 
     def ready(self, rank: int, key: RequestKey) -> None:
@@ -108,7 +108,7 @@ class Trace:
             if known is not None:
                 row, now = known[0], self.recorder.now
                 self.recorder.end(row, at=now)
-                self.recorder.begin(row, request.signature.kind.upper(), {"fused": len(batch)}, now)
+                self.recorder.begin(row, request.spec.kind.upper(), {"fused": len(batch)}, now)
                 arrow = self._arrows.pop(request.key, None)
                 if arrow is not None:
                     self.recorder.flow_to(row, arrow, now)
@@ -121,15 +121,15 @@ class Trace:
                 self.recorder.end(known[0])
                 self._leave(request.key)
 
-    def observe(self, lane: OpQueue, batch: Sequence[tuple[Request, Response]], job: Job) -> Job:
+    def observe(self, queue: OpQueue, batch: Sequence[tuple[Request, Response]], job: Job) -> Job:
         """The job of a batch, recorded while it runs."""
-        kind = batch[0][0].signature.kind.upper()
+        kind = batch[0][0].spec.kind.upper()
         tensors = [tensor for request, _ in batch for tensor in request.tensors]
 
-        def run(plane: Backend) -> Coroutine[None]:
+        def run(backend: Backend) -> Coroutine[None]:
             self.began(batch)
             try:
-                yield from recorded(self.recorder, lane, kind, {"operations": len(batch)}, tensors, job)(plane)
+                yield from recorded(self.recorder, queue, kind, {"operations": len(batch)}, tensors, job)(backend)
             finally:
                 self.ended(batch)
 
@@ -169,18 +169,18 @@ class Trace:
         if base in self._free and base.endswith("(unnamed)"):
             self._free[base].append(title)
 
-    def _describe(self, signature: RequestSpec, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    def _describe(self, spec: RequestSpec, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         said: dict[str, Any] = {"process_set": self._group.number}
         if tensors:
             said |= {
                 "bytes": total_bytes(tensors),
-                "dtype": ", ".join(dict.fromkeys(signature.dtypes)),
-                "shape": [list(shape) for shape in signature.shapes[:8]],
+                "dtype": ", ".join(dict.fromkeys(spec.dtypes)),
+                "shape": [list(shape) for shape in spec.shapes[:8]],
             }
-        if signature.op >= 0:
-            said["op"] = op_name(ReduceOp(signature.op))
-        if signature.root >= 0:
-            said["root"] = signature.root
+        if spec.op >= 0:
+            said["op"] = op_name(ReduceOp(spec.op))
+        if spec.root >= 0:
+            said["root"] = spec.root
         return said
 
 
@@ -189,8 +189,8 @@ class ExposedWait:
 
     __slots__ = ("_began", "_lane", "_name", "_row", "_step")
 
-    def __init__(self, lane: OpQueue, name: str, step: int) -> None:
-        self._lane = lane
+    def __init__(self, queue: OpQueue, name: str, step: int) -> None:
+        self._lane = queue
         self._name = name
         self._step = step
         self._row: int | None = None
@@ -212,22 +212,22 @@ class ExposedWait:
 
 def recorded(
     recorder: Recorder,
-    lane: OpQueue,
+    queue: OpQueue,
     name: str,
     arguments: dict[str, Any],
     tensors: Sequence[torch.Tensor],
     job: Job,
 ) -> Job:
-    """A job that stands in the row of its lane while it runs, with the phases of its plane inside."""
+    """A job that stands in the row of its queue while it runs, with the phases of its backend inside."""
 
-    def run(plane: Backend) -> Coroutine[None]:
+    def run(backend: Backend) -> Coroutine[None]:
         if not recorder.on:
-            yield from job(plane)
+            yield from job(backend)
             return
-        row = recorder.row(f"set {lane.group.number} lane {lane.number}")
+        row = recorder.row(f"set {queue.group.number} lane {queue.number}")
         recorder.begin(row, name, {**arguments, "tensors": len(tensors), "bytes": total_bytes(tensors)})
         try:
-            yield from job(TracedBackend(plane, recorder, row))
+            yield from job(TracedBackend(backend, recorder, row))
         finally:
             recorder.end(row)
 

@@ -82,13 +82,13 @@ class StallInspector:
     _next_report: float = 0.0
     _answers: dict[int, StatusReply] = field(default_factory=dict)
 
-    def watch(self, agreement: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
+    def watch(self, table: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
         """Ask, or report what was answered; returns the error that shall end everything once that is due."""
         now = time.monotonic()
         shortest = self.limits.shortest
         if shortest is None:
             return None
-        overdue = find_overdue(agreement, waits, now, shortest)
+        overdue = find_overdue(table, waits, now, shortest)
         if self._deadline is None:
             if overdue and now >= self._next_report:
                 self._number += 1
@@ -103,8 +103,8 @@ class StallInspector:
         absent: set[int] = set()
         if JOIN_KEY in overdue:
             # A wait in join() takes as long as the others have data: what counts is how long they rest.
-            overdue[JOIN_KEY] = self._rest(agreement.missing(JOIN_KEY))
-        lines = {key: self._describe(key, agreement, waits, absent) for key in overdue}
+            overdue[JOIN_KEY] = self._rest(table.missing(JOIN_KEY))
+        lines = {key: self._describe(key, table, waits, absent) for key in overdue}
         found = {key: line for key, line in lines.items() if line is not None}
         if not found:
             return None
@@ -124,19 +124,19 @@ class StallInspector:
         if answer.number == self._number:
             self._answers[position] = answer
 
-    def _describe(self, key: RequestKey, agreement: MessageTable, waits: WaitForGraph, absent: set[int]) -> str | None:
+    def _describe(self, key: RequestKey, table: MessageTable, waits: WaitForGraph, absent: set[int]) -> str | None:
         """One operation of the report, None if it is not clear that it waits for anybody; `absent`: for whom."""
         if key == JOIN_KEY:
-            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
-            waiting = sorted(agreement.pending.get(key, ()))
-            if self._rest(agreement.missing(key)) < (self.limits.shortest or 0.0):
+            missing = [self.ranks.index(rank) for rank in table.missing(key)]
+            waiting = sorted(table.pending.get(key, ()))
+            if self._rest(table.missing(key)) < (self.limits.shortest or 0.0):
                 return None
         elif key[0] == STEP:
-            missing = self._behind(key[1], agreement)
+            missing = self._behind(key[1], table)
             waiting = [each for each, wait in waits.waits.items() if wait.key == key]
         else:
-            missing = [self.ranks.index(rank) for rank in agreement.missing(key)]
-            waiting = sorted(agreement.pending.get(key, ()))
+            missing = [self.ranks.index(rank) for rank in table.missing(key)]
+            waiting = sorted(table.pending.get(key, ()))
         if not missing or not waiting:
             return None
         known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
@@ -163,7 +163,7 @@ class StallInspector:
             elif answer.stack:
                 yield f"  rank {rank} is at\n{answer.stack}"
 
-    def _behind(self, name: str, agreement: MessageTable) -> list[int]:
+    def _behind(self, name: str, table: MessageTable) -> list[int]:
         """Who has not entered the step that others are in, as far as they have answered."""
         steps = {position: answer.steps.get(name, 0) for position, answer in self._answers.items()}
         most = max(steps.values(), default=0)
@@ -171,7 +171,7 @@ class StallInspector:
         return [
             each
             for each in sorted([*silent, *(position for position, step in steps.items() if step < most)])
-            if each not in agreement.away
+            if each not in table.away
         ]
 
     def _where(self, position: int, key: RequestKey) -> str:
@@ -190,9 +190,9 @@ class StallInspector:
         return f"{rank}, which submitted last {answer.last}"
 
 
-def find_overdue(agreement: MessageTable, waits: WaitForGraph, now: float, seconds: float) -> dict[RequestKey, float]:
+def find_overdue(table: MessageTable, waits: WaitForGraph, now: float, seconds: float) -> dict[RequestKey, float]:
     """What has waited for others longer than `seconds`, and how long: requests not all have made, planned steps."""
-    ages = {key: now - since for key, since in agreement.since.items()}
+    ages = {key: now - since for key, since in table.since.items()}
     for wait in waits.waits.values():
         if wait.key[0] == STEP:
             ages[wait.key] = max(ages.get(wait.key, 0.0), now - wait.since)

@@ -56,7 +56,7 @@ class JoinEnd:
     """The rank that joined last."""
     counts: Mapping[str, int]
     plans: frozenset[int]
-    """The planned reductions that all ranks took part in to the end: their lanes can be used again."""
+    """The planned reductions that all ranks took part in to the end: their queues can be used again."""
     spare_lanes: frozenset[int] = frozenset()
     """What was spare on every rank."""
 
@@ -135,11 +135,11 @@ class JoinState:
         return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
 
     def take_lane(self, number: int) -> int:
-        """The lane `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
-        if not all(number in lanes for lanes in self.spare_lanes.values()):
+        """The queue `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
+        if not all(number in queues for queues in self.spare_lanes.values()):
             return -1
-        for lanes in self.spare_lanes.values():
-            lanes.remove(number)
+        for queues in self.spare_lanes.values():
+            queues.remove(number)
         return number
 
     def planned(self, serial: int) -> None:
@@ -151,7 +151,7 @@ class JoinState:
         """All have joined."""
         counts = merge_counts(self.requests.values())
         plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
-        spare = frozenset.intersection(*(frozenset(lanes) for lanes in self.spare_lanes.values()))
+        spare = frozenset.intersection(*(frozenset(queues) for queues in self.spare_lanes.values()))
         return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
 
 
@@ -164,31 +164,31 @@ def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, in
     return counts
 
 
-def why_not(signature: RequestSpec, *, known: bool = False) -> str | None:
+def why_not(spec: RequestSpec, *, known: bool = False) -> str | None:
     """Why a request cannot run while some ranks have joined; None if it can.
 
     known: they could plan it themselves.
     """
-    if signature.kind not in EXCUSED_KINDS:
-        return f"{signature.kind.capitalize()} is not supported with Join at this time"
-    if signature.kind == "allreduce" and signature.op == ReduceOp.PRODUCT and signature.prescale != 1:
+    if spec.kind not in EXCUSED_KINDS:
+        return f"{spec.kind.capitalize()} is not supported with Join at this time"
+    if spec.kind == "allreduce" and spec.op == ReduceOp.PRODUCT and spec.prescale != 1:
         return "op Product with a prescale_factor has no neutral contribution; scale the tensor before the call"
-    if signature.kind == "plan" and signature.detail.portable is None and not known:
+    if spec.kind == "plan" and spec.detail.portable is None and not known:
         return "The first step of an optimizer with such a compressor needs all ranks"
-    if signature.kind == "lane" and not known:
+    if spec.kind == "lane" and not known:
         return "What begins here has to be made on all ranks"
     return None
 
 
-def neutral_tensors(signature: RequestSpec) -> list[torch.Tensor]:
+def neutral_tensors(spec: RequestSpec) -> list[torch.Tensor]:
     """What a rank that has joined contributes to a reduction."""
-    op = ReduceOp(signature.op)
-    if signature.prescale < 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+    op = ReduceOp(spec.op)
+    if spec.prescale < 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
         # The factor comes first and turns the order round.
         op = ReduceOp.MAX if op is ReduceOp.MIN else ReduceOp.MIN
     tensors = []
-    for name, shape, strides in zip(signature.dtypes, signature.shapes, signature.strides, strict=True):
+    for name, shape, strides in zip(spec.dtypes, spec.shapes, spec.strides, strict=True):
         dtype: torch.dtype = getattr(torch, name)
-        value = 0 if signature.prescale == 0 else identity(op, dtype)
+        value = 0 if spec.prescale == 0 else identity(op, dtype)
         tensors.append(torch.empty_strided(shape, strides or row_by_row(shape), dtype=dtype, device="cpu").fill_(value))
     return tensors

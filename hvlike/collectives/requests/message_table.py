@@ -27,11 +27,11 @@ class Response:
     """What all members are told about one request: run it with `extra`, or fail with `error`."""
 
     key: RequestKey
-    signature: RequestSpec
+    spec: RequestSpec
     extra: Any = None
     error: HorovodInternalError | None = None
     uniform: bool = True
-    """Every rank sent the very same signature."""
+    """Every rank sent the very same spec."""
     last: int = -1
     """The rank that asked last; -1: it was not decided by anyone's asking."""
     number: int | None = None
@@ -64,18 +64,18 @@ class MessageTable:
         """The positions of the members that need not ask for `key`."""
         return () if key in (JOIN_KEY, LEAVE_KEY) else self.joins.excused(key[0])
 
-    def submit(self, position: int, key: RequestKey, signature: RequestSpec, now: float = 0.0) -> Response | None:
-        """The member at `position` asks; the verdict if it was the last one."""
+    def submit(self, position: int, key: RequestKey, spec: RequestSpec, now: float = 0.0) -> Response | None:
+        """The member at `position` asks; the response if it was the last one."""
         asked = self.pending.setdefault(key, {})
-        asked[position] = signature
+        asked[position] = spec
         self.since.setdefault(key, now)
         return self._decide(key)
 
-    def join(self, position: int, signature: RequestSpec, now: float = 0.0) -> list[Response]:
-        """The member at `position` joins; the verdicts on everything that lacked only it."""
-        self.joins.add(position, signature.detail)
+    def join(self, position: int, spec: RequestSpec, now: float = 0.0) -> list[Response]:
+        """The member at `position` joins; the responses on everything that lacked only it."""
+        self.joins.add(position, spec.detail)
         responses = [self._decide(key) for key in list(self.pending) if key != JOIN_KEY]
-        responses.append(self.submit(position, JOIN_KEY, signature, now))
+        responses.append(self.submit(position, JOIN_KEY, spec, now))
         return [response for response in responses if response is not None]
 
     def _decide(self, key: RequestKey) -> Response | None:
@@ -89,22 +89,22 @@ class MessageTable:
         """Compare what the members ask for; those that have joined have no say."""
         positions = sorted(asked)
         ranks = [self.ranks[position] for position in positions]
-        signatures = [asked[position] for position in positions]
-        first = signatures[0]
+        specs = [asked[position] for position in positions]
+        first = specs[0]
         if key == JOIN_KEY:
-            error = self._find_different_joins(ranks, signatures)
+            error = self._find_different_joins(ranks, specs)
             end = self.joins.end(self.ranks)
             self.joins = JoinState()
             return Response(key, first, end, error, uniform=False)
         if key == LEAVE_KEY:
-            return Response(key, first, LeaveEnd.of([each.detail for each in signatures]), uniform=False)
-        uniform = all(signature == first for signature in signatures)
-        error = None if uniform else find_mismatch(key[1], ranks, signatures)
+            return Response(key, first, LeaveEnd.of([each.detail for each in specs]), uniform=False)
+        uniform = all(spec == first for spec in specs)
+        error = None if uniform else find_mismatch(key[1], ranks, specs)
         if error is None and len(ranks) < len(self.ranks):
             error = self._refuse_while_joined(key, first)
         if error is not None:
             return Response(key, first, None, error, uniform)
-        extra = summarise(signatures)
+        extra = summarise(specs)
         if first.kind in PLANNED_KINDS:
             self.plans += 1
             self.joins.planned(self.plans)
@@ -113,17 +113,15 @@ class MessageTable:
             extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
         return Response(key, first, extra, None, uniform)
 
-    def _find_different_joins(
-        self, ranks: Sequence[int], signatures: Sequence[RequestSpec]
-    ) -> HorovodInternalError | None:
-        ways = [each.detail.how for each in signatures]
+    def _find_different_joins(self, ranks: Sequence[int], specs: Sequence[RequestSpec]) -> HorovodInternalError | None:
+        ways = [each.detail.how for each in specs]
         if len(set(ways)) == 1:
             return None
         said = _who_said_what(ranks, ways, str).replace(" passed ", " ")
         return MismatchError(f"Mismatched join: {said}. Join in the same way on every rank, with the same joinables.")
 
-    def _refuse_while_joined(self, key: RequestKey, signature: RequestSpec) -> HorovodInternalError | None:
-        reason = why_not(signature, known=self.joins.knows(key[1]))
+    def _refuse_while_joined(self, key: RequestKey, spec: RequestSpec) -> HorovodInternalError | None:
+        reason = why_not(spec, known=self.joins.knows(key[1]))
         if reason is None:
             return None
         excused = list(self.excused(key))
@@ -147,16 +145,16 @@ class MessageTable:
             self.joins = JoinState()
 
 
-def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[RequestSpec]) -> HorovodInternalError | None:
-    """The error for signatures that may not stand together, or None where their difference is allowed."""
-    kind = signatures[0].kind
+def find_mismatch(name: str, ranks: Sequence[int], specs: Sequence[RequestSpec]) -> HorovodInternalError | None:
+    """The error for specs that may not stand together, or None where their difference is allowed."""
+    kind = specs[0].kind
     if kind == "plan":
-        return find_plan_mismatch(name, ranks, [signature.detail for signature in signatures])
+        return find_plan_mismatch(name, ranks, [spec.detail for spec in specs])
     if kind == "lane":
-        return find_queue_mismatch(name, ranks, [signature.detail for signature in signatures])
+        return find_queue_mismatch(name, ranks, [spec.detail for spec in specs])
     for check in _CHECKS:
         if kind in check.kinds or not check.kinds:
-            values = [check.value(signature) for signature in signatures]
+            values = [check.value(spec) for spec in specs]
             if any(value != values[0] for value in values):
                 said = _who_said_what(ranks, values, check.show)
                 text = f"Mismatched {kind.upper()} {check.what} for {name!r}: {said}. {check.fix}"
@@ -164,20 +162,17 @@ def find_mismatch(name: str, ranks: Sequence[int], signatures: Sequence[RequestS
     return None
 
 
-def summarise(signatures: Sequence[RequestSpec]) -> Any:
+def summarise(specs: Sequence[RequestSpec]) -> Any:
     """What every member must know of the others to run the request."""
-    first = signatures[0]
+    first = specs[0]
     if first.kind == "allgather":
-        return tuple(tuple(shape[0] if shape else 1 for shape in signature.shapes) for signature in signatures)
+        return tuple(tuple(shape[0] if shape else 1 for shape in spec.shapes) for spec in specs)
     if first.kind == "plan":
-        return merge_proposals([signature.detail for signature in signatures])
+        return merge_proposals([spec.detail for spec in specs])
     if first.kind == "lane":
-        return merge_queue_proposals([signature.detail for signature in signatures])
+        return merge_queue_proposals([spec.detail for spec in specs])
     # Tensors whose elements lie in the same order in memory on all ranks can be reduced in that order.
-    return tuple(
-        all(signature.strides[index] == stride for signature in signatures)
-        for index, stride in enumerate(first.strides)
-    )
+    return tuple(all(spec.strides[index] == stride for spec in specs) for index, stride in enumerate(first.strides))
 
 
 def _who_said_what(ranks: Sequence[int], values: Sequence[Any], show: Callable[[Any], str]) -> str:

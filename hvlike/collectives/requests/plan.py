@@ -17,22 +17,22 @@ _ABSENT = "nothing"
 
 
 class QueueProposal(NamedTuple):
-    """What one rank says of a planned lane."""
+    """What one rank says of a planned queue."""
 
     described: tuple[tuple[str, str], ...]
     """What must be equal on all ranks, in order: what it is, and its value."""
     advice: str
     """How to make it so, for the error."""
     spare_lane: int = -1
-    """A lane that an earlier owner on this rank has given back; -1: none."""
+    """A queue that an earlier owner on this rank has given back; -1: none."""
     serial: int = -1
-    """Number of the agreed lane among the plans of the process set."""
+    """Number of the agreed queue among the plans of the process set."""
     device: str = ""
-    """The kind of the device that the lane needs a plane for; empty for none."""
+    """The kind of the device that the queue needs a backend for; empty for none."""
 
 
 def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
-    """The first one's, with the spare lane only where all have the same."""
+    """The first one's, with the spare queue only where all have the same."""
     first = proposals[0]
     same = all(each.spare_lane == first.spare_lane for each in proposals)
     return first._replace(spare_lane=first.spare_lane if same else -1)
@@ -109,7 +109,7 @@ class Proposal(NamedTuple):
     memory: Mark = Mark()
     """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
     spare_lane: int = -1
-    """A lane that an earlier reducer of this rank has given back; -1: none."""
+    """A queue that an earlier reducer of this rank has given back; -1: none."""
     portable: Any = None
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
     serial: int = -1
@@ -121,7 +121,7 @@ class Proposal(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The kind of the device that the lane needs a plane for; empty for none."""
+        """The kind of the device that the queue needs a backend for; empty for none."""
         return next(filter(None, self.devices), "")
 
 
@@ -136,14 +136,14 @@ class Plan:
 
 
 def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
-    """What all ranks can agree on: the first one's order, sparse where any is, strides and lane where all agree."""
+    """What all ranks can agree on: the first one's order, sparse where any is, strides and queue where all agree."""
     first = proposals[0]
     sparse = tuple(any(each.sparse[index] for each in proposals) for index in range(len(first.names)))
     strides = tuple(
         stride if all(each.strides[index] == stride for each in proposals) else None
         for index, stride in enumerate(first.strides)
     )
-    # Ranks can lag behind in giving lanes back; then a new one is opened.
+    # Ranks can lag behind in giving queues back; then a new one is opened.
     spare_lane = first.spare_lane if all(each.spare_lane == first.spare_lane for each in proposals) else -1
     memory = merge_marks([each.memory for each in proposals])
     apart = find_apart([each.start for each in proposals])

@@ -65,7 +65,7 @@ class Operand:
     ) -> None:
         """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own.
 
-        home: the device that the plane works on, None for host memory.
+        home: the device that the backend works on, None for host memory.
         """
         source = tensor.detach()
         if source.is_inference() and not source.is_conj() and not source.is_neg():

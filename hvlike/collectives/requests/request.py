@@ -229,25 +229,25 @@ class Request:
     """One operation of this rank, from the call to the end."""
 
     name: str
-    signature: RequestSpec
+    spec: RequestSpec
     tensors: Sequence[torch.Tensor]
     finish: Callable[[Request], Any]
     """Makes the result once the tensors or outputs hold it; called in the loop."""
     handle: Handle = field(default_factory=Handle)
     outputs: list[Any] = field(default_factory=list)
-    """What the job itself has made: gathered tensors, lanes."""
+    """What the job itself has made: gathered tensors, queues."""
     job: Callable[[Any], Job] | None = None
-    """Makes the job of a request that brings its own, from what `Verdict.extra` says."""
+    """Makes the job of a request that brings its own, from what `Response.extra` says."""
     place: CallSite | str = ""
     """File and line of the call."""
     time: float = field(default_factory=time.monotonic)
     ready: Sequence[Event] = ()
     """When the tensors of a device hold their values."""
     home: torch.device | None = None
-    """The device of this rank, for a request without tensors that opens a lane."""
+    """The device of this rank, for a request without tensors that opens a queue."""
 
     def __post_init__(self) -> None:
-        self.key: RequestKey = (self.signature.kind, self.name)
+        self.key: RequestKey = (self.spec.kind, self.name)
         """What identifies the request among those in flight; the same on all ranks."""
 
 

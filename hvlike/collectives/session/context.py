@@ -157,8 +157,8 @@ class Context:
         settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
-        self._lane_watch = DeviceWatch(self.fabric, self.registry.set_states)
-        self._farewell = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
+        self._device_watch = DeviceWatch(self.fabric, self.registry.set_states)
+        self._shutdown_barrier = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
@@ -199,7 +199,7 @@ class Context:
         loop.wait(lambda: all(each.lanes.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
-        self._farewell.part(reason)
+        self._shutdown_barrier.part(reason)
         self.guard.uninstall()
         atexit.unregister(self.close)
         loop.close()
@@ -211,7 +211,7 @@ class Context:
         """The health check of the process sets; in the loop."""
         for set_state in self.registry.set_states.values():
             set_state.controller.watch()
-        self._lane_watch.look(time.monotonic())
+        self._device_watch.look(time.monotonic())
         lost = self._liveness.lost()
         if lost:
             self._lose(
@@ -269,8 +269,8 @@ class Context:
             yield Wait.NOTIFY
         ranks = set_state.group.ranks
         gone = next(rank for rank in errors if rank in ranks)
-        for lane in set_state.lanes.all():
-            lane.fail(errors[gone])
+        for queue in set_state.lanes.all():
+            queue.fail(errors[gone])
         if ranks[0] in errors:
             set_state.controller.lose_coordinator(errors[ranks[0]])
 

@@ -27,7 +27,7 @@ from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageE
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
 CountingJob = Callable[[Backend], Coroutine[int]]
-"""What a rank does on a lane in one step; returns how many ranks were active in it, as `end_count` says."""
+"""What a rank does on a queue in one step; returns how many ranks were active in it, as `end_count` says."""
 
 Keep = Callable[[Mapping[int, torch.Tensor], int], None]
 """Told, in the loop, the reduced tensors of a step by entry, and how many ranks were active in it."""
@@ -36,9 +36,9 @@ Keep = Callable[[Mapping[int, torch.Tensor], int], None]
 class JoinedProxy(ABC):
     """Runs the steps of one plan, until a step has no active rank."""
 
-    def __init__(self, lane: OpQueue, serial: int) -> None:
+    def __init__(self, queue: OpQueue, serial: int) -> None:
         """serial: the number of the plan."""
-        self.lane = lane
+        self.lane = queue
         self.serial = serial
         self.finished = False
         self.error: BaseException | None = None
@@ -117,13 +117,13 @@ class PlanProxy(JoinedProxy):
 
 
 class QueueProxy(JoinedProxy):
-    """Runs on a planned lane what its owner has for a rank that has joined."""
+    """Runs on a planned queue what its owner has for a rank that has joined."""
 
     def __init__(
-        self, lane: OpQueue, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
+        self, queue: OpQueue, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
     ) -> None:
-        """stand_in: makes the job of a step. on_device: it runs on the plane of the lane's device."""
-        super().__init__(lane, serial)
+        """stand_in: makes the job of a step. on_device: it runs on the backend of the lane's device."""
+        super().__init__(queue, serial)
         self._on_device = on_device
         self._stand_in = stand_in
         self._active = 0
@@ -136,8 +136,8 @@ class QueueProxy(JoinedProxy):
             self.fail(error)
             return
 
-        def run(plane: Backend) -> Coroutine[None]:
-            self._active = yield from job(plane)
+        def run(backend: Backend) -> Coroutine[None]:
+            self._active = yield from job(backend)
 
         self.lane.submit(on_device(self.lane, None, run) if self._on_device else run, self._ended, wake=False)
 
@@ -153,7 +153,7 @@ class QueueProxy(JoinedProxy):
 
 
 class PersistentOperation(Protocol):
-    """What agrees once with the other ranks and then runs step after step on a lane of its own."""
+    """What agrees once with the other ranks and then runs step after step on a queue of its own."""
 
     name: str
 
@@ -175,23 +175,23 @@ class PersistentOperation(Protocol):
     def proxy(self) -> JoinedProxy:
         """What takes part in the agreed plan while this rank has joined. In the loop."""
 
-    def adopt(self, lane: OpQueue, agreed: Any) -> JoinedProxy:
+    def adopt(self, queue: OpQueue, agreed: Any) -> JoinedProxy:
         """The others have agreed anew while this rank has joined: what takes part in that. In the loop."""
 
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""
 
     def forget(self) -> None:
-        """Forget the plan; what becomes of its lane is up to the caller."""
+        """Forget the plan; what becomes of its queue is up to the caller."""
 
 
 class JoinedProxies:
     """The proxies of one process set while this rank has joined."""
 
-    def __init__(self, lanes: OpQueues, controller: Controller) -> None:
+    def __init__(self, queues: OpQueues, controller: Controller) -> None:
         self.planned: MutableSet[PersistentOperation] = weakref.WeakSet()
         """What this rank plans."""
-        self._lanes = lanes
+        self._lanes = queues
         self._negotiator = controller
         self._by_name: dict[str, JoinedProxy] = {}
         self._missed = 0
@@ -202,7 +202,7 @@ class JoinedProxies:
         return frozenset(each.serial for each in planned if each.serial is not None)
 
     def spare_lanes(self) -> frozenset[int]:
-        """The lanes that are not used now, not even for the plan of an owner who is gone."""
+        """The queues that are not used now, not even for the plan of an owner who is gone."""
         used = {each.lane.number for each in list(self._by_name.values())}
         return frozenset(self._lanes.spare_numbers()) - used
 
@@ -227,7 +227,7 @@ class JoinedProxies:
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
     def end(self, plans: frozenset[int], spare_lanes: frozenset[int]) -> None:
-        """All have joined: go on alike. Plans are forgotten on every rank, their lanes spare on every rank.
+        """All have joined: go on alike. Plans are forgotten on every rank, their queues spare on every rank.
 
         In the loop.
         """
@@ -282,18 +282,18 @@ class JoinedProxies:
     def _stand_in(self, response: Response) -> Request | None:
         if response.key[0] not in PLANNED_KINDS:
             return stand_in(response)
-        return Request(response.key[1], response.signature, [], self._adopt)
+        return Request(response.key[1], response.spec, [], self._adopt)
 
     def _adopt(self, request: Request) -> Any:
         """The others have made a plan: take part in it."""
-        lane, agreed = request.outputs
-        self._add(request.name, self._shadow_of(request.name, lane, agreed))
+        queue, agreed = request.outputs
+        self._add(request.name, self._shadow_of(request.name, queue, agreed))
 
-    def _shadow_of(self, name: str, lane: OpQueue, agreed: Any) -> JoinedProxy:
+    def _shadow_of(self, name: str, queue: OpQueue, agreed: Any) -> JoinedProxy:
         own = next((each for each in list(self.planned) if each.name == name), None)
         if own is not None:
-            return own.adopt(lane, agreed)
-        return PlanProxy(Schedule(agreed, lane, agreed.portable))
+            return own.adopt(queue, agreed)
+        return PlanProxy(Schedule(agreed, queue, agreed.portable))
 
 
 def raise_first(errors: list[BaseException | None]) -> None:

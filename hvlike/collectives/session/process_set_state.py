@@ -39,20 +39,20 @@ class ProcessSetState:
         fabric: Fabric,
         group: Group,
         first: OpQueue,
-        switchboard: ControllerRouter,
+        router: ControllerRouter,
         knobs: Config,
         end: Callable[[HorovodInternalError], None],
     ) -> None:
-        """first: the lane of negotiated requests; end: ends everything on this rank with an error."""
+        """first: the queue of negotiated requests; end: ends everything on this rank with an error."""
         self.group = group
         self.lanes = OpQueues(fabric, first)
         trace = Trace(fabric.recorder, group)
         self.express: InlineAllreduce | None = None
-        """The express way, once the set has reduced a few tensors; None where its ranks are not all on one node."""
+        """The inline way, once the set has reduced a few tensors; None where its ranks are not all on one node."""
         self._fabric = fabric
         opening = self._open_express if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
         self.executor = Executor(self.lanes, trace, knobs, opening)
-        self._switchboard = switchboard
+        self._router = router
         self.controller = Controller(
             fabric,
             group,
@@ -65,12 +65,12 @@ class ProcessSetState:
         )
         self.proxies = JoinedProxies(self.lanes, self.controller)
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform)
-        switchboard.connect(group.number, self.controller)
+        router.connect(group.number, self.controller)
 
     def _open_express(self) -> Coroutine[None]:
-        """Make the express way. Collective over the group."""
-        lane = yield from self.lanes.take(-1)
-        express = yield from open_inline_allreduce(self._fabric, self.group, lane)
+        """Make the inline way. Collective over the group."""
+        queue = yield from self.lanes.take(-1)
+        express = yield from open_inline_allreduce(self._fabric, self.group, queue)
         if express is not None:
             group = self.group
             self.express = InlineAllreduce(self.controller, express, self._fabric.recorder, group.size, group.rank)
@@ -80,14 +80,14 @@ class ProcessSetState:
         """End everything in flight in this set with `error`; in the loop."""
         inline_allreduces.pop(self.group.number, None)
         self.controller.close(error)
-        for lane in self.lanes.all():
-            lane.fail(error)
+        for queue in self.lanes.all():
+            queue.fail(error)
 
     def close(self) -> None:
         """Give back communicators. Collective over the group, after everything has ended."""
-        self._switchboard.disconnect(self.group.number)
-        for lane in self.lanes.all():
-            lane.close()
+        self._router.disconnect(self.group.number)
+        for queue in self.lanes.all():
+            queue.close()
         self.executor.close()
         self.group.disconnect()
 
@@ -95,7 +95,7 @@ class ProcessSetState:
 def open_set_state(
     fabric: Fabric,
     group: Group,
-    switchboard: ControllerRouter,
+    router: ControllerRouter,
     knobs: Config,
     end: Callable[[HorovodInternalError], None],
 ) -> Coroutine[ProcessSetState]:
@@ -104,8 +104,8 @@ def open_set_state(
     On several nodes it makes communicators, which blocks until all members are here: they are on the way.
     """
     group.connect()
-    lane = yield from open_queue(fabric, group, 0)
-    return ProcessSetState(fabric, group, lane, switchboard, knobs, end)
+    queue = yield from open_queue(fabric, group, 0)
+    return ProcessSetState(fabric, group, queue, router, knobs, end)
 
 
 def stall_limits(knobs: Config) -> StallLimits:
@@ -116,10 +116,10 @@ def stall_limits(knobs: Config) -> StallLimits:
 
 
 class ControllerRouter:
-    """Brings the messages of negotiators to the one of the right process set."""
+    """Brings the messages of controllers to the one of the right process set."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._negotiators: dict[int, Controller] = {}
+        self._controllers: dict[int, Controller] = {}
         self._early: dict[int, list[tuple[int, str, Any]]] = {}
         self._newest = -1
         fabric.channel.listen(Topic.CONTROLLER, self._deliver)
@@ -127,17 +127,17 @@ class ControllerRouter:
     def connect(self, number: int, controller: Controller) -> None:
         """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
         self._newest = number
-        self._negotiators[number] = controller
+        self._controllers[number] = controller
         for rank, what, value in self._early.pop(number, []):
             controller.hear(rank, what, value)
 
     def disconnect(self, number: int) -> None:
         """Deliver nothing more."""
-        self._negotiators.pop(number, None)
+        self._controllers.pop(number, None)
 
     def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[torch.Tensor]) -> None:
         number, what, value = message
-        controller = self._negotiators.get(number)
+        controller = self._controllers.get(number)
         if controller is not None:
             controller.hear(rank, what, value)
         elif number > self._newest:
@@ -155,7 +155,7 @@ class Registry:
         self._fabric = fabric
         self._knobs = knobs
         self._end = end
-        self._switchboard = ControllerRouter(fabric)
+        self._router = ControllerRouter(fabric)
         self._next = 0
 
     def find(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
@@ -194,7 +194,7 @@ class Registry:
         world = self._fabric.world
         if world.rank in ranks:
             group = Group(world, number, ranks)
-            set_state = yield from open_set_state(self._fabric, group, self._switchboard, self._knobs, self._end)
+            set_state = yield from open_set_state(self._fabric, group, self._router, self._knobs, self._end)
             self.set_states[number] = set_state
         self.sets[number] = process_set
         process_set.registered(number, ranks, world.rank)
@@ -247,26 +247,26 @@ def ranks_of(comm: Any, world: World) -> list[int]:
 
 
 class DeviceWatch:
-    """Ends lanes whose device has failed, here and on the other ranks. In the loop."""
+    """Ends queues whose device has failed, here and on the other ranks. In the loop."""
 
     def __init__(self, fabric: Fabric, set_states: Mapping[int, ProcessSetState]) -> None:
         self._fabric = fabric
-        self._memberships = set_states
-        fabric.channel.listen(Topic.DEVICE, lambda rank, letter, tensors: self._hear(rank, *letter))
+        self._set_states = set_states
+        fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear(rank, *message))
 
     def look(self, now: float) -> None:
         """See whether anything has gone wrong, and tell the others; a few times a second. now: time.monotonic()."""
-        for number, set_state in self._memberships.items():
-            for lane in set_state.lanes.all():
-                error = lane.watch(now)
+        for number, set_state in self._set_states.items():
+            for queue in set_state.lanes.all():
+                error = queue.watch(now)
                 if error is None:
                     continue
                 for rank in set_state.group.ranks:
                     if rank != self._fabric.world.rank:
-                        self._fabric.channel.send(rank, Topic.DEVICE, (number, lane.number, error), kind="device")
+                        self._fabric.channel.send(rank, Topic.DEVICE, (number, queue.number, error), kind="device")
 
-    def _hear(self, rank: int, number: int, lane: int, error: HorovodInternalError) -> None:
-        set_state = self._memberships.get(number)
-        lanes = () if set_state is None else set_state.lanes.all()
-        if lane < len(lanes) and lanes[lane].broken is None:
-            lanes[lane].fail(type(error)(f"on rank {rank}: {error}"))
+    def _hear(self, rank: int, number: int, queue: int, error: HorovodInternalError) -> None:
+        set_state = self._set_states.get(number)
+        queues = () if set_state is None else set_state.lanes.all()
+        if queue < len(queues) and queues[queue].broken is None:
+            queues[queue].fail(type(error)(f"on rank {rank}: {error}"))

@@ -174,13 +174,9 @@ def in_flight() -> dict[str, int]:
     """What has not ended in this process, or has broken."""
     context = current()
     set_states = list(context.registry.set_states.values())
-    coordinators = [each.controller._coordinator for each in set_states if each.controller._coordinator is not None]
+    counts = [each.controller.in_flight() for each in set_states]
     return {
-        "requests": sum(
-            len(each.controller.tensor_queue.requests) + len(each.controller._outbox) for each in set_states
-        ),
-        "pending": sum(len(each.agreement.pending) + len(each.agreement.since) for each in coordinators),
-        "waiting": sum(len(each.waits.waited_for()) for each in coordinators),
+        **{what: sum(each[what] for each in counts) for what in ("requests", "pending", "waiting")},
         "busy lanes": sum(not lane.idle for each in set_states for lane in each.lanes.all()),
         "broken lanes": sum(lane.broken is not None for each in set_states for lane in each.lanes.all()),
     }

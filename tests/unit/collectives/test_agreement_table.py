@@ -34,7 +34,7 @@ def test_the_last_member_brings_the_verdict() -> None:
     assert agreement.missing(key) == [3]
     verdict = agreement.submit(1, key, GRAD)
     assert verdict is not None
-    assert (verdict.key, verdict.signature, verdict.error, verdict.uniform) == (key, GRAD, None, True)
+    assert (verdict.key, verdict.spec, verdict.error, verdict.uniform) == (key, GRAD, None, True)
     assert agreement.pending == {}
     assert agreement.submit(0, key, GRAD) is None, "the name is free again"
 

@@ -13,7 +13,7 @@ def ask(name: str, *lengths: int, kind: str = "allreduce", op: int = 1) -> Agree
     """An operation on tensors of so many bytes."""
     tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
     request = Request(name, spec_of_tensors(kind, tensors, op=op), tensors, lambda request: None)
-    return request, Response(request.key, request.signature)
+    return request, Response(request.key, request.spec)
 
 
 def names(batches: list[list[Agreed]]) -> list[str]:
