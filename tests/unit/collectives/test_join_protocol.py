@@ -28,55 +28,55 @@ def joins(plans: tuple[int, ...] = (), spare: tuple[int, ...] = (), **counts: in
 
 
 def test_a_request_that_lacked_only_the_rank_that_joins_is_decided() -> None:
-    agreement = MessageTable((0, 1, 2))
-    assert agreement.submit(0, X, GRAD) is None
-    assert agreement.submit(2, X, GRAD) is None
-    assert agreement.missing(X) == [1]
-    (verdict,) = agreement.join(1, joins())
-    assert (verdict.key, verdict.error) == (X, None)
-    assert list(agreement.joined) == [1]
-    assert agreement.missing(JOIN_KEY) == [0, 2]
+    table = MessageTable((0, 1, 2))
+    assert table.submit(0, X, GRAD) is None
+    assert table.submit(2, X, GRAD) is None
+    assert table.missing(X) == [1]
+    (response,) = table.join(1, joins())
+    assert (response.key, response.error) == (X, None)
+    assert list(table.joined) == [1]
+    assert table.missing(JOIN_KEY) == [0, 2]
 
 
 def test_what_cannot_do_without_a_rank_fails_once_all_active_ranks_have_asked() -> None:
-    agreement = MessageTable((4, 5, 6))
-    agreement.join(0, joins())
+    table = MessageTable((4, 5, 6))
+    table.join(0, joins())
     gather = RequestSpec("allgather", ("float32",), ((2,),), strides=(None,))
-    assert agreement.submit(1, ("allgather", "y"), gather) is None
-    verdict = agreement.submit(2, ("allgather", "y"), gather)
-    assert verdict is not None
-    assert "allgather 'y' cannot run: rank 4 called hvd.join()" in str(verdict.error)
+    assert table.submit(1, ("allgather", "y"), gather) is None
+    response = table.submit(2, ("allgather", "y"), gather)
+    assert response is not None
+    assert "allgather 'y' cannot run: rank 4 called hvd.join()" in str(response.error)
 
 
 def test_the_end_names_the_last_rank_and_aligns_the_counts() -> None:
-    agreement = MessageTable((4, 5, 6))
-    assert agreement.join(1, joins((1, 2), (7, 8), allreduce=3)) == []
-    assert agreement.join(2, joins((1, 2, 3), (8,), barrier=1)) == []
-    (verdict,) = agreement.join(0, joins((2, 3), (8, 9), allreduce=5))
-    end = verdict.extra
+    table = MessageTable((4, 5, 6))
+    assert table.join(1, joins((1, 2), (7, 8), allreduce=3)) == []
+    assert table.join(2, joins((1, 2, 3), (8,), barrier=1)) == []
+    (response,) = table.join(0, joins((2, 3), (8, 9), allreduce=5))
+    end = response.extra
     assert end.last == 4
     assert end.counts == {"allreduce": 5, "barrier": 1}
     assert end.plans == {2}
     assert end.spare_lanes == {8}
-    assert list(agreement.joined) == []
-    assert agreement.pending == {}
+    assert list(table.joined) == []
+    assert table.pending == {}
 
 
 def test_plans_made_after_a_rank_has_joined_are_its_own_too() -> None:
-    agreement = MessageTable((0, 1))
-    agreement.join(0, joins((1,)))
-    agreement.joins.planned(2)
-    (verdict,) = agreement.join(1, joins((2,)))
-    assert verdict.extra.plans == {2}
+    table = MessageTable((0, 1))
+    table.join(0, joins((1,)))
+    table.joins.planned(2)
+    (response,) = table.join(1, joins((2,)))
+    assert response.extra.plans == {2}
 
 
 def test_a_lane_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and_once() -> None:
-    agreement = MessageTable((0, 1, 2))
-    agreement.join(0, joins(spare=(3, 4)))
-    agreement.join(1, joins(spare=(4,)))
-    assert agreement.joins.take_lane(3) == -1
-    assert agreement.joins.take_lane(4) == 4
-    assert agreement.joins.take_lane(4) == -1
+    table = MessageTable((0, 1, 2))
+    table.join(0, joins(spare=(3, 4)))
+    table.join(1, joins(spare=(4,)))
+    assert table.joins.take_lane(3) == -1
+    assert table.joins.take_lane(4) == 4
+    assert table.joins.take_lane(4) == -1
     assert MessageTable((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
 
 
@@ -85,48 +85,48 @@ def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -
 
 
 def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
-    agreement = MessageTable((0, 1))
+    table = MessageTable((0, 1))
     request = JoinRequest({}, frozenset(), scope=JoinScope.PLANS, marks={"known": Mark()})
-    agreement.join(0, RequestSpec("join", detail=request))
-    assert list(agreement.joined) == []
-    assert list(agreement.away) == [0]
-    assert agreement.submit(1, X, GRAD) is None
-    assert agreement.missing(X) == [0]
-    verdict = agreement.submit(0, X, GRAD)
-    assert verdict is not None
-    assert verdict.error is None
+    table.join(0, RequestSpec("join", detail=request))
+    assert list(table.joined) == []
+    assert list(table.away) == [0]
+    assert table.submit(1, X, GRAD) is None
+    assert table.missing(X) == [0]
+    response = table.submit(0, X, GRAD)
+    assert response is not None
+    assert response.error is None
 
 
 def test_a_lane_is_agreed_without_a_rank_that_knows_it() -> None:
-    agreement = MessageTable((0, 1))
-    agreement.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
+    table = MessageTable((0, 1))
+    table.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
     lane = RequestSpec("lane", detail=QueueProposal((("length", "3"),), ""))
-    known = agreement.submit(1, ("lane", "known"), lane)
+    known = table.submit(1, ("lane", "known"), lane)
     assert known is not None
     assert (known.error, known.extra.serial) == (None, 1)
-    unknown = agreement.submit(1, ("lane", "unknown"), lane)
+    unknown = table.submit(1, ("lane", "unknown"), lane)
     assert unknown is not None
     assert "has to be made on all ranks" in str(unknown.error)
 
 
 def test_ranks_that_join_in_different_ways_are_told() -> None:
-    agreement = MessageTable((4, 5))
-    agreement.join(0, joins())
+    table = MessageTable((4, 5))
+    table.join(0, joins())
     other = JoinRequest({}, frozenset(), how="left its Join context of Counter")
-    (verdict,) = agreement.join(1, RequestSpec("join", detail=other))
-    assert str(verdict.error) == (
+    (response,) = table.join(1, RequestSpec("join", detail=other))
+    assert str(response.error) == (
         "Mismatched join: rank 4 called hvd.join(), rank 5 left its Join context of Counter. Join in the same way on "
         "every rank, with the same joinables."
     )
 
 
 def test_all_leave_together() -> None:
-    agreement = MessageTable((0, 1, 2))
-    assert agreement.submit(1, LEAVE_KEY, leave((1, 2), allreduce=3)) is None
-    assert agreement.submit(0, LEAVE_KEY, leave((2, 3), failed=True)) is None
-    verdict = agreement.submit(2, LEAVE_KEY, leave((2,), allreduce=1, barrier=1))
-    assert verdict is not None
-    assert verdict.extra == LeaveEnd({"allreduce": 3, "barrier": 1}, frozenset({2}), failed=True)
+    table = MessageTable((0, 1, 2))
+    assert table.submit(1, LEAVE_KEY, leave((1, 2), allreduce=3)) is None
+    assert table.submit(0, LEAVE_KEY, leave((2, 3), failed=True)) is None
+    response = table.submit(2, LEAVE_KEY, leave((2,), allreduce=1, barrier=1))
+    assert response is not None
+    assert response.extra == LeaveEnd({"allreduce": 3, "barrier": 1}, frozenset({2}), failed=True)
 
 
 def test_steps_that_a_failed_rank_has_taken_part_in_can_be_completed() -> None:

@@ -26,35 +26,35 @@ def test_name_ranks(ranks: Any, text: str) -> None:
 
 
 def test_the_last_member_brings_the_verdict() -> None:
-    agreement = MessageTable(RANKS)
+    table = MessageTable(RANKS)
     key = ("allreduce", "grad")
-    assert agreement.submit(2, key, GRAD) is None
-    assert agreement.missing(key) == [0, 3]
-    assert agreement.submit(0, key, GRAD) is None
-    assert agreement.missing(key) == [3]
-    verdict = agreement.submit(1, key, GRAD)
-    assert verdict is not None
-    assert (verdict.key, verdict.spec, verdict.error, verdict.uniform) == (key, GRAD, None, True)
-    assert agreement.pending == {}
-    assert agreement.submit(0, key, GRAD) is None, "the name is free again"
+    assert table.submit(2, key, GRAD) is None
+    assert table.missing(key) == [0, 3]
+    assert table.submit(0, key, GRAD) is None
+    assert table.missing(key) == [3]
+    response = table.submit(1, key, GRAD)
+    assert response is not None
+    assert (response.key, response.spec, response.error, response.uniform) == (key, GRAD, None, True)
+    assert table.pending == {}
+    assert table.submit(0, key, GRAD) is None, "the name is free again"
 
 
 def test_a_withdrawn_request_starts_anew() -> None:
-    agreement = MessageTable(RANKS)
+    table = MessageTable(RANKS)
     key = ("barrier", "noname.0")
-    agreement.submit(0, key, RequestSpec("barrier"))
-    agreement.withdraw(key)
-    agreement.withdraw(key)
-    assert agreement.missing(key) == list(RANKS)
+    table.submit(0, key, RequestSpec("barrier"))
+    table.withdraw(key)
+    table.withdraw(key)
+    assert table.missing(key) == list(RANKS)
 
 
 def test_requests_of_several_names_do_not_touch() -> None:
-    agreement = MessageTable((0, 1))
-    agreement.submit(0, ("allreduce", "a"), GRAD)
-    agreement.submit(1, ("allreduce", "b"), GRAD)
-    agreement.submit(1, ("broadcast", "a"), GRAD._replace(kind="broadcast"))
-    assert len(agreement.pending) == 3
-    assert agreement.submit(1, ("allreduce", "a"), GRAD) is not None
+    table = MessageTable((0, 1))
+    table.submit(0, ("allreduce", "a"), GRAD)
+    table.submit(1, ("allreduce", "b"), GRAD)
+    table.submit(1, ("broadcast", "a"), GRAD._replace(kind="broadcast"))
+    assert len(table.pending) == 3
+    assert table.submit(1, ("allreduce", "a"), GRAD) is not None
 
 
 @pytest.mark.parametrize(

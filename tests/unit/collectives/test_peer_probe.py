@@ -30,16 +30,16 @@ class Job:
         self.answering = answering
         self.asked: list[int] = []
         loop: Any = Loop()
-        self.silence = PeerProbe(loop, 2, 0, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
+        self.probe = PeerProbe(loop, 2, 0, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
 
     def send(self, rank: int, what: str, asked: float) -> None:
         assert what == PING
         self.asked.append(rank)
         if rank in self.answering:
-            self.silence.hear(rank, (asked, self.answering[rank]))
+            self.probe.hear(rank, (asked, self.answering[rank]))
 
     def check(self, waited: float, *, agreed: bool, done: bool = False) -> StalledError | None:
-        return self.silence.check(KEY, waited, agreed, lambda: done)
+        return self.probe.check(KEY, waited, agreed, lambda: done)
 
 
 def test_a_coordinator_that_answers_reports_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ def test_a_wait_that_has_ended_is_not_reported(caplog: pytest.LogCaptureFixture)
     ],
 )
 def test_the_first_look_is_at_the_shorter_limit(limits: StallLimits, seconds: float | None) -> None:
-    assert Job({}, limits).silence.seconds == seconds
+    assert Job({}, limits).probe.seconds == seconds
 
 
 def test_an_answer_names_its_question() -> None:
