@@ -2,114 +2,26 @@
 
 y[r] = postscale * op over s of (prescale * x[s]) on every rank r. Of the eight public calls those with a trailing
 underscore write into the tensors they are given; those with `async` return a handle.
-
-With L = sum over r of L[r](y[r]), g = sum over r of dL[r]/dy[r], p = prescale and c = postscale:
-
-    Sum, Average   dL/dx[s] = (factors) g                          an allreduce with the same op and factors
-    Min, Max       dL/dx[s] = c p g / ties where p x[s] was chosen, else 0
-    Product        dL/dx[s] = c p g * (product over the other ranks of p x)
-    Adasum         none: its coefficients depend on all inputs, and to hold them constant would be a wrong answer
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allreduce_gradient import GroupedAllreduce
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum, choose_op
+from hvlike.collectives.requests.reduction import Reduction, choose_op
 from hvlike.collectives.requests.request import Handle, synchronize
 from hvlike.collectives.session.context import begin
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.collectives.session.submission import all_tensors, first_tensor, spec_of, submit
 from hvlike.errors import UsageError
-
-Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
-
-
-class GroupedAllreduce(torch.autograd.Function):
-    """Reduces out of place.
-
-    forward(tensors): the reduction itself. run(tensors, suffix, reduction): another one of the same group, under
-    the name of this one with `suffix`; differentiable in its turn where that is asked for.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:
-        """Reduce, and keep what the derivative of this op looks at."""
-        outputs = forward(tensors)
-        ctx.run, ctx.reduction = run, reduction
-        ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
-        if reduction.op in (Min, Max, Product):
-            ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collective like the forward call: all ranks of the set run backward."""
-        if ctx.reduction.op is Adasum:
-            raise UsageError(
-                "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
-                "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
-            )
-        incoming = [gradients[index] for index in ctx.smooth]
-        inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
-        if ctx.reduction.op is Product:
-            found = _gradient_of_product(ctx.run, ctx.reduction, incoming, inputs)
-        elif ctx.reduction.op in (Min, Max):
-            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs)
-        else:
-            # Sum and Average are their own adjoints, the factors included, which are real.
-            found = ctx.run(incoming, "gradient", ctx.reduction)
-        by_index = dict(zip(ctx.smooth, found, strict=True))
-        return (None, None, None, *(by_index.get(index) for index in range(len(gradients))))
-
-
-def _gradient_of_choice(
-    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
-    total = run(incoming, "gradient", _SUM)
-    # The result of the forward call may be rounded, by its factors or between nodes; without factors it is exact.
-    op = reduction.op if reduction.prescale >= 0 else {Min: Max, Max: Min}[reduction.op]
-    plain = [each.detach() for each in inputs]
-    best = run(plain, "choice", Reduction(op, 1.0, 1.0))
-    chosen = [(own == extreme).to(gradient.dtype) for own, extreme, gradient in zip(plain, best, incoming, strict=True)]
-    ties = run(chosen, "ties", _SUM)
-    scale = reduction.prescale * reduction.postscale
-    return [scale * g * mine / tied.clamp(min=1) for g, mine, tied in zip(total, chosen, ties, strict=True)]
-
-
-def _gradient_of_product(
-    run: Run, reduction: Reduction, incoming: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """For each element the product over all other ranks, right also where some are zero."""
-    if torch.is_grad_enabled():
-        raise UsageError("allreduce with op=hvd.Product has no second derivative: run backward without create_graph.")
-    total = run(incoming, "gradient", _SUM)
-    scaled = [each * reduction.prescale for each in inputs]
-    is_zero = [each == 0 for each in scaled]
-    without_zeros = [torch.where(zero, torch.ones_like(each), each) for each, zero in zip(scaled, is_zero, strict=True)]
-    products = run(without_zeros, "product", Reduction(Product, 1.0, 1.0))
-    zeros = run([zero.to(torch.int32) for zero in is_zero], "zeros", _SUM)
-    scale = reduction.prescale * reduction.postscale
-    result = []
-    for g, own, zero, product, count in zip(total, without_zeros, is_zero, products, zeros, strict=True):
-        others_have_none = count == zero.to(torch.int32)
-        others = torch.where(others_have_none, product / own, torch.zeros_like(product))
-        result.append(scale * g * others.conj())
-    return result
-
-
-_SUM = Reduction(Sum, 1.0, 1.0)
-
 
 _differentiable: Callable[..., tuple[torch.Tensor, ...]] = GroupedAllreduce.apply
 
@@ -184,11 +96,10 @@ def allreduce_(
     Args:
         tensor: As in `allreduce`; it is overwritten with the result.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -228,11 +139,10 @@ def allreduce_async(
     Args:
         tensor: As in `allreduce`. It is copied before this returns.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -261,11 +171,10 @@ def allreduce_async_(
     Args:
         tensor: As in `allreduce`. Leave it alone until `synchronize(handle)` has returned it.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -295,13 +204,12 @@ def grouped_allreduce(
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         compression: Applied to what travels: Compression.none (default), .fp16, .bf16 or an object with `compress` and
             `decompress`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -338,11 +246,10 @@ def grouped_allreduce_(
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. They are overwritten with the
             results.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -374,11 +281,10 @@ def grouped_allreduce_async(
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -409,11 +315,10 @@ def grouped_allreduce_async_(
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. Leave them alone until
             `synchronize(handle)` returns.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
-        prescale_factor: Every rank's tensor is multiplied by it before the reduction.
-        postscale_factor: The result is multiplied by it.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:

@@ -79,8 +79,7 @@ def alltoall_async(
     Args:
         tensor: As in `alltoall`. Leave it alone until `synchronize` returns.
         splits: As in `alltoall`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `alltoall`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:

@@ -59,8 +59,7 @@ def broadcast_(
     Args:
         tensor: As in `broadcast`; it is overwritten on all ranks but the root.
         root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `broadcast`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -84,8 +83,7 @@ def broadcast_async(
     Args:
         tensor: As in `broadcast`. It is copied before this returns.
         root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `broadcast`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -107,8 +105,7 @@ def broadcast_async_(
     Args:
         tensor: As in `broadcast_`. Leave it alone until `synchronize(handle)` has returned it.
         root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: As in `broadcast`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:

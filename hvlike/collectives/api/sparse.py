@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name, reduce_op
-from hvlike.collectives.api.gather_scatter import RowsCall, start_gather
+from hvlike.collectives.api.rows import RowsCall, start_gather
 from hvlike.collectives.fusion.bucket import ReductionSettings
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
