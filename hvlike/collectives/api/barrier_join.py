@@ -41,7 +41,7 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
 
 def set_away(set_state: ProcessSetState, away: bool) -> None:
-    """Keep off the inline way, and let the others keep off it. Local."""
+    """Stop inline attempts here and on the other ranks while this rank is away, or allow them again. Local."""
     if set_state.express is not None:
         set_state.express.set_away(away)
 
@@ -49,7 +49,7 @@ def set_away(set_state: ProcessSetState, away: bool) -> None:
 def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: JoinScope, how: str) -> Handle:
     """Say that this rank has no more data; the handle's result, a JoinEnd, is there when all have said so."""
     proxies = set_state.proxies
-    # Nothing of it may vanish before it has its proxy: the others count on it.
+    # Keep these alive until each has its proxy: the others count on it.
     planned = list(proxies.planned)
     request = JoinRequest(
         set_state.controller.names.counts(),

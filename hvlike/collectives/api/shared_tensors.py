@@ -113,7 +113,7 @@ class _Making:
         return fabric.allocations.add(allocation, self._storage) if allocation.populate() else None
 
     def _ordinary(self) -> Array | None:
-        """Memory for a rank that shares with nobody, None where it cannot be had."""
+        """Memory that is not shared; None where there is not enough."""
         try:
             return np.empty(self._length, self._storage)
         except (MemoryError, ValueError):

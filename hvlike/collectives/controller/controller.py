@@ -42,7 +42,7 @@ from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group
 
 PATIENCE_SECONDS = 0.5
-"""How long a rank waits before it says so; only then can a deadlock be found."""
+"""How long a rank waits before it reports the wait. Deadlocks are found among reported waits."""
 
 READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
@@ -108,7 +108,7 @@ class Controller:
     def submit(self, request: Request, *, wake: bool, counted: bool = False) -> None:
         """Ask for an operation; `wake=False` when the caller will wait for it at once.
 
-        counted: it was numbered before, for an attempt on the inline way.
+        counted: an inline attempt has numbered it before.
         Raises: DuplicateNameError, ShutdownError.
         """
         key = request.key
@@ -226,7 +226,7 @@ class Controller:
             self._coordinator.lose(errors)
 
     def lose_coordinator(self, error: HorovodInternalError) -> None:
-        """The coordinator's rank has left: nobody answers any more. Fail what was not answered, and what comes."""
+        """The coordinator's rank has left and answers no more: fail what it has not answered, and what comes."""
         if self._coordinator is not None:
             return
         first = self._group.ranks[0]

@@ -133,7 +133,7 @@ class Coordinator:
         self.inspection.hear(position, answer)
 
     def watch(self) -> HorovodInternalError | None:
-        """Look for stalls, about four times a second; returns the error that shall end everything, if any."""
+        """Look for stalls, about four times a second; returns the error that ends everything, if any."""
         return self.inspection.watch(self.table, self.waits)
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:
@@ -192,5 +192,5 @@ class Coordinator:
         self._announce([self._fail(key, error) for key in keys], counts)
 
     def _missing(self, key: RequestKey) -> list[int]:
-        """Who has not asked for a request yet; nobody if it has been decided and only takes its time."""
+        """The ranks that have not asked for a request yet; none if it has been decided and is only slow."""
         return self.table.missing(key) if key in self.table.pending else []

@@ -44,7 +44,7 @@ AGREEMENTS = ("lane", "plan")
 """Kinds that move nothing of the user's."""
 
 OPEN_AFTER = 3
-"""Reductions of single tensors before the inline way is made: a process set that does one or two shall stay light."""
+"""Reductions of single tensors before inline allreduce is set up: a set that does one or two needs no memory for it."""
 
 
 class Executor:
@@ -208,7 +208,7 @@ def _refuse(error: LaunchError, request: Request) -> None:
 
 
 def complete_on_device(queue: OpQueue, batch: Sequence[Agreed], task: Task[None]) -> None:
-    """The same for operations on a device: they are in its stream, and who waits for them lets his own stream wait."""
+    """The same for operations on a device: they are in its stream, for which the waiting stream then waits."""
     device = queue.device
     if task.error is not None or device is None:
         complete(batch, task)

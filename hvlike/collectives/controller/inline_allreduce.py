@@ -55,7 +55,7 @@ class Outcome:
 
     done: bool
     name: str
-    """Under which it goes on in the ordinary way, where it is not done."""
+    """The name under which it is negotiated, where it is not done."""
 
 
 DONE = Outcome(True, "")
@@ -106,7 +106,7 @@ class _Name(NamedTuple):
 
 
 class InlineAllreduce:
-    """The inline way of one process set on one node."""
+    """Inline allreduce of one process set on one node."""
 
     def __init__(self, controller: Controller, express: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
         """size: of the set; rank: in it."""
@@ -139,10 +139,10 @@ class InlineAllreduce:
     def attempt(
         self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
     ) -> Outcome | None:
-        """Reduce in place, if all ranks of the set call this now with the like. Blocks for a moment.
+        """Reduce in place, if all ranks of the set call this now with tensors alike. Blocks for a moment.
 
         Returns None when nothing was tried; then nothing is known of the call to anybody.
-        Raises: HorovodInternalError as the ordinary way does.
+        Raises: HorovodInternalError as a negotiated call does.
         """
         try:
             plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
@@ -209,7 +209,7 @@ class InlineAllreduce:
         return DONE
 
     def learn(self, spec: RequestSpec, tensor: torch.Tensor) -> None:
-        """A call goes the ordinary way: remember what it is, if its like may take this one."""
+        """A call is negotiated: remember it, if calls like it may run inline."""
         op = ReduceOp(spec.op)
         if len(self.learned) >= MOST_KNOWN:
             self.learned.clear()

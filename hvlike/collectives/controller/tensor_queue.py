@@ -77,7 +77,7 @@ class TensorQueue:
         self._threads: set[threading.Thread] = set()
 
     def enter(self, request: Request, *, counted: bool) -> None:
-        """A request begins; counted: it was numbered before, for an attempt on the inline way.
+        """A request begins. counted: an inline attempt has numbered it before.
 
         Raises: DuplicateNameError while one of its name is in flight; what the tensor_queue was closed with.
         """

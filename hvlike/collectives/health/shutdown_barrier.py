@@ -69,7 +69,7 @@ class ShutdownBarrier:
     def __init__(
         self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None], limits: StallLimits
     ) -> None:
-        """on_gone: told in the loop, on the ranks that go on, who has left and with which error."""
+        """on_gone: called in the loop, on the ranks that go on, with the error of each rank that has left."""
         self._fabric = fabric
         self._world = fabric.world
         self._on_gone = on_gone
@@ -83,7 +83,7 @@ class ShutdownBarrier:
         fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
     def part(self, reason: str) -> None:
-        """Say that this rank is through, and wait, asleep, until all are. Every rank ends with this.
+        """Say that this rank is done, and sleep until all are. Every rank ends with this.
 
         Raises: StalledError when that takes longer than the limit for waits.
         """
@@ -110,7 +110,7 @@ class ShutdownBarrier:
             f"{self._world} has ended its program, or called shutdown(), {waited:.0f} s ago and waits for the others. "
             f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0, many_look=True)}"
         ).removesuffix("; ")
-        # One that was only busy has answered before.
+        # A rank 0 that was only busy has answered before.
         self._stalled = self._limits.judge(text, waited, min(waited, query.asked - query.heard_at(0)))
 
     def _missing(self) -> list[int]:
@@ -120,7 +120,7 @@ class ShutdownBarrier:
         if rank == self._world.rank:
             self._hear(rank, what, value)
         else:
-            self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="farewell")
+            self._fabric.channel.send(rank, Topic.SHUTDOWN, (what, value), kind="shutdown")
 
     def _hear(self, rank: int, what: str, value: Any) -> None:
         if what == "left":

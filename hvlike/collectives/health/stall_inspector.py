@@ -83,7 +83,7 @@ class StallInspector:
     _answers: dict[int, StatusReply] = field(default_factory=dict)
 
     def watch(self, table: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
-        """Ask, or report what was answered; returns the error that shall end everything once that is due."""
+        """Ask, or report what was answered; returns the error that ends everything once that is due."""
         now = time.monotonic()
         shortest = self.limits.shortest
         if shortest is None:

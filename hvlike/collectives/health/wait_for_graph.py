@@ -52,7 +52,7 @@ class WaitForGraph:
         self.waits.pop(position, None)
 
     def ended(self, key: RequestKey) -> None:
-        """The operation `key` has been decided, well or badly: nobody waits for another rank there."""
+        """The operation `key` has been decided, well or badly: no rank waits for another one there."""
         for position in [each for each, waiting in self.waits.items() if waiting.key == key]:
             del self.waits[position]
 
@@ -62,10 +62,10 @@ class WaitForGraph:
         joined: Collection[int] = (),
         away: Collection[int] | None = None,
     ) -> bool:
-        """True when all members wait and each lacks another; those that have joined are in nobody's way.
+        """True when all members wait, each for another one. Members that have joined hold up no one.
 
-        missing(key): who has not asked for a named request. away: who is in nobody's way in what is planned; None:
-        the same.
+        missing(key): the ranks that have not asked for a named request. away: the members that hold up no planned step;
+        None: those that have joined.
         """
         waits = [waiting for position, waiting in self.waits.items() if position not in joined]
         return (

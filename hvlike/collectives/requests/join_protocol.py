@@ -66,7 +66,7 @@ class JoinFailure:
     """A rank has left a Join context by an exception."""
 
     error: HorovodInternalError
-    """What the others shall raise."""
+    """What the others raise."""
     steps: Mapping[str, int]
     """How many steps of each plan it has taken part in; those can be completed."""
 
@@ -94,7 +94,7 @@ class LeaveEnd:
     """What was spare on every rank."""
     failed: bool
     error: HorovodInternalError | None = None
-    """What the ranks that have not failed themselves shall raise."""
+    """What the ranks raise that have not failed themselves."""
 
     @staticmethod
     def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:

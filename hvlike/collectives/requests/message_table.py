@@ -24,7 +24,7 @@ from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchErro
 
 @dataclass
 class Response:
-    """What all members are told about one request: run it with `extra`, or fail with `error`."""
+    """The decision on one request, the same on all members: run it with `extra`, or fail with `error`."""
 
     key: RequestKey
     spec: RequestSpec

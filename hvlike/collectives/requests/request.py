@@ -42,7 +42,7 @@ class CallSite(NamedTuple):
 
 
 def find_call_site(known: int = 1) -> CallSite:
-    """The innermost frame that is neither hvlike's nor torch's, as it stands now; known: so many are hvlike's."""
+    """Where the user's program is: the innermost frame outside of hvlike and torch. known: frames to skip at once."""
     frame = sys._getframe(known + 1)
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         frame = frame.f_back
@@ -57,7 +57,7 @@ def _is_inside(filename: str) -> bool:
 _numbers = itertools.count()
 
 Waiter = Callable[[Callable[[], bool], float | None], bool]
-"""Blocks until the condition holds or so many seconds have passed; False in the latter case."""
+"""Blocks until the condition holds; False when the given seconds have passed first."""
 
 
 class Handle:

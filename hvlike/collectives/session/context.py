@@ -39,7 +39,7 @@ logger = logging.getLogger("hvlike")
 
 
 class JobSettings:
-    """The knobs of this rank, and what is wrong with them."""
+    """The settings of this rank, and what is wrong with them."""
 
     def __init__(self) -> None:
         """Read the environment. Local; a wrong value is kept for `check`, so that no rank is left waiting in init()."""
@@ -66,7 +66,7 @@ class JobSettings:
             raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
 
     def misplaced(self, world: World) -> str:
-        """Why the background thread cannot run where it shall; empty if it can. Local."""
+        """Why the background thread cannot run on the chosen core; empty if it can. Local."""
         cores = self.knobs.thread_affinity
         if cores is None:
             return ""
@@ -145,7 +145,7 @@ class Context:
             atexit.register(self.close)
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
-        """Build what reaches the other ranks. Collective and blocking."""
+        """Connect to the other ranks. Collective and blocking."""
         knobs = self._knobs
         try:
             self._check_same(process_sets, settings.misplaced(self.world))
@@ -188,12 +188,12 @@ class Context:
         return self.registry.find(process_set, what)
 
     def close(self, reason: str = SHUTDOWN) -> None:
-        """Part from the other ranks and give everything back. Collective in effect; waits until all do."""
+        """Leave the job and release everything. Collective in effect: waits until all ranks do."""
         for each in list(self.before_close):
             each()
         loop = self.fabric.loop
         if self.world.mpi.Is_finalized():
-            # The user has ended MPI himself: there is nobody left to talk to.
+            # The user has finalized MPI: no rank can be reached any more.
             loop.close()
             return
         loop.wait(lambda: all(each.lanes.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
@@ -263,7 +263,7 @@ class Context:
                 self.fabric.loop.start(self._abandon(set_state, errors), wake=False)
 
     def _abandon(self, set_state: ProcessSetState, errors: dict[int, HorovodInternalError]) -> Coroutine[None]:
-        """End what runs, and what is still to come, with a rank that has left, once all it wrote could be taken."""
+        """Fail what runs, and what comes, in a set that a rank has left; first take what it has still sent."""
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.NOTIFY

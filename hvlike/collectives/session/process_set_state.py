@@ -48,7 +48,7 @@ class ProcessSetState:
         self.lanes = OpQueues(fabric, first)
         trace = Trace(fabric.recorder, group)
         self.express: InlineAllreduce | None = None
-        """The inline way, once the set has reduced a few tensors; None where its ranks are not all on one node."""
+        """Inline allreduce, once the set has reduced a few tensors; None where its ranks are not all on one node."""
         self._fabric = fabric
         opening = self._open_express if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
         self.executor = Executor(self.lanes, trace, knobs, opening)
@@ -68,7 +68,7 @@ class ProcessSetState:
         router.connect(group.number, self.controller)
 
     def _open_express(self) -> Coroutine[None]:
-        """Make the inline way. Collective over the group."""
+        """Make the inline allreduce. Collective over the group."""
         queue = yield from self.lanes.take(-1)
         express = yield from open_inline_allreduce(self._fabric, self.group, queue)
         if express is not None:
@@ -109,7 +109,7 @@ def open_set_state(
 
 
 def stall_limits(knobs: Config) -> StallLimits:
-    """The limits of the stall inspector from the knobs."""
+    """The limits of the stall inspector from the settings."""
     if knobs.stall_check_disable:
         return StallLimits(None, 0.0)
     return StallLimits(knobs.stall_check_seconds, knobs.stall_shutdown_seconds)
@@ -255,7 +255,7 @@ class DeviceWatch:
         fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear(rank, *message))
 
     def look(self, now: float) -> None:
-        """See whether anything has gone wrong, and tell the others; a few times a second. now: time.monotonic()."""
+        """Check all devices, and tell the others of a failure; a few times a second. now: time.monotonic()."""
         for number, set_state in self._set_states.items():
             for queue in set_state.lanes.all():
                 error = queue.watch(now)
