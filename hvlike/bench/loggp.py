@@ -340,7 +340,7 @@ def _tell(response: ResponseList) -> float:
     def tell() -> None:
         start = time.perf_counter()
         for _ in range(_MEMBERS):
-            fabric.channel.send(1, Topic.BENCH_TOLD, (0, "verdicts", response))
+            fabric.channel.send(1, Topic.BENCH_TOLD, (0, "responses", response))
         seconds.append((time.perf_counter() - start) / _MEMBERS)
 
     hvlike.barrier()

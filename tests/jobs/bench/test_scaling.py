@@ -25,7 +25,7 @@ def test_planned_steps_send_no_control_message_and_negotiated_ones_do() -> None:
         planned, negotiated = each["ways"]["planned"], each["ways"]["negotiated"]
         # A rank that waits for half a second says so, and a busy machine may be so slow.
         assert set(planned["kinds"]) <= {"waiting", "resumed"}
-        assert ("verdicts" in negotiated["kinds"]) == (each["ranks"] > 1)
+        assert ("responses" in negotiated["kinds"]) == (each["ranks"] > 1)
         assert planned["data_messages"] == planned["collectives"] == 0
 
 

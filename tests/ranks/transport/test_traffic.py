@@ -66,7 +66,7 @@ def test_named_operations_cost_messages_of_agreement(hvd: ModuleType) -> None:
     if hvd.size() == 1:
         assert sent == Sent()
     elif hvd.rank() == 0:
-        assert sent.control["verdicts"] == hvd.size() - 1
+        assert sent.control["responses"] == hvd.size() - 1
     else:
         assert sent.control["ready"] == 1
         assert sent.control_bytes > 0

@@ -7,7 +7,7 @@ import pytest
 from hvlike.bench.scaling import Agreement, RankCounts, Result, as_text, panels, summarise
 from hvlike.transport.messages.traffic import Sent
 
-COORDINATOR = RankCounts(Sent({"verdicts": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
+COORDINATOR = RankCounts(Sent({"responses": 12}, 1200, 4, 400, 2, 80), [0.1, 0.2, 0.3, 0.4])
 MEMBER = RankCounts(Sent({"ready": 4}, 400, 8, 800, 2, 80), [0.5, 0.1, 0.2, 0.3])
 CONDITIONS = {"tensors": 8, "bytes": 4096, "steps": 4, "cores": 2, "ranks_per_node": None, "launcher": "/bin/mpirun"}
 
@@ -15,7 +15,7 @@ CONDITIONS = {"tensors": 8, "bytes": 4096, "steps": 4, "cores": 2, "ranks_per_no
 def test_counts_are_per_step_and_rank() -> None:
     way = summarise([COORDINATOR, MEMBER], steps=4)
     assert (way.control, way.most_control, way.control_bytes) == (2.0, 3.0, 200.0)
-    assert way.kinds == {"ready": 0.5, "verdicts": 1.5}
+    assert way.kinds == {"ready": 0.5, "responses": 1.5}
     assert (way.data_messages, way.data_bytes, way.collectives, way.collective_bytes) == (1.5, 150.0, 0.5, 20.0)
 
 

@@ -113,4 +113,4 @@ def test_a_named_allreduce_would_be_seen(hvd: ModuleType) -> None:
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="metric"))
 
     sent = sent_during(with_a_metric)
-    assert control(sent) == ({"verdicts": hvd.size() - 1} if hvd.rank() == 0 else {"ready": 1})
+    assert control(sent) == ({"responses": hvd.size() - 1} if hvd.rank() == 0 else {"ready": 1})
