@@ -18,8 +18,8 @@ class Prepared(Protocol):
         """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
 
         The tensors are dense and of the dtype of the reduction; the caller holds them. All ranks run the same, in the
-        same order. active: whether this rank counts. tensors: kept for ever if a rank gives up while a peer may write
-        to them.
+        same order. active: this rank has tensors of its own, not zeros for one that has joined. tensors: these; they
+        live on if a rank gives up while a peer may write to them.
         """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hvlike.backends.base import Backend, SoloBackend
@@ -48,7 +49,8 @@ class OpQueue:
         self.counters = fabric.counters
         self.drives = isinstance(plane, SharedBackend)
         """Any thread may take the steps of a routine on the plane: MPI is not called there."""
-        self._crowded = fabric.spin.crowded
+        self.is_crowded = fabric.spin.crowded
+        """Ranks share cores: a rank that waits gives its core away."""
         self.checks = QUEUE_CHECKS
         """Steps without progress after which `drive` leaves a job to the loop."""
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
@@ -65,14 +67,16 @@ class OpQueue:
         for wait in routine:
             still = 0 if wait is Wait.AGAIN else still + 1
             if still > self.checks:
-                self._hand_over(routine, after)
+                self.hand_over(routine, after)
                 return False
-            if still and self._crowded:
+            if still and self.is_crowded:
                 # The rank that is waited for may need this core.
                 os.sched_yield()
         return True
 
-    def _hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
+    def hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
+        """Let the loop go on with a routine that a thread has driven so far."""
+
         def rest(plane: Backend) -> Coroutine[None]:
             yield from routine
 
@@ -80,9 +84,10 @@ class OpQueue:
 
     def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
         """Run `job(plane)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
-        self._fabric.loop.post(lambda: self._enqueue(job, after), wake=wake)
+        self._fabric.loop.post(lambda: self.enqueue(job, after), wake=wake)
 
-    def _enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
+    def enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
+        """The same from inside the loop."""
         self._jobs.append((job, after))
         if self._running is None:
             self._next()
@@ -93,9 +98,9 @@ class OpQueue:
             return
         job, after = self._jobs.popleft()
         routine = self._refuse(self.broken) if self.broken else job(self.plane)
-        self._running = self._fabric.loop.start(routine, lambda task: self._ended(task, after), wake=False)
+        self._running = self._fabric.loop.start(routine, partial(self._ended, after), wake=False)
 
-    def _ended(self, task: Task[None], after: Callable[[Task[None]], None]) -> None:
+    def _ended(self, after: Callable[[Task[None]], None], task: Task[None]) -> None:
         if task.error is not None:
             # The ranks no longer agree on where they are in the lane.
             self.broken = self.broken or task.error
@@ -114,6 +119,7 @@ class OpQueue:
     def fail(self, error: BaseException) -> None:
         """End what runs and what waits with `error`. From inside the loop."""
         self.broken = self.broken or error
+        self._fabric.plan_epoch.advance()
         if self.device is not None:
             self.device.abort(error)
         if self._running is not None:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class Recorder:
         self.marks_cycles = False
         self.generation = 0
         """The number of starts. Rows of an earlier one are invalid."""
+        self.on_switch: Callable[[], None] = _no_op
+        """Called after it was switched on or off."""
         self._rank = rank
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset
@@ -134,11 +136,13 @@ class Recorder:
             self.generation += 1
             self.marks_cycles = mark_cycles
             self.on = True
+            self.on_switch()
 
     def stop(self) -> None:
         """Write the pending events and close the file. Does nothing while the timeline is off."""
         with self._lock:
             self.on = False
+            self.on_switch()
             self._write()
             self._close()
 
@@ -225,9 +229,14 @@ class Recorder:
             fits = False
         if not fits:
             self.on = False
+            self.on_switch()
             self._close()
 
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _no_op() -> None:
+    """Nobody wants to know."""

@@ -25,6 +25,19 @@ from hvlike.transport.messages.traffic import CountedComm, Traffic
 from hvlike.transport.world import Group, World
 
 
+class PlanEpoch:
+    """One number that grows whenever something changes that a compiled plan has decided: the guard of all plans."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def advance(self) -> None:
+        """Let every compiled plan look again before its next step. Any thread."""
+        self.value += 1
+
+
 class Fabric:
     """The transport of one rank, from init to shutdown."""
 
@@ -60,6 +73,8 @@ class Fabric:
         self.cores = topology.cores_per_rank(affinities, world.local_rank)
         self.node_is_crowded = topology.any_crowded(affinities)
         self.recorder = Recorder(world.rank, world.size, world.host, _clock_offset(world))
+        self.plan_epoch = PlanEpoch()
+        self.recorder.on_switch = self.plan_epoch.advance
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
         self.spin = SpinPolicy(crowded=topology.is_crowded(self.cores))
         self.loop = Loop(self.bell, spin=self.spin, remote=size < world.size, tick=self._tick)

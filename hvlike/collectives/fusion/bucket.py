@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.device_jobs import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job
@@ -80,6 +80,16 @@ class BucketExchange:
         operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._plane))
         yield from in_host_memory(self._plane, [operand.flat], read)
         return answers
+
+
+class PlannedPart(NamedTuple):
+    """The tensors of one bucket and dtype, where they are reduced as they lie in host memory."""
+
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
+    """Chooses them from those of all entries."""
+    fits: Callable[[Sequence[torch.Tensor]], bool]
+    """Whether they lie in memory as agreed."""
+    reduction: Prepared
 
 
 Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]
@@ -156,19 +166,41 @@ class Bucket:
         self._settings = settings
         self._packers: Packers = {}
         self._parts = self._same_dtypes([dtypes[index] for index in entries])
+        self.active = 0
+        """How many ranks were active in the last run, where it `counts`."""
 
     @property
     def is_plain(self) -> bool:
         """No compressor with a life of its own, no Adasum: one step into the job nothing but copies has begun."""
         return self._parts is not None
 
-    def job(self, tensors: Sequence[torch.Tensor]) -> Job:
-        """The job that reduces these tensors, one for each entry, in place."""
+    def prepared(self) -> list[PlannedPart] | None:
+        """What reduces the tensors as they are, by dtype; None where that is not the way, or nothing has run yet."""
+        if self._parts is None:
+            return None
+        found = []
+        for places, packer in self._parts:
+            reduction = packer.prepared
+            if reduction is None:
+                return None
+            found.append(PlannedPart(pick(places(self.entries)), packer.fits, reduction))
+        return found
+
+    def counts(self, plane: Backend, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the reduction of these tensors counts the active ranks by itself; the same on every rank."""
+        if not self._parts:
+            return False
+        places, packer = self._parts[0]
+        return packer.prepare(plane, places(tensors))
+
+    def job(self, tensors: Sequence[torch.Tensor], *, active: bool) -> Job:
+        """The job that reduces these tensors, one for each entry, in place; active: they are this rank's own."""
 
         def run(plane: Backend) -> Coroutine[None]:
             if self._parts is not None:
-                for places, packer in self._parts:
-                    yield from packer.allreduce(plane, places(tensors))
+                for number, (places, packer) in enumerate(self._parts):
+                    count = yield from packer.allreduce(plane, places(tensors), active=active)
+                    self.active = self.active if number else count
             elif self._settings.memory is not None:
                 originals = [tensor.detach() for tensor in tensors]
                 yield from self._settings.memory.reduce(self._names, originals, self._exchange(plane))

@@ -19,7 +19,7 @@ from hvlike.backends.cuda.device_jobs import on_device
 from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.controller.trace import recorded
-from hvlike.collectives.fusion.bucket import Bucket, ReductionSettings
+from hvlike.collectives.fusion.bucket import Bucket, PlannedPart, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
@@ -130,19 +130,34 @@ class Schedule:
         Raises: what a reduction raises that was driven here.
         """
         self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
-        job = self.buckets[number].job(tensors)
+        job = self.buckets[number].job(tensors, active=active)
         if number in self._on_device:
             rest = self._launch(number, job, streams)
             if rest is None and number:
                 return False
             job = rest or _nothing
-        job = job if number else self._counting(job, active)
+        if not number:
+            job = self._counting(job, tensors, active)
         if self.lane.recorder.on:
             job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
         elif drive and self._may_drive(number):
             return not self._drive(job, after)
         self.lane.submit(job, after, wake=wake)
         return True
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """The number of tensors and the bytes of each bucket."""
+        return [(len(bucket.entries), nbytes) for bucket, nbytes in zip(self.buckets, self._bytes, strict=True)]
+
+    def parts(self) -> list[PlannedPart] | None:
+        """What a compiled step runs, in order; None where a bucket takes more than prepared reductions."""
+        found: list[PlannedPart] = []
+        for bucket in self.buckets:
+            parts = bucket.prepared()
+            if parts is None:
+                return None
+            found.extend(parts)
+        return found or None
 
     def _may_drive(self, number: int) -> bool:
         """Whether a thread other than the loop's may take the steps of a bucket."""
@@ -214,11 +229,18 @@ class Schedule:
     def _size_of(self, index: int) -> int:
         return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
 
-    def _counting(self, job: Job, active: bool) -> Job:
+    def _counting(self, job: Job, tensors: Sequence[torch.Tensor], active: bool) -> Job:
+        """The job of the first bucket, which tells how many ranks are active."""
+        bucket, on_device = self.buckets[0], 0 in self._on_device
+
         def run(plane: Backend) -> Coroutine[None]:
-            plane.begin_count(active=active)
-            yield from job(plane)
-            self.active = yield from plane.end_count()
+            if not on_device and bucket.counts(plane, tensors):
+                yield from job(plane)
+                self.active = bucket.active
+            else:
+                plane.begin_count(active=active)
+                yield from job(plane)
+                self.active = yield from plane.end_count()
 
         return run
 

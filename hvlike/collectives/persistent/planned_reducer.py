@@ -1,10 +1,10 @@
 """Planned reduction: the same tensors, step after step, with no agreement message between the ranks.
 
     first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
-    mark_ready(i)     with a spare core: the last tensor of a bucket completes it, and complete buckets start at
-    once, in
-                      the order of the plan. Without: nothing starts before finish()
-    finish(tensors)   starts what is left, and drives the loop until all is reduced
+    mark_ready(i)     with a spare core: the last tensor of a bucket completes it, and complete buckets start at once,
+                      in the order of the plan. Without: nothing starts before finish()
+    finish(tensors)   the compiled step (compiled_step.py) where there is one and nothing has changed; else the general
+                      path, which starts what is left, drives the loop until all is reduced, and compiles the step
 
 The tensors are reduced where they are. The plan has an op queue of its own, so its order is the plan's.
 """
@@ -16,7 +16,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -31,29 +30,20 @@ from hvlike.collectives.controller.trace import ExposedWait
 from hvlike.collectives.fusion.bucket import ReductionSettings
 from hvlike.collectives.fusion.schedule import GradientStreams, Schedule, gradient_streams_of
 from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.persistent.compiled_step import CompiledStep, compile_step
 from hvlike.collectives.persistent.planned_queue import agree_on_queue
-from hvlike.collectives.requests.plan import BucketSizes, Plan, Proposal, choose_sizes, equal_parts
+from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PlanProxy
-from hvlike.transport.loop.coroutine import Task
+from hvlike.transport.loop.coroutine import Coroutine, Task
 from hvlike.transport.memory.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of the set: a gradient and the name of its parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class PlannedReducer:
@@ -79,8 +69,8 @@ class PlannedReducer:
         """
         self.name = name
         self._entries = list(entries)
-        self._membership = current().set_state(process_set, "Planned reduction")
-        size = self._membership.group.size
+        self._set_state = current().set_state(process_set, "Planned reduction")
+        size = self._set_state.group.size
         self._settings = ReductionSettings(op, size, prescale, postscale, compression)
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
@@ -110,7 +100,10 @@ class PlannedReducer:
         self._error: BaseException | None = None
         self._step = 0
         self._keep: Keep | None = None
-        self._membership.proxies.planned.add(self)
+        self._compiled: CompiledStep | None = None
+        self._epoch = self._set_state.plan_epoch
+        self._site = find_call_site()
+        self._set_state.proxies.planned.add(self)
 
     @property
     def active(self) -> int:
@@ -126,6 +119,19 @@ class PlannedReducer:
     def wants_marks(self) -> bool:
         """True while every tensor is to be marked ready; else the first one of a step is enough."""
         return self.overlaps or self.schedule is None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next `finish` runs a compiled step: nothing has changed since it was compiled."""
+        return self._compiled is not None and self._compiled.epoch == self._epoch.value
+
+    @property
+    def last_to_arrive(self) -> int | None:
+        """The entry that is ready last in a step; None where that is not known, or some are sparse or on a device."""
+        schedule = self.schedule
+        if schedule is None or not schedule.buckets or schedule.plan.sparse or self._arrivals is not None:
+            return None
+        return schedule.plan.buckets[-1][-1]
 
     @property
     def serial(self) -> int | None:
@@ -161,9 +167,44 @@ class PlannedReducer:
         Raises: MismatchError, ShapeMismatchError when the ranks have different tensors; PeerLeftError, ShutdownError,
             DeadlockError (all HorovodInternalError).
         """
-        if self._membership.group.size == 1 and self._settings.is_trivial:
+        if self._set_state.group.size == 1 and self._settings.is_trivial:
             self._marked.clear()
             return {}
+        compiled = self._compiled
+        if (
+            compiled is not None
+            and compiled.epoch == self._epoch.value
+            and not self._started
+            and compiled.thread == threading.get_ident()
+            and self._run_compiled(compiled, tensors)
+        ):
+            return {}
+        return self._finish_generally(tensors)
+
+    def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> bool:
+        """A steady step; False where the general path has to run it: nothing has begun then."""
+        try:
+            done = compiled.run(tensors, self._step + 1, self._site, self._hand_over)
+            if done is None:
+                return False
+            if not done:
+                self._wait(self._step + 1)
+        except BaseException:
+            self.close()
+            raise
+        self._marked.clear()
+        self._step += 1
+        self.served += 1
+        return True
+
+    def _hand_over(self, rest: Coroutine[None]) -> None:
+        """A peer lets this rank wait: the loop goes on with the step."""
+        assert self.schedule is not None
+        with self._lock:
+            self._unfinished += 1
+        self.schedule.lane.hand_over(rest, self._bucket_ended)
+
+    def _finish_generally(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         try:
             schedule = self.schedule or self._agree(tensors)
             replaced: dict[int, torch.Tensor] = {}
@@ -213,6 +254,7 @@ class PlannedReducer:
             self.schedule.roll_back()
         self._release = None
         self.schedule = None
+        self._compiled = None
         self.served = 0
         self._step = 0
         self._bucket_of = {}
@@ -265,16 +307,16 @@ class PlannedReducer:
             start=self.start,
         )
         home = None if self._arrivals is None else self._arrivals.home
-        lane, agreed = agree_on_queue(self._membership, "plan", self.name, proposal, home)
+        lane, agreed = agree_on_queue(self._set_state, "plan", self.name, proposal, home)
         self.start = ()
-        if agreed.apart is not None and self._membership.group.rank == 0:
+        if agreed.apart is not None and self._set_state.group.rank == 0:
             self._warn_of(*agreed.apart)
-        self._release = weakref.finalize(self, self._membership.lanes.give_back, lane.number)
+        self._release = weakref.finalize(self, self._set_state.lanes.give_back, lane.number)
         return self._follow(lane, agreed)
 
     def _warn_of(self, position: int, entry: int) -> None:
         """Say which member has not started from the same parameters."""
-        ranks = self._membership.group.ranks
+        ranks = self._set_state.group.ranks
         _log.warning(
             "parameters differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients "
             "do not make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
@@ -304,9 +346,9 @@ class PlannedReducer:
         }
 
     def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
-        controller, rounds = self._membership.controller, self._membership.rounds
-        key, step, place = (STEP, self.name), self._step + 1, find_call_site()
-        controller.tensor_queue.notice(key, place)
+        controller, rounds = self._set_state.controller, self._set_state.rounds
+        key, step, self._site = (STEP, self.name), self._step + 1, find_call_site()
+        controller.tensor_queue.notice(key, self._site)
         controller.steps[self.name] = step
         rounds.check_step(self.name, step, self.fail)
         with ExposedWait(schedule.lane, self.name, self._step):
@@ -316,20 +358,39 @@ class PlannedReducer:
                 self.close()
                 raise
             if self._unfinished:
-                controller.enter_step(key, step, place, schedule.described, self.fail)
-                rounds.check_step(self.name, step, self.fail)
-                try:
-                    controller.wait(key, lambda: self._unfinished == 0, None)
-                finally:
-                    controller.leave_step(key)
+                self._wait_for_buckets(step)
+        self._raise_error(schedule)
+        schedule.commit()
+        epoch = self._set_state.plan_epoch
+        self._compiled = None if rounds.failed else compile_step(schedule, key, epoch, controller)
+
+    def _wait(self, step: int) -> None:
+        """Wait for what a compiled step has handed over to the loop."""
+        schedule = self.schedule
+        assert schedule is not None
+        with ExposedWait(schedule.lane, self.name, self._step):
+            self._wait_for_buckets(step)
+        self._raise_error(schedule)
+
+    def _wait_for_buckets(self, step: int) -> None:
+        """Wait until all that was started has ended; reports and the search for deadlocks know of it."""
+        assert self.schedule is not None
+        controller, key = self._set_state.controller, (STEP, self.name)
+        controller.enter_step(key, step, self._site, self.schedule.described, self.fail)
+        self._set_state.rounds.check_step(self.name, step, self.fail)
+        try:
+            controller.wait(key, lambda: self._unfinished == 0, None)
+        finally:
+            controller.leave_step(key)
+
+    def _raise_error(self, schedule: Schedule) -> None:
+        """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""
         error, self._error = self._error, None
         if self._arrivals is not None and error is None:
             error = self._arrivals.leave(schedule.device)
         if error is not None:
-            # The lane is lost with the job that failed; the next step starts from a new plan.
             self.close()
             raise error
-        schedule.commit()
 
     def _start_rest(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
         """Start the buckets that have not been. This thread would wait for them, and drives what it can itself."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from hvlike.collectives.compression import Mark, merge_marks
 from hvlike.errors import MismatchError, ShapeMismatchError
 
@@ -89,6 +91,16 @@ def choose_sizes(
     suited = OVERLAPPED_BUCKET_BYTES if overlaps else SINGLE_BUCKET_BYTES
     chosen = bucket_bytes or (DEVICE_BUCKET_BYTES if on_device else suited)
     return BucketSizes(chosen, first_bucket_bytes or chosen)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a planned reduction: a gradient and the name of its parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Proposal(NamedTuple):

@@ -24,6 +24,7 @@ from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import Request
 from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageError
+from hvlike.transport.fabric import PlanEpoch
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
 CountingJob = Callable[[Backend], Coroutine[int]]
@@ -307,9 +308,14 @@ class JoinContexts:
     """The Join contexts of this rank in one process set. Lives in the loop, but for `enter` and `check`."""
 
     def __init__(
-        self, proxies: JoinedProxies, controller: Controller, perform: Callable[[Callable[[], None]], None]
+        self,
+        proxies: JoinedProxies,
+        controller: Controller,
+        perform: Callable[[Callable[[], None]], None],
+        epoch: PlanEpoch,
     ) -> None:
-        """perform: has something done in the loop."""
+        """perform: has something done in the loop. epoch: the guard of compiled plans."""
+        self._epoch = epoch
         self.inside = False
         """This rank is in a context."""
         self._entered = 0
@@ -321,6 +327,11 @@ class JoinContexts:
         self._failure: JoinFailure | None = None
         self._early: dict[int, JoinFailure] = {}
         controller.on_failure = self._hear
+
+    @property
+    def failed(self) -> bool:
+        """Another rank has left the context by an exception, and this one has not left it yet."""
+        return self._failure is not None
 
     def check(self) -> None:
         """Raise JoinError if another rank has left the context by an exception."""
@@ -370,4 +381,5 @@ class JoinContexts:
 
     def _fail(self, failure: JoinFailure) -> None:
         self._failure = failure
+        self._epoch.advance()
         self._negotiator.stop_steps(failure)

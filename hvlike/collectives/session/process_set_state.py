@@ -64,7 +64,9 @@ class ProcessSetState:
             trace,
         )
         self.proxies = JoinedProxies(self.lanes, self.controller)
-        self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform)
+        self.plan_epoch = fabric.plan_epoch
+        """The guard of compiled plans."""
+        self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 
     def _open_express(self) -> Coroutine[None]:

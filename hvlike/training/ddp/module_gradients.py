@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hvlike.collectives.compression import CompressorLike
-from hvlike.collectives.persistent.planned_reducer import Entry
+from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import UsageError
@@ -58,6 +58,8 @@ class Module:
 
 class ModuleGradients(Gradients):
     """Gradients that are reduced when backward() returns."""
+
+    allows_one_hook = False
 
     def __init__(
         self,

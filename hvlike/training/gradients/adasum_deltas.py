@@ -34,6 +34,8 @@ class AdasumDeltas(Gradients):
     The phase is IDLE at all times: nothing is under way between backward and step.
     """
 
+    allows_one_hook = False
+
     def __init__(
         self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -193,3 +194,53 @@ def reset(slots: Iterable[GradState]) -> None:
         slot.reached = False
         slot.handed_over = None
         slot.wire = None
+
+
+class OneHook:
+    """One hook a step instead of one for each parameter, where nothing is reduced before the step.
+
+    Then nobody needs to know when a gradient arrives, only which have arrived. The parameter whose gradient arrives
+    last is likely to be reached by every backward pass. Its hook has all gradients looked at when the pass has ended.
+    """
+
+    def __init__(self, hooks: GradientHooks[Any, GradState]) -> None:
+        self.slot: GradState | None = None
+        """The one that has a hook; None while each parameter has one."""
+        self.seen: list[Tensor | None] | None = None
+        """The gradients at the end of the newest backward pass; None before, and once they were taken."""
+        self._hooks = hooks
+
+    def begin(self, slots: Sequence[GradState], last: int) -> None:
+        """Leave a hook to slot number `last` alone."""
+        self.slot = slots[last]
+        for slot in slots:
+            if slot is not self.slot:
+                self._hooks.detach(slot.parameter)
+
+    def end(self, slots: Iterable[GradState]) -> None:
+        """Give each parameter a hook again, if that is not so."""
+        alone, self.slot = self.slot, None
+        self.seen = None
+        if alone is not None:
+            for slot in slots:
+                if slot is not alone:
+                    self._hooks.attach(slot.parameter, slot)
+
+    def look_at_the_end(self, parameters: Sequence[Tensor]) -> None:
+        """Look at the gradients of these when the backward pass that is under way has ended."""
+
+        def look() -> None:
+            if self.slot is not None:
+                self.seen = list(map(_gradient, parameters))
+
+        _engine.queue_callback(look)
+
+    def take(self) -> list[Tensor | None] | None:
+        """What was seen, once."""
+        seen, self.seen = self.seen, None
+        return seen
+
+
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_engine: Any = torch.autograd.Variable._execution_engine
+"""What runs backward passes."""

@@ -10,17 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.persistent.planned_reducer import PlannedReducer
+from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
-from hvlike.training.gradients.grad_state import GradientHooks, GradState, Phase, reset
-from hvlike.training.gradients.parameters import ParamGroupDiff, name_parameters, value_checksums
+from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, reset
+from hvlike.training.gradients.parameters import (
+    Grouped,
+    ParamGroupDiff,
+    check_passes,
+    name_parameters,
+    value_checksums,
+)
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
@@ -31,20 +38,15 @@ _handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
-class Grouped(Protocol):
-    """What has parameters in groups: every torch optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; each has its parameters under "params"."""
-
-
 class Gradients:
     """Reduces the gradients of an optimizer's parameters over the ranks.
 
     A hook counts each gradient that backward has finished and, with the last pass of a step, hands it to the reducer.
     The reducer is made for the parameters that require a gradient; when these change, it is replaced.
     """
+
+    allows_one_hook: ClassVar[bool] = True
+    """Nothing but the reducer needs to know when a gradient arrives."""
 
     def __init__(
         self, optimizer: Grouped, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
@@ -65,6 +67,7 @@ class Gradients:
         self._parameters: list[Tensor] = []
         """Those of the slots."""
         self._hooks: GradientHooks[Gradients, GradState] = GradientHooks(self, type(self).arrived)
+        self._one_hook = OneHook(self._hooks)
         self._reducer: Reducer | None = None
         self._tuner: Tuner | None = None
         self._waiting: list[GradState] = []
@@ -87,6 +90,9 @@ class Gradients:
     def arrived(self, slot: GradState) -> None:
         """The hook: backward has finished a gradient. Runs in backward's thread."""
         gradient = slot.parameter.grad
+        if slot is self._one_hook.slot and gradient is not None:
+            self._all_will_arrive(slot, gradient)
+            return
         if self._collects and gradient is not None and slot.handed_over is None and slot.index >= 0:
             slot.handed_over = gradient
         elif gradient is not None:
@@ -106,6 +112,55 @@ class Gradients:
         if self.phase is not Phase.ACCUMULATING:
             self._begin_accumulating()
 
+    def _all_will_arrive(self, slot: GradState, gradient: Tensor) -> None:
+        """With one hook for all: a backward pass is under way; what it leaves is looked at when it has ended."""
+        if self._one_hook.seen is not None:
+            raise usage_errors.too_many_passes(slot.name, self.backward_passes_per_step)
+        if self.keep_local:
+            self._begin_accumulating()
+            return
+        self._begin_reducing()
+        if self._one_hook.slot is not slot:
+            # The parameters have changed, and each of them has a hook again.
+            self._take_in(slot, gradient)
+            return
+        if self._reducer is not None:
+            self._reducer.mark_ready(slot.index, gradient)
+        self._one_hook.look_at_the_end(self._parameters)
+
+    def _try_one_hook(self) -> None:
+        """Have one hook a step where nothing but the reducer needs to know when a gradient arrives."""
+        reducer = self._reducer
+        if not isinstance(reducer, PlannedReducer) or reducer.wants_marks or not self.allows_one_hook:
+            return
+        last = reducer.last_to_arrive
+        if last is not None and self.backward_passes_per_step == 1 and not self.reduction.sparse_as_dense:
+            self._one_hook.begin(self._slots, last)
+
+    def _reduce_seen(self) -> bool:
+        """With one hook: reduce all gradients, where they are those that backward has left; False: look closely."""
+        seen = self._one_hook.take()
+        gradients = list(map(_gradient, self._parameters))
+        if seen is None:
+            # Backward has not reached that parameter, or there was none.
+            self._one_hook.end(self._slots)
+            return False
+        reducer = self._reducer
+        steady = isinstance(reducer, PlannedReducer) and reducer.is_steady
+        if reducer is None or not steady or not _are_those(seen, gradients):
+            for slot, gradient in zip(self._slots, seen, strict=True):
+                slot.handed_over = gradient
+            return False
+        try:
+            for index, tensor in self._finish(reducer, cast("list[Tensor]", gradients)).items():
+                self._slots[index].take_back(tensor)
+            if self.divides_by_active:
+                self._leave_out_joined(reducer)
+        except BaseException:
+            self._abandon()
+            raise
+        return True
+
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
         """Reduce all gradients; nothing if that has been done since the last backward pass.
 
@@ -120,6 +175,9 @@ class Gradients:
             self._refresh()
         self.phase = Phase.REDUCING
         self._collects = False
+        if self._one_hook.slot is not None and self._reduce_seen():
+            self.phase = Phase.SYNCHRONIZED
+            return
         disturbed = self._reduce()
         reset(self._slots)
         self.phase = Phase.SYNCHRONIZED
@@ -162,6 +220,7 @@ class Gradients:
         if self.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.set_backward_passes_per_step()")
         self.backward_passes_per_step = passes
+        self._one_hook.end(self._slots)
         for slot in self._slots:
             slot.passes = 0
 
@@ -298,6 +357,8 @@ class Gradients:
                     self._leave_out_joined(reducer)
                 if self._tuner is not None and isinstance(reducer, PlannedReducer):
                     self._tuner.step_ended(reducer)
+                elif self._one_hook.slot is None and not (lost or replaced) and self._all_reached():
+                    self._try_one_hook()
         except BaseException:
             self._abandon()
             raise
@@ -324,6 +385,10 @@ class Gradients:
         arrived = list(map(_handed_over, self._slots))
         there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
         return arrived if there else None
+
+    def _all_reached(self) -> bool:
+        """Whether a hook has seen every gradient of this step."""
+        return all(map(is_not, map(_handed_over, self._slots), repeat(None)))
 
     def _contribution(self, slot: GradState) -> Tensor:
         """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
@@ -391,13 +456,12 @@ class Gradients:
         self.phase = Phase.IDLE
 
     def _drop_reducer(self) -> None:
+        self._one_hook.end(self._slots)
         reducer, self._reducer = self._reducer, None
         if reducer is not None:
             reducer.close()
 
 
-def check_passes(passes: int) -> int:
-    """Return a number of backward passes. Raises: UsageError unless it is a whole number above 0."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
-    return passes
+def _are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
+    """Whether these gradients were seen, all of them."""
+    return all(map(is_, seen, gradients)) and all(map(is_not, seen, repeat(None)))

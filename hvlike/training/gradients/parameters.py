@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -197,3 +197,18 @@ def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def gpu_of(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the first GPU that a tensor is on, where all are reduced; None where all are in host memory."""
     return next((tensor.device for tensor in tensors if kind_of(tensor.device)), None)
+
+
+class Grouped(Protocol):
+    """What has parameters in groups: every torch optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; each has its parameters under "params"."""
+
+
+def check_passes(passes: int) -> int:
+    """Return a number of backward passes. Raises: UsageError unless it is a whole number above 0."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
+    return passes

@@ -33,19 +33,12 @@ from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_rea
 class DistributedOptimizer(DelegatingOptimizer, Joinable):
     """A torch optimizer whose step() uses gradients that are reduced over all ranks.
 
-    It delegates: `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
-    optimizer, state that exists keeps its place, state dicts are plain and interchangeable with the wrapped one's,
-    `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. Pickles and deep-copies.
+    It delegates. `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
+    optimizer. State that exists keeps its place, and state dicts are interchangeable with the wrapped one's.
+    `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. It pickles and deep-copies.
 
-    optimizer: any torch.optim.Optimizer. named_parameters: pairs (name, parameter), for errors and matching.
-    compression: what gradients travel as. backward_passes_per_step: passes whose gradients are summed up locally before
-    they are reduced. op: Average, Sum or Adasum. gradient_predivide_factor: f divides by f before the sum and
-    multiplies by f after it (Average only). groups: a number, or lists of parameters, that are reduced together;
-    num_groups: older name of the number. sparse_as_dense: send sparse gradients dense. process_set: ranks to reduce
-    over, None for all; a rank outside of it steps on its own gradients.
-
-    Reduction starts in backward, as gradients become ready, and is finished by step(). The states, and what each call
-    does in them (= stays, > goes on to; "error" leaves the state as it is):
+    With a spare core, reduction starts in backward, as gradients become ready; step() finishes it. These are the
+    states, and what each call does in them (= stays, > goes on to; "error" leaves the state as it is):
 
                               IDLE          ACCUMULATING   REDUCING       SYNCHRONIZED
         backward, last pass   > REDUCING    > REDUCING     error if the   > REDUCING
@@ -60,19 +53,43 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
     "skipping" is inside skip_synchronize(). After synchronize(), a plain step() does not reduce again; it warns once.
     A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
-    step(closure) reduces after each evaluation and returns the loss reduced in the same way.
+    step(closure) reduces after each evaluation, and returns the loss reduced in the same way.
 
-    op=Adasum reduces what a step has changed: each rank's optimizer steps on its own gradients, with state (momentum,
-    say) of its own, and every parameter becomes its start plus the Adasum of the ranks' differences, which float
-    dtypes have. Between backward and step nothing is under way, so the state is always IDLE: synchronize() does
-    nothing, skip_synchronize() raises UsageError, clipping and the loss of a closure are this rank's. A GradScaler
-    skips the step on all ranks or on none. A rank whose step fails changes nothing and takes over what the others did.
+    op=Adasum reduces what a step has changed. Each rank's optimizer steps on its own gradients, with its own state
+    (momentum, say). Every parameter becomes its start plus the Adasum of the ranks' differences. Nothing is under way
+    between backward and step, so the state is always IDLE: synchronize() does nothing, skip_synchronize() raises
+    UsageError, and clipping and the loss of a closure stay local. A GradScaler skips the step on all ranks or on none.
+    A rank whose step fails changes nothing and takes over what the others did.
 
-    Every rank of the set makes the same calls of step() and synchronize(), also a rank without gradients: its
-    parameters contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
+    Every rank of the set makes the same calls of step() and synchronize(). The parameters of a rank without gradients
+    contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
     Making the optimizer is local and does not block.
-    Raises: NotInitializedError; UsageError for wrong arguments. The first step raises MismatchError on every rank where
-    ranks have different parameters or settings; where only the values of parameters differ, it warns.
+
+    Args:
+        optimizer: Any torch.optim.Optimizer that is not distributed already.
+        named_parameters: Pairs (name, parameter), such as `model.named_parameters()`; errors show these names, and
+            ranks are matched by them. They cover all parameters of the optimizer. Default: numbered names.
+        compression: What gradients travel as: a member of `hvlike.Compression`.
+        backward_passes_per_step: How many backward passes are summed up on this rank before gradients are reduced.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: Divides gradients by this factor before the sum and multiplies by it after. Average
+            only.
+        num_groups: Older name for a number as `groups`; 0 for none.
+        groups: Parameters whose gradients are reduced together: a number of equal groups, or lists of parameters.
+        sparse_as_dense: Send sparse gradients as dense ones.
+        process_set: The ranks to reduce over; None for all. A rank outside of it steps on its own gradients.
+
+    Raises:
+        NotInitializedError: If init() has not been called.
+        UsageError: For a wrong argument.
+        MismatchError: In the first step, on every rank, if ranks have different parameters or settings. If only the
+            values of parameters differ, a warning is logged.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
     Source: horovod.torch.DistributedOptimizer.
     """
 
@@ -131,9 +148,20 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Finish the reduction of the gradients and let the wrapped optimizer update the parameters.
 
-        closure: evaluates the model on this rank's data, leaves gradients, returns the loss.
-        Collective over the process set; blocks. Returns what the wrapped step() returns.
-        Raises: UsageError for calls in the wrong order (see the table of the class), MismatchError, PeerLeftError.
+        Collective over the process set; blocks.
+
+        Args:
+            closure: Evaluates the model on this rank's data, leaves gradients, returns the loss.
+            kwargs: Handed to the wrapped step().
+
+        Returns:
+            What the wrapped step() returns; with a closure, the loss reduced over the ranks.
+
+        Raises:
+            UsageError: For calls in the wrong order; see the table of the class.
+            MismatchError: If ranks have different gradients.
+            PeerLeftError: If a rank has left the job.
+
         Source: torch.optim.Optimizer.step.
         """
         if closure is None:
@@ -148,7 +176,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """Finish the reduction of the gradients; does nothing if that has been done since the last backward pass.
 
         For code that reads or changes gradients before the step: step under skip_synchronize() then.
-        Collective over the process set; blocks. Raises: as step().
+        Collective over the process set; blocks.
+
+        Raises:
+            HorovodInternalError: As step().
+
         Source: horovod.torch.DistributedOptimizer.synchronize.
         """
         self._synchronize("optimizer.synchronize()")
@@ -158,16 +190,24 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def synchronize_for(self, call: str) -> None:
         """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
 
-        call: the name of that function, for errors. Collective over the process set; blocks. Raises: as step().
+        Collective over the process set; blocks.
+
+        Args:
+            call: The name of that function, for errors.
+
+        Raises:
+            HorovodInternalError: As step().
         """
         self._synchronize(call)
         self._reduced_by_user = False
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use the gradients as synchronize() and the user have left them. Local.
+        """Let step() use the gradients as synchronize() and the program have left them. Local.
 
-        Raises: UsageError with op=Adasum, where there is nothing to skip.
+        Raises:
+            UsageError: With op=Adasum, where there is nothing to skip.
+
         Source: horovod.torch.DistributedOptimizer.skip_synchronize.
         """
         if self._gradients.reduction.of_deltas:
@@ -189,14 +229,26 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """Let backward passes only add up gradients on this rank; the next pass outside reduces the sums. Local.
 
         Passes inside do not count for backward_passes_per_step. Every rank uses it for the same steps.
-        Raises: UsageError between backward and step. Source: torch DistributedDataParallel.no_sync.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            UsageError: Between backward and step.
+
+        Source: torch DistributedDataParallel.no_sync.
         """
         return self._gradients.local()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes make a step; counting starts anew. Local.
 
-        Raises: UsageError unless passes > 0, and between backward and step.
+        Args:
+            passes: The number of backward passes, above 0; the same on every rank.
+
+        Raises:
+            UsageError: For a number below 1, and between backward and step.
+
         Source: horovod.torch.DistributedOptimizer.set_backward_passes_per_step.
         """
         self._gradients.set_passes(passes)
@@ -222,7 +274,13 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and with them local sums. Local.
 
-        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.zero_grad.
+        Args:
+            set_to_none: Set gradients to None instead of zero.
+
+        Raises:
+            UsageError: Between backward and step.
+
+        Source: torch.optim.Optimizer.zero_grad.
         """
         self._gradients.discard()
         self._wrapped.zero_grad(set_to_none=set_to_none)
@@ -231,7 +289,13 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced like all others. Every rank adds the same. Local.
 
-        Raises: UsageError between backward and step. Source: torch.optim.Optimizer.add_param_group.
+        Args:
+            param_group: Parameters and options, as for the wrapped optimizer.
+
+        Raises:
+            UsageError: Between backward and step.
+
+        Source: torch.optim.Optimizer.add_param_group.
         """
         if self._gradients.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.add_param_group()")
@@ -241,8 +305,9 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
 
-        Other optimizers ignore the key. It holds the errors of this rank alone: for an exact continuation every rank
-        saves its own state dict, or one holds them all (hvlike.gather_optimizer_state).
+        Other optimizers ignore that key. It holds the errors of this rank alone: for an exact continuation every rank
+        saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
+
         Source: torch.optim.Optimizer.state_dict.
         """
         state = self._wrapped.state_dict()
@@ -253,9 +318,15 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
 
-        A rank takes the errors that were saved by the same rank of a job of the same size, and starts without where
-        there are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
-        Raises: UsageError between backward and step, with a compressor that remembers something.
+        A rank takes the errors that the same rank of a job of the same size has saved, and starts without where there
+        are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
+
+        Args:
+            state_dict: What state_dict() of this or of the wrapped optimizer has returned.
+
+        Raises:
+            UsageError: Between backward and step, with a compressor that remembers something.
+
         Source: torch.optim.Optimizer.load_state_dict.
         """
         memory = self._gradients.reduction.memory
@@ -265,9 +336,16 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._wrapped.load_state_dict(state_dict)
 
     def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers and is to be equal on all ranks, which agree on it anew; None: nothing.
+        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local.
 
-        call: the name of the function that asks, for errors. Local. Raises: UsageError between backward and step.
+        Args:
+            call: The name of the function that asks, for errors.
+
+        Returns:
+            The state by name; None where there is nothing.
+
+        Raises:
+            UsageError: Between backward and step.
         """
         memory = self._gradients.reduction.memory
         if memory is None:
@@ -276,7 +354,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         return memory.shared_state()
 
     def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local."""
+        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local.
+
+        Args:
+            state: What shared_memory() has returned there.
+        """
         memory = self._gradients.reduction.memory
         if memory is not None:
             memory.load_shared(state)
@@ -296,10 +378,15 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     # Uneven inputs
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerJoinHook:
-        """Return the hook for one Join context.
+        """Return the hook for one Join context. Local.
 
-        divide_by_initial_world_size: average over all ranks, those without inputs contributing zeros; False: over the
-        ranks that have inputs. Counts with op=Average alone. kwargs: what other joinables of the context are told.
+        Args:
+            divide_by_initial_world_size: Average over all ranks, where those without inputs contribute zeros. False:
+                average over the ranks that have inputs. With op=Average only.
+            kwargs: What other joinables of the context are told; ignored.
+
+        Returns:
+            A new hook.
         """
         return OptimizerJoinHook(self, self._gradients, divide_by_active=not divide_by_initial_world_size)
 
@@ -336,12 +423,14 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
                 raise usage_errors.not_synchronized()
         elif phase is not Phase.SYNCHRONIZED:
-            self._notify_join()
+            if self._join_context is not None:
+                self._notify_join()
             self._gradients.synchronize("optimizer.step()")
         elif self._reduced_by_user and not self._warned:
             self._warned = True
             usage_errors.warn_user(usage_errors.STEP_AFTER_SYNCHRONIZE, UserWarning)
-        self._reduced_by_user = False
+        if self._reduced_by_user:
+            self._reduced_by_user = False
 
     def _after_closure(self, loss: Any) -> Any:
         gradients = self._gradients

@@ -13,7 +13,8 @@ from hvlike.backends.base import SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
-from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.persistent.planned_reducer import PlannedReducer
+from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait

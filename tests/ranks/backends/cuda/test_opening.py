@@ -10,7 +10,8 @@ from support.backends.jobs import run
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.opening import DeviceBackends
 from hvlike.backends.cuda.staged_backend import StagedBackend
-from hvlike.collectives.persistent.planned_reducer import Entry, PlannedReducer
+from hvlike.collectives.persistent.planned_reducer import PlannedReducer
+from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import current
 from hvlike.config import Config
 from hvlike.errors import LaunchError

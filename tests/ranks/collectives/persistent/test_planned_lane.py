@@ -9,6 +9,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.reduction import arithmetic_of
+from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -61,7 +62,7 @@ def test_a_rank_that_has_joined_sees_what_the_others_do(hvd: ModuleType) -> None
         # The last step has nobody.
         assert seen == [size - 1 - step for step in range(rank, size)]
         adder.seen.clear()
-        lanes.append(len(hvd.collectives.context.current().set_state(None, "test").lanes.all()))
+        lanes.append(len(current().set_state(None, "test").lanes.all()))
     assert lanes[-1] == lanes[0]
 
 
