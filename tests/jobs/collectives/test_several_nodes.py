@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 import pytest
-from hvlike.planes import hierarchical
+from hvlike.backends import hierarchical
 hierarchical.SHARD_BYTES = int(os.environ["SHARD_BYTES"])
 folder = Path("{CHECKOUT}/tests/ranks/collectives")
 files = [str(file) for name in os.environ["LAWS"].split() for file in folder.rglob(f"test_{{name}}.py")]

@@ -180,7 +180,7 @@ def test_an_error_late_in_init_on_one_rank_ends_the_job() -> None:
     body = """
 import sys, time
 import hvlike as hvd
-from hvlike.collectives import context
+from hvlike.collectives.session import context
 def fail(world, **options):
     sys.stdout.write(f"END {time.time()}\\n")
     sys.stdout.flush()

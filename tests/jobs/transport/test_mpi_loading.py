@@ -13,7 +13,11 @@ sys.modules["hvlike"] = types.ModuleType("hvlike")
 sys.modules["hvlike"].__path__ = [{str(CHECKOUT / "hvlike")!r}]
 """
 
-LOAD = f"{BARE}\nfrom hvlike.transport import mpi; module = mpi.load(); print('level', module.Query_thread())"
+LOAD = f"""{BARE}
+from hvlike.transport.host import mpi_library
+module = mpi_library.load_mpi()
+print("level", module.Query_thread())
+"""
 
 # what the program does first, the environment, what the error says
 REFUSED = [

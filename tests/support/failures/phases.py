@@ -6,7 +6,7 @@ program without a fault, so they wait for that one.
 
 START = """
 import hvlike as hvd
-from hvlike.collectives import context
+from hvlike.collectives.session import context
 
 def say_shared():
     # What would stay behind in shared memory: names that this process maps.
