@@ -1,9 +1,8 @@
-"""The express way: a reduction in the thread that asks for it, at once, when all ranks of a node ask for it now.
+"""The inline allreduce: a reduction in the calling thread, at once, when all ranks of a node call it now.
 
-A board (board.py) shows whether they do. A small tensor lies beside its entry on the board: once a rank sees that all
-are there, it reduces all ranks' copies by itself, in the same order. A large one takes the chunked reduction of an
-op queue
-of its own, driven by this thread as long as something moves, and by the loop from then on.
+The board (shared_memory/board.py) shows whether they do. A small tensor lies beside its entry on the board: a rank that
+sees all entries reduces the copies of all ranks by itself, in the same order. A large tensor takes the chunked
+reduction of an op queue of its own. The calling thread drives it as long as something moves; the loop does the rest.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from hvlike.transport.memory.segment import Segment, words
 from hvlike.transport.world import Group
 
 COPIED_BYTES = 1536 << 10
-"""Bytes of all ranks' copies of a tensor up to which every rank reduces it: that costs less than a round trip."""
+"""Bytes of the copies of all ranks up to which every rank reduces them: that costs less than a round trip."""
 
 _LARGEST_COPY = 640 << 10
 _LEAST_IN_PLACE = 256 << 10
 _SMALLEST_COPY = 16 << 10
 
 WAIT_SECONDS = 0.05
-"""How long a rank waits on the board; then it asks in the ordinary way, where deadlocks and stalls are found."""
+"""How long a rank waits on the board. Then it negotiates, which finds deadlocks and stalls."""
 
 _BLOCK_BYTES = -(-8 * WORDS // 128) * 128
 _NAP_SECONDS = 2e-3
@@ -40,7 +39,7 @@ _HEAD_SECONDS = 30.0
 
 
 class InlineEngine:
-    """One rank's part; one thread at a time. Ranks count within the group, all of them on this node."""
+    """What one rank has of it, for one thread at a time. Ranks count within the group; all are on this node."""
 
     def __init__(self, fabric: Fabric, group: Group, lane: OpQueue, segment: Segment) -> None:
         size, rank = group.size, group.rank
@@ -77,7 +76,7 @@ class InlineEngine:
         return tuple(slot[:nbytes].data for slot in self._slots[self._rank])
 
     def passed(self, count: int) -> None:
-        """This rank has asked for `count` things, the last in the ordinary way; who waits for it shall know."""
+        """This rank has asked for `count` operations, the last by negotiation. Wakes the peers that wait for it."""
         self.board.passed(count)
         self.wake()
 
@@ -87,7 +86,7 @@ class InlineEngine:
             bell.notify_if_sleeping()
 
     def wait(self, index: int) -> bool:
-        """Wait for the answer about thing number `index`, which this rank has offered; PATIENCE_SECONDS at most.
+        """Wait for the answer about operation number `index`, which this rank has offered; WAIT_SECONDS at most.
 
         Raises: HorovodInternalError when the first rank has stopped in the middle of its answer.
         """
@@ -114,7 +113,7 @@ class InlineEngine:
         return backend.inline(arithmetic, elements, number)
 
     def _wait(self, index: int) -> bool | None:
-        """The answer, None when patience has run out."""
+        """The answer; None when the wait has timed out."""
         look = self.board.look
         for _ in range(CHECKS):
             answer = look(index)
@@ -142,7 +141,7 @@ class InlineEngine:
         self.wake()
         until = time.monotonic() + _HEAD_SECONDS
         while answer is None:
-            # The head is about to decide, or waits for one that is between two statements.
+            # The head is about to decide, or waits for a rank that is between two statements.
             time.sleep(0)
             answer = self.board.look(index)
             if answer is None and time.monotonic() > until:
@@ -159,7 +158,7 @@ def _copy_bytes(ranks: int) -> int:
 
 
 def open_inline_allreduce(fabric: Fabric, group: Group, lane: OpQueue) -> Coroutine[InlineEngine | None]:
-    """Make the express way of a group that is on one node; None where its ranks cannot share the memory.
+    """Prepare inline allreduces of a group that is on one node; None where its ranks cannot share the memory.
 
     lane: one that nothing else uses. Collective over the group.
     """

@@ -12,7 +12,7 @@ Every counter has one writer and only grows:
     passed[o]     chunks this rank has put into its slots for o alone (alltoall)
     received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
-    votes[2]      what this rank says in a count, by parity of its number (ActiveRankCount)
+    votes[2]      whether this rank is active in a count, by parity of its number (ActiveRankCount)
     failed        why this rank has given the region up: APART or LEFT; 0: it has not
     arrived       number of the newest work this rank has entered
     departed      number of the newest work that is not staged of which this rank has done its part
@@ -157,7 +157,7 @@ class Region:
         return piece
 
     def is_same_place(self, number: int) -> bool:
-        """Whether all ranks, which have met, have said the same place for the piece of work `number`."""
+        """Whether all ranks, which have arrived, have posted the same place for the work `number`."""
         word = PLACES + number % 2
         place = self.mine.words[word]
         return all(counters.words[word] == place for counters in self.others)
@@ -181,20 +181,28 @@ def order_by(fence: Fence) -> Callable[[], object]:
 
 
 class ActiveRankCount:
-    """The censuses of one region; every rank of the node takes part in each, in the same order."""
+    """Counts the active ranks of a node beside other work: a word of shared memory for each rank, no wait of its own.
+
+    begin    write down the number of the count, and yes or no
+    ...      other work on the same region
+    count    all peers have written theirs by now, or will when they begin
+
+    Counts alternate between two words. A rank that has ended count n may begin n + 1 while a peer still reads n. It
+    cannot begin n + 2: count n + 1 ends only after that peer has begun it. All ranks take part in every count.
+    """
 
     def __init__(self, region: Region) -> None:
         self._region = region
         self._number = 0
 
     def begin(self, *, yes: bool) -> None:
-        """Write down what this rank says in the next census. Does not wait."""
+        """Write down whether this rank is active in the next count. Does not wait."""
         self._number += 1
         self._region.mine.votes[self._number % 2] = 2 * self._number + yes
         self._region.notify_if_sleeping(self._region.peers)
 
     def count(self) -> int | None:
-        """How many ranks have said yes in the census begun last; None while some have not begun it."""
+        """How many ranks are active in the count begun last; None while a rank has not begun it."""
         votes = [counters.votes[self._number % 2] for counters in self._region.counters]
         if any(vote >> 1 != self._number for vote in votes):
             return None
