@@ -101,7 +101,7 @@ class Adasum:
     def _combine(
         self, backend: Backend, vectors: Sequence[torch.Tensor], runs: Sequence[Run], tensors: int
     ) -> Coroutine[None]:
-        """Make all vectors one, in the first; `runs` says which elements of them belong to which tensor."""
+        """Make all vectors one, in the first; `runs` maps their elements to tensors."""
         segments = list(_segments(runs))
         for pairs in pair_up(self.size):
             dots = torch.from_numpy(np.zeros((len(pairs), tensors, 3)))

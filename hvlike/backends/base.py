@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Say whether this rank is active, for `end_count` after other work. Does not wait."""
 
     def end_count(self) -> Coroutine[int]:
-        """How many ranks have said at `begin_count` that they are active."""
+        """How many ranks are active, as they said at `begin_count`."""
 
     def close(self) -> None:
         """Give back what the backend holds."""

@@ -34,26 +34,26 @@ from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.world import Group
 
 
-def side_by_side(routines: Sequence[Coroutine[None]]) -> Coroutine[None]:
-    """Advance all routines in turn until the last has ended; yields while none can move.
+def side_by_side(coroutines: Sequence[Coroutine[None]]) -> Coroutine[None]:
+    """Advance all coroutines in turn until the last has ended; yields while none can move.
 
     When one fails, or this one is given up, the others are closed.
     """
-    left = list(routines)
+    left = list(coroutines)
     try:
         while left:
             wait = Wait.NOTIFY
-            for routine in list(left):
-                step = next(routine, None)
+            for coroutine in list(left):
+                step = next(coroutine, None)
                 if step is None:
-                    left.remove(routine)
+                    left.remove(coroutine)
                     step = Wait.AGAIN
                 wait = max(wait, step)
             if left:
                 yield wait
     finally:
-        for routine in left:
-            routine.close()
+        for coroutine in left:
+            coroutine.close()
 
 
 SHARD_BYTES = 256 << 10

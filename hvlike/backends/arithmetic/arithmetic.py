@@ -263,7 +263,7 @@ class Arithmetic:
 
 
 def in_order(rank: int, own: Piece, copies: Sequence[Piece]) -> tuple[Piece, Sequence[Piece]]:
-    """The first piece and the others, in the order of the ranks whoever adds; the first two may be swapped.
+    """The first piece and the others, in the order of the ranks, on whichever rank; the first two may be swapped.
 
     Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise gives
     the same bits.

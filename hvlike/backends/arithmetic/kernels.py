@@ -79,7 +79,7 @@ class Kernel(ABC, Generic[P]):
 
 
 class ArrayKernel(Kernel[Array]):
-    """The types numpy computes: accumulates in place. Subclasses say how factors are applied."""
+    """The types numpy computes: accumulates in place. Subclasses define how factors are applied."""
 
     reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
         ReduceOp.AVERAGE: np.add,

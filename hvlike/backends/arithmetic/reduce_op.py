@@ -54,7 +54,7 @@ def reduce_op(value: int) -> ReduceOp:
 def check_supported(op: ReduceOp, dtype: torch.dtype) -> None:
     """Check that `op` is defined on tensors of `dtype`.
 
-    Raises: UsageError for a dtype outside the table, or on which `op` is not defined; the text says which are.
+    Raises: UsageError for a dtype outside the table, or on which `op` is not defined; the text lists those.
     """
     supported = _SUPPORTED[element_of(dtype).kind]
     if op not in supported:

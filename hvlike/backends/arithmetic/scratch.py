@@ -70,7 +70,7 @@ class SilentErrstate:
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
         self.run = context.run
-        """Calls a function; what it sets in context variables is seen by later calls here, and by nobody else."""
+        """Calls a function; what it sets in context variables is seen by later calls here only."""
 
     def drive(self, coroutine: Coroutine[T]) -> Coroutine[T]:
         """The same coroutine, each of whose steps runs so."""

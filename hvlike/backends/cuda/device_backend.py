@@ -4,7 +4,7 @@ r"""A backend for tensors of a GPU: jobs run on its stream, and callers wait the
                                           \                             /
     the backend's stream                      wait | pack | reduce | unpack | event
 
-No thread waits for the device, except the staged backend for what the host has to read. A job is a routine like any
+No thread waits for the device, except the staged backend for what the host has to read. A job is a coroutine like any
 other; each of its steps is taken with the backend's stream as the current one, so that whatever torch does there,
 copies,
 casts, memory, belongs to that stream.
@@ -32,12 +32,12 @@ class DeviceBackend(ABC):
     """What the backends of a device have in common. Tensors in host memory (flags, counts) go the host's way."""
 
     launches = False
-    """A job is begun as a whole by whoever takes its first step: nothing is left for the loop to do."""
+    """The first step of a job begins all of it: nothing is left for the loop to do."""
 
     def __init__(
         self, host: Backend, runtime: DeviceRuntime, device: torch.device, stream: Stream | None = None
     ) -> None:
-        """host: the backend of the same lane for host memory; stream: where jobs run, None for one of its own."""
+        """host: the backend of the same op queue for host memory; stream: where jobs run, None for one of its own."""
         self.host = host
         self.runtime = runtime
         self.home: torch.device = device
@@ -51,35 +51,35 @@ class DeviceBackend(ABC):
 
     # -- the way in and out ---------------------------------------------------------------------
 
-    def run(self, routine: Coroutine[T], ready: Iterable[Event] = ()) -> Coroutine[T]:
-        """Take the steps of a job on the stream, after the events that say when its tensors hold their values."""
+    def run(self, coroutine: Coroutine[T], ready: Iterable[Event] = ()) -> Coroutine[T]:
+        """Take the steps of a job on the stream, after the events from which on its tensors hold their values."""
         for event in ready:
             self.runtime.wait(self.stream, event)
-        return (yield from self._stepping(routine, self._on_stream))
+        return (yield from self._stepping(coroutine, self._on_stream))
 
-    def beside(self, routine: Coroutine[T]) -> Coroutine[T]:
+    def beside(self, coroutine: Coroutine[T]) -> Coroutine[T]:
         """What the host does itself in the middle of a job, in the loop; whatever stream is in use."""
-        # Whoever begins a job may be a thread that the host's backend does not know.
+        # The thread that begins a job may be one that the host's backend does not know.
         yield Wait.AGAIN
-        return (yield from self._stepping(routine, self.runtime.aside))
+        return (yield from self._stepping(coroutine, self.runtime.aside))
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         self.check()
         return self.runtime.use(self.stream)
 
-    def _stepping(self, routine: Coroutine[T], inside: Callable[[], AbstractContextManager[Any]]) -> Coroutine[T]:
-        """Take each step of a routine in a context of its own, and none while it waits."""
+    def _stepping(self, coroutine: Coroutine[T], inside: Callable[[], AbstractContextManager[Any]]) -> Coroutine[T]:
+        """Take each step of a coroutine in a context of its own, and none while it waits."""
         try:
             while True:
                 with inside():
                     try:
-                        wait = routine.send(None)
+                        wait = coroutine.send(None)
                     except StopIteration as stop:
                         result: T = stop.value
                         return result
                 yield wait
         finally:
-            routine.close()
+            coroutine.close()
 
     def keep(self, tensors: Any) -> None:
         """The stream uses these tensors, perhaps in lists: what is asked of it now may be done after they are gone."""
@@ -88,7 +88,7 @@ class DeviceBackend(ABC):
                 self.runtime.keep(tensor, self.stream)
 
     def fence(self, result: Any = None) -> StreamFence:
-        """What whoever uses the result passes; `result`: tensors, perhaps in lists, made on the stream."""
+        """What a caller passes before it uses the result; `result`: tensors, perhaps in lists, made on the stream."""
         return StreamFence(self, self.runtime.record(self.stream), list(tensors_in(result)))
 
     def check(self) -> None:
@@ -174,7 +174,7 @@ class DeviceBackend(ABC):
 
 
 class StreamFence:
-    """Between a backend and whoever uses what it has made: his stream waits, he does not."""
+    """Between a backend and a caller that uses its results: the caller's stream waits, the caller does not."""
 
     __slots__ = ("_event", "_plane", "_tensors")
 

@@ -35,7 +35,7 @@ def on_device(
     job: Job,
     ready: Iterable[Event] = (),
 ) -> Job:
-    """The same job for the backend of the lane's device.
+    """The same job for the device backend of the op queue.
 
     opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
     the lane. ready: when the tensors of the

@@ -41,11 +41,11 @@ class NcclFacts(NamedTuple):
     cupy: str
     """Version of CuPy; empty where it is not installed."""
     version: int
-    """Version of NCCL as it says it, 22703 for 2.27.3; 0 where it cannot be used."""
+    """Version of NCCL in its own notation, 22703 for 2.27.3; 0 where it cannot be used."""
     missing: str
     """Why it cannot be used and what to do; empty where it can."""
     path: str
-    """The libnccl that is loaded; empty where none is, or where the system does not say."""
+    """The libnccl that is loaded; empty where none is, or where the system does not tell."""
     torch_version: int
     """Version of the NCCL that torch was built with; 0 for none."""
 
@@ -112,7 +112,7 @@ class Communicator:
         return self.nccl.version >= SPLITS_FROM and hasattr(self.link, "commSplit")
 
     def split(self, rank: int) -> Communicator:
-        """Another communicator of the same ranks. Blocks until all ranks do; nothing may be under way in this one."""
+        """Another communicator of the same ranks. Blocks until all ranks do; nothing may be in flight in this one."""
         return Communicator(self.nccl, self.link.commSplit(0, rank))
 
     def error(self) -> Exception | None:
@@ -125,7 +125,7 @@ class Communicator:
         return None
 
     def abort(self) -> None:
-        """End what is under way, in a thread, as that may take a moment; once."""
+        """End what is in flight, in a thread, as that may take a moment; once."""
         if self._ended.acquire(blocking=False):
             threading.Thread(target=self.link.abort, name="hvlike-nccl-abort", daemon=True).start()
 
@@ -170,7 +170,7 @@ def _version_of_torch() -> int:
 
 
 def _path() -> str:
-    """The libnccl in the memory of this process, where Linux says so."""
+    """The libnccl in the memory of this process, where Linux lists it."""
     try:
         with open("/proc/self/maps") as lines:
             for line in lines:

@@ -35,7 +35,7 @@ def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: s
     """The backend of a process set; the same on every rank.
 
     facts: of each member, in order; ranks: their numbers in the world. wanted: HVLIKE_CUDA_PLANE.
-    Raises: LaunchError where the backend that is wanted cannot serve; the text says why and what to do.
+    Raises: LaunchError where the backend that is wanted cannot serve; the text gives the reason and what to do.
     """
     obstacle = why_not_nccl(facts, ranks)
     if wanted == NCCL:

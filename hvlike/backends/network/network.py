@@ -44,7 +44,7 @@ _MPI_OPS = {
     ReduceOp.PRODUCT: "PROD",
 }
 
-# MPI may still write to the memory of a request that nobody waits for any more: it must never be freed.
+# MPI may still write to the memory of an abandoned request: it must never be freed.
 _ABANDONED: list[Any] = []
 
 
@@ -57,7 +57,8 @@ class Network:
         self._size: int = comm.Get_size()
         self._natives = MpiConstants()
         self._buffers = BufferPool()
-        self._pace = BandwidthEstimator()
+        self.bandwidth = BandwidthEstimator()
+        """Limits how many messages are in flight."""
         self._flat: Array = np.empty(0, np.uint8)
         self._broken = False
 
@@ -126,7 +127,7 @@ class Network:
         yield from self._keep(transfer.run(), lambda: transfer.requests)
 
     def close(self) -> None:
-        """Free the communicator, unless messages of a routine that was given up may still arrive on it."""
+        """Free the communicator, unless messages of a coroutine that was given up may still arrive on it."""
         if self._comm is not None and not self._broken:
             self._comm.Free()
         self._comm = None
@@ -174,15 +175,24 @@ class Network:
         self._buffers.require(size)
         window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
         exchange = PairwiseExchange(
-            self._comm, self._natives, self._buffers, arithmetic, pieces, raw, parts, window, self._pace, share=share
+            self._comm,
+            self._natives,
+            self._buffers,
+            arithmetic,
+            pieces,
+            raw,
+            parts,
+            window,
+            self.bandwidth,
+            share=share,
         )
         yield from self._keep(exchange.run(), lambda: exchange.requests)
 
-    def _keep(self, routine: Coroutine[None], requests: Callable[[], Sequence[Any]]) -> Coroutine[None]:
-        """Run `routine`; if it is given up or fails, keep its requests and their memory for ever."""
+    def _keep(self, coroutine: Coroutine[None], requests: Callable[[], Sequence[Any]]) -> Coroutine[None]:
+        """Run `coroutine`; if it is given up or fails, keep its requests and their memory for ever."""
         ended = False
         try:
-            yield from routine
+            yield from coroutine
             ended = True
         finally:
             if not ended:

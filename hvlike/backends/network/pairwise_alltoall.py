@@ -1,4 +1,4 @@
-"""One alltoall by messages: two rows, of sends and of receives, each with a few messages in flight.
+"""One alltoall by messages: a pipeline of sends and one of receives, each with a few messages in flight.
 
 Four ranks, seen from rank 0; every pair cut into messages 0, 1, ...:
 
@@ -6,7 +6,7 @@ Four ranks, seen from rank 0; every pair cut into messages 0, 1, ...:
     receive    0 from 3, 0 from 2, 0 from 1, 1 from 3, ...
 
 The message of step s goes from r to r + s, so both its ends have it at the same place (message number, step) of their
-rows: the earliest one that waits, over all ranks, can always move. Everything is sent and received in place.
+pipelines: the earliest one that waits, over all ranks, can always move. Everything is sent and received in place.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _AlltoallPipeline:
         return bool(self.requests or self._waiting)
 
     def step(self) -> bool:
-        """End and start what can be; say whether anything moved."""
+        """End and start what can be; returns whether anything moved."""
         moved = False
         while self.requests and self.requests[0].Test():
             self.requests.popleft()

@@ -7,12 +7,11 @@ Three ranks, shards A B C owned by ranks 0 1 2, two messages a shard (A1 A2 ...)
     send results            A1 to 1, A1 to 2, A2 to 1, A2 to 2             each once all contributions are folded
     receive results         C1 from 2, B1 from 1, C2 from 2, B2 from 1     each once the own contribution has left
 
-Every row goes on by itself, in its order, a few messages at a time. The orders agree: whatever is earliest of all
-that waits, over all ranks, can move, so the exchange cannot block itself. How many messages leave at once
-(progress.py) is
-one number for contributions and results; a result leaves only where no contribution could, so it stands in no one's
-way. Each element is reduced on one rank in one order: bitwise the same everywhere and from run to run. A ring would
-take as many bytes and 2 (n - 1) steps in a row.
+Every pipeline goes on by itself, in its order, a few messages at a time. The orders agree: the earliest message that
+waits, over all ranks, can always move, so the exchange cannot block itself. How many messages leave at once
+(progress.py) is one number for contributions and results. A result leaves only where no contribution could. Each
+element is reduced on one rank in one order: bitwise the same everywhere and from run to run. A ring would take as many
+bytes and 2 (n - 1) steps.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class MessagePipeline(ABC):
         self._waiting = deque(self._order())
 
     def _order(self) -> list[tuple[int, int]]:
-        """All (message number, peer) of the row."""
+        """All (message number, peer) of the pipeline, in order."""
         exchange = self.exchange
         peers = [(exchange.rank + self.shift * step) % exchange.size for step in range(1, exchange.size)]
         last = max(map(len, exchange.messages))
@@ -57,11 +56,11 @@ class MessagePipeline(ABC):
 
     @property
     def unfinished(self) -> bool:
-        """Whether messages of this row are in flight or to come."""
+        """Whether messages of this pipeline are in flight or to come."""
         return bool(self.requests or self._waiting)
 
     def step(self) -> bool:
-        """End and start what can be; say whether anything moved."""
+        """End and start what can be; returns whether anything moved."""
         moved = False
         while self.requests and self.requests[0].Test():
             self.requests.popleft()
@@ -259,7 +258,7 @@ class ResultReceiver(MessagePipeline):
 
 
 class PairwiseExchange:
-    """One reduction by pairwise exchange: what its four rows of messages share."""
+    """One reduction by pairwise exchange: what its four pipelines of messages share."""
 
     def __init__(
         self,
@@ -324,7 +323,7 @@ class PairwiseExchange:
         return [self.raw[piece][start * itemsize : stop * itemsize] for piece, start, stop in message]
 
     def pack(self, message: Message) -> tuple[Array, Array | None]:
-        """Return the bytes of a message in a row, and the buffer they were copied to if they were not so already."""
+        """Return the contiguous bytes of a message, and the buffer they were copied to, if any."""
         places = self.bytes_of(message)
         if len(places) == 1:
             return places[0], None

@@ -35,7 +35,7 @@ class MessageFlow(Protocol):
 
 
 def drive(rows: Sequence[MessageFlow]) -> Coroutine[None]:
-    """Advance all rows until none is left; yields while nothing can move."""
+    """Advance all pipelines until none is left; yields while nothing can move."""
     left = [row for row in rows if row.unfinished]
     while left:
         moved = False
@@ -73,7 +73,7 @@ class BandwidthEstimator:
         self._bytes = 0
 
     def arrived(self, nbytes: int) -> None:
-        """A message has arrived. The first one starts the clock: a peer that was late says nothing of the network."""
+        """A message has arrived. The first one starts the clock: a late peer is no slow network."""
         self._last = self._clock()
         if self._first is None:
             self._first = self._last

@@ -201,7 +201,7 @@ class Board:
         return head[_COUNT] > index or head[index % RING * _ENTRY_WORDS] == index + 1
 
     def _is_there(self, peer: memoryview, index: int) -> bool | None:
-        """Whether a rank has offered the same thing as this one; None: it may still, or the head is deciding."""
+        """Whether a rank has offered the same operation as this one; None: it still may, or the head is deciding."""
         entry, mine = index % RING * _ENTRY_WORDS, self.mine
         # First the count, then the entry: a rank writes them the other way round.
         counted = peer[_COUNT] > index

@@ -38,7 +38,7 @@ LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
 """Bytes of all tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
 
 PASSES = 8
-"""How many chunks are reduced before other routines have a turn."""
+"""How many chunks are reduced before other coroutines have a turn."""
 
 
 class CmaMemory:
@@ -86,7 +86,7 @@ class _Member(NamedTuple):
 
     memory: ProcessMemory
     addresses: memoryview
-    """Of its tensors, as the rank says them; shared memory."""
+    """Of its tensors, as the rank posts them; shared memory."""
     ranges: Ranges
     """Where all chunks lie in them."""
     scratch: int
@@ -96,7 +96,7 @@ class _Member(NamedTuple):
 
 
 class CmaReduction:
-    """The chunks that this rank reduces of tensors of these lengths, at the addresses that the ranks have said."""
+    """The chunks that this rank reduces of tensors of these lengths, at the addresses that the ranks post."""
 
     def __init__(self, region: Region, memory: CmaMemory, arithmetic: Arithmetic, lengths: Sequence[int]) -> None:
         """lengths: in elements."""
@@ -122,7 +122,7 @@ class CmaReduction:
         self._posted[:] = addresses
 
     def begin(self, number: int) -> None:
-        """Begin the work of this number; all ranks have arrived, and said where their tensors lie."""
+        """Begin the work of this number; all ranks have arrived, and posted where their tensors lie."""
         self._claims.begin(number)
         for rank, member in enumerate(self._all):
             said = member.addresses.tobytes()
@@ -165,8 +165,8 @@ class CmaReduction:
 def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[CmaChunk], Array, Array, list[int]]:
     """Cut tensors of these lengths, the same from step to step.
 
-    Returns the chunks and, for all their ranges in a row, the tensor, the byte at which the range begins in it, and
-    how many bytes it has.
+    Returns the chunks and, for all their ranges one after another, the tensor, the byte in it at which the range begins,
+    and how many bytes it has.
     """
     largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
     short = SHORT_BYTES // itemsize

@@ -19,7 +19,7 @@ from hvlike.backends.shared_memory.work_stealing import WorkStealing
 from hvlike.transport.memory.allocations import Allocation, Allocations
 
 PASSES = 16
-"""How many chunks are reduced before other routines have a turn."""
+"""How many chunks are reduced before other coroutines have a turn."""
 
 
 class AllocationPlace(NamedTuple):
@@ -82,7 +82,7 @@ class InPlaceReduction:
         steps = arithmetic.steps()
         self._join = steps.join
         self._scales = steps.deliver is not None or steps.factor is not None
-        # In the order of the ranks whoever adds, but that the first two may be swapped: as where copies are staged.
+        # In the order of the ranks, on whichever rank; the first two may be swapped, as where copies are staged.
         self._tensors: list[list[Any]] = [
             [each[rank], *each[:rank], *each[rank + 1 :]] if rank < 2 else [*each] for each in tensors
         ]

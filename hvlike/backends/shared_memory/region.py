@@ -150,7 +150,7 @@ class Region:
         return table
 
     def scratch(self, arithmetic: Arithmetic) -> Piece:
-        """Private memory for one chunk, valid until somebody else uses it."""
+        """Private memory for one chunk, valid until the next use."""
         piece = self._typed_scratch.get(arithmetic.dtype)
         if piece is None:
             piece = self._typed_scratch[arithmetic.dtype] = arithmetic.over(self._scratch)

@@ -113,7 +113,7 @@ def assign(lengths: Sequence[int], owners: Sequence[int], elements: int) -> list
 class Turns:
     """How many chunks each rank of the node has owned so far; the same on every rank at the same point.
 
-    The turn of a chunk, modulo SLOTS, says which slot it goes through.
+    The turn of a chunk, modulo SLOTS, is the number of its slot.
     """
 
     def __init__(self, ranks: int) -> None:

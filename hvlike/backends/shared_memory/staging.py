@@ -32,7 +32,7 @@ PASSES = 16
 
 
 class Results(enum.Enum):
-    """Who gets the result of a reduction."""
+    """Which ranks get the result of a reduction."""
 
     TO_ALL = "every rank"
     TO_OWNER = "the owner of the chunk"

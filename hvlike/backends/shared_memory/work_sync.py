@@ -43,7 +43,7 @@ class Unstaged(Protocol):
         """Whether chunks may be left for this rank."""
 
     def advance(self) -> bool:
-        """Reduce the next few chunks if any can be taken now; says whether it has. Raises: OSError."""
+        """Reduce the next few chunks, if any can be taken now; returns whether it has. Raises: OSError."""
 
 
 class WorkSync:
@@ -114,7 +114,7 @@ class WorkSync:
         region = self.region
         while reduction.unfinished:
             while any(each.words[ABANDONED] >= number for each in region.others):
-                # The rank that has given the work up tells why in other ways.
+                # The rank that has given the work up reports the reason elsewhere.
                 yield Wait.NOTIFY
             try:
                 moved = reduction.advance()

@@ -65,7 +65,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, network_plane: Network, way: str) ->
     monkeypatch.setattr(network, "SMALL_BYTES", small)
     monkeypatch.setattr(network, "SMALLEST_SHARD", small)
     monkeypatch.setattr(network, "SWAP_BYTES", 0)
-    monkeypatch.setattr(network_plane._pace, "slow", way == "slow exchange")
+    monkeypatch.setattr(network_plane.bandwidth, "slow", way == "slow exchange")
 
 
 @pytest.fixture
