@@ -165,7 +165,7 @@ class CmaReduction:
 def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[CmaChunk], Array, Array, list[int]]:
     """Cut tensors of these lengths, the same from step to step.
 
-    Returns the chunks and, for all their ranges one after another, the tensor, the byte in it at which the range begins,
+    Returns the chunks and, for all their ranges one after another, the tensor, the byte in it at which they begin,
     and how many bytes it has.
     """
     largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
