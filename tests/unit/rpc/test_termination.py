@@ -46,7 +46,7 @@ class SimulatedWorker:
         self.received = [0] * size
         self._busy = 0
         self._network = network
-        self._termination = Termination(self)
+        self.termination = Termination(self)
 
     @property
     def is_idle(self) -> bool:
@@ -56,10 +56,10 @@ class SimulatedWorker:
         return sum(self.sent[rank] for rank in ranks), sum(self.received[rank] for rank in ranks)
 
     def send_report(self, rank: int, wave: Wave, report: Report) -> None:
-        self._to(rank, lambda worker: worker._termination.hear_report(self.rank, wave, report))
+        self._to(rank, lambda worker: worker.termination.hear_report(self.rank, wave, report))
 
     def send_result(self, rank: int, wave: Wave, over: bool) -> None:
-        self._to(rank, lambda worker: worker._termination.hear_result(wave, over))
+        self._to(rank, lambda worker: worker.termination.hear_result(wave, over))
 
     def later(self, check: Callable[[], None], waves: int) -> None:
         assert waves < 1000
@@ -71,7 +71,7 @@ class SimulatedWorker:
 
     def begin_shutdown(self) -> None:
         if not self.gone:
-            self._termination.begin("work", self._end)
+            self.termination.begin("work", self._end)
 
     def _end(self) -> None:
         assert self._network.is_quiet(), f"worker {self.rank} ended too early"
@@ -102,7 +102,7 @@ class SimulatedWorker:
             for _ in range(self._network.random.choice((1, 1, 1, 2))):
                 self.send_work(self._network.random.choice(sorted(self.present)), hops - 1)
         self._busy -= 1
-        self._termination.check()
+        self.termination.check()
 
     def leave(self) -> None:
         """Without waiting for anybody; the others hear of it."""
@@ -113,7 +113,7 @@ class SimulatedWorker:
     def hear_of_leaving(self, rank: int) -> None:
         if not self.gone:
             self.present.discard(rank)
-            self._termination.check()
+            self.termination.check()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
