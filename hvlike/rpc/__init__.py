@@ -28,9 +28,6 @@ from hvlike.rpc.wire.message import WorkerInfo
 def is_available() -> bool:
     """Return True: where hvlike runs, so does RPC.
 
-    Returns:
-        True.
-
     Source: torch.distributed.rpc.is_available.
     """
     return True

@@ -112,9 +112,6 @@ def _barrier(worker_names: Sequence[str] | None = None) -> None:
 def _wait_all() -> Iterator[None]:
     """Context manager: wait at its end for all calls that this thread started in it with rpc_async.
 
-    Returns:
-        A context manager.
-
     Raises:
         Exception: The error of the first call that failed.
 
@@ -164,10 +161,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 
 def get_rpc_timeout() -> float:
-    """Return the time limit of calls without a timeout of their own. Local.
-
-    Returns:
-        Seconds; 0: no limit.
+    """Return the time limit of calls without a timeout of their own, in seconds; 0: no limit. Local.
 
     Raises:
         RuntimeError: Outside of a session.
@@ -194,9 +188,6 @@ def _set_rpc_timeout(rpc_timeout: float) -> None:
 
 def _get_debug_info() -> dict[str, str]:
     """Return counts of this worker under torch's names. Local.
-
-    Returns:
-        The counts, as str.
 
     Raises:
         RuntimeError: Outside of a session.
@@ -236,9 +227,6 @@ class Statistics:
 
 def statistics() -> Statistics:
     """Return what RPC is doing on this worker now. Local, does not block.
-
-    Returns:
-        The figures.
 
     Raises:
         RuntimeError: Outside of a session.

@@ -55,7 +55,7 @@ def is_device(text: str) -> bool:
 
 
 # torch refuses these too: the parts of a remote module are not here, and hooks set here would not run there.
-REFUSED = (
+REFUSED = [
     "add_module",
     "apply",
     "bfloat16",
@@ -87,7 +87,7 @@ REFUSED = (
     "type",
     "xpu",
     "zero_grad",
-)
+]
 ADVICE = {"parameters": " Please use ``remote_parameters`` instead."}
 
 
@@ -190,11 +190,7 @@ class RemoteModule(nn.Module):
         return self.device, device.type != "cpu" and all((each.type, each.index) != _place(device) for each in targets)
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """Return the RRef of the module: to_here() copies the module, local_value() on the owner is the module.
-
-        Returns:
-            The RRef.
-        """
+        """Return the RRef of the module: to_here() copies the module, local_value() on the owner is the module."""
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
@@ -225,11 +221,7 @@ class RemoteModule(nn.Module):
         return self
 
     def eval(self) -> RemoteModule:
-        """Set the module on its owner to evaluation. Blocks.
-
-        Returns:
-            self.
-        """
+        """Set the module on its owner to evaluation, and return self. Blocks."""
         return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:

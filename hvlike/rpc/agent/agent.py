@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from hvlike.rpc.agent.shutdown import SessionShutdown
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.devices import DeviceMaps
 from hvlike.rpc.wire.message import Description, Packed, Request, WorkerInfo, describe_error
-from hvlike.rpc.wire.single_tensor import as_buffer
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.messages.topics import Topic
 
 Handler = Callable[[Request], None]
 NoticeHandler = Callable[[int, tuple[Any, ...], list[torch.Tensor]], None]
@@ -52,6 +53,7 @@ class Agent:
         """Seconds for a call without a timeout of its own; 0: none."""
         self.fabric = fabric
         self._loop = fabric.loop
+        self._channel = fabric.channel
         self._router = router
         self._by_name = {worker.name: worker for worker in workers}
         self._handlers: dict[int, tuple[Handler, bool]] = {}
@@ -153,29 +155,26 @@ class Agent:
         *,
         timeout: float,
         then: Callable[[Call], None] | None = None,
-        now: bool = True,
     ) -> Call:
-        """Send a request. From any thread; does not block.
+        """Send a request and return its call. From any thread.
 
         Args:
             timeout: Seconds; 0: none.
-            then: Runs in a pool thread when the call has ended.
-            now: False if the caller waits for the call next, which sends it.
+            then: Runs in a pool thread when the call has ended. None: block until it has ended.
         """
         call = Call(rank, kind, timeout, then)
-        number = self.pending.add(call)
+        number = next(self.pending.numbers)
+        self.pending[number] = call
         send = partial(self._send_request, call, number, packed)
-        if now:
+        if then is not None:
             self._loop.perform(send)
-        else:
-            self._loop.post(send, wake=False)
-            if packed.note is not None:
-                autograd_hooks().left(packed.note)
-        return call
-
-    def wait(self, call: Call) -> None:
-        """Block until the call has ended."""
+            return call
+        # This thread sends it as soon as it waits.
+        self._loop.post(send, wake=False)
+        if packed.note is not None:
+            autograd_hooks().left(packed.note)
         self._loop.wait(lambda: call.done)
+        return call
 
     def wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done()`; False if `seconds` ran out first."""
@@ -246,7 +245,7 @@ class Agent:
             return
         self.received[source] += 1
         if what == REQUEST:
-            number, kind, body, *note = rest
+            number, body, kind, *note = rest
             request = Request(source, number, kind, Packed(body, storages, *note), time.monotonic(), self._respond)
             self.open[source, number] = request
             self._loop.thread_pool.submit(partial(self._serve, request), limited=self._handlers[kind][1])
@@ -255,7 +254,7 @@ class Agent:
             kind, value = rest
             self._notice_handlers[kind](source, value, storages)
             return
-        call = self.pending.take(rest[0])
+        call = self.pending.pop(rest[0], None)
         if call is None:
             # It ended without this reply, by its time limit.
             if what == ANSWER:
@@ -273,30 +272,34 @@ class Agent:
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         rank = call.rank
         if self._ended is not None or rank in self._lost:
-            if self.pending.take(number) is not None:
+            if self.pending.pop(number, None) is not None:
                 self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self._lost[rank]))
             return
         if call.timeout:
             deadline = time.monotonic() + call.timeout
             self.pending.limit(number, deadline)
             self._loop.due_at(deadline)
-        # A worker that calls itself gets the same body object.
-        body = packed.body if rank == self.rank else as_buffer(packed.body)
-        self._send(rank, (REQUEST, number, call.kind, body), packed)
+        self._send_packed(rank, REQUEST, number, call.kind, packed)
 
-    def _send(self, rank: int, message: tuple[Any, ...], packed: Packed) -> None:
-        """Send a counted message with the note and the storages of `packed`."""
+    def _send_packed(self, rank: int, what: int, number: int, kind: int, packed: Packed) -> None:
+        """Send a request or its answer."""
+        body: Any = packed.body
+        if type(body) is bytearray and rank != self.rank:
+            # Long: out of band. A worker that calls itself gets the object itself.
+            body = PickleBuffer(body)
+        message = (self.session, what, number, body, kind)
+        self._send(rank, message if packed.note is None else (*message, packed.note), packed.storages)
+
+    def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+        """Send a message that is counted."""
         self.sent[rank] += 1
-        if packed.note is None:
-            self._router.send(rank, (self.session, *message), packed.storages)
-        else:
-            self._router.send(rank, (self.session, *message, packed.note), packed.storages)
+        self._channel.send(rank, Topic.RPC, message, storages, kind="rpc")
 
     def _empty_outbox(self) -> None:
         while self._outbox:
             rank, kind, value, storages = self._outbox[0]
             if self._ended is None and rank not in self._lost:
-                self._send(rank, (NOTICE, kind, value), Packed(b"", storages))
+                self._send(rank, (self.session, NOTICE, kind, value), storages)
             # Only now: a notice in the outbox keeps the session from being idle.
             self._outbox.popleft()
         self.shutdown.check()
@@ -337,26 +340,26 @@ class Agent:
 
     def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
         source, number = request.source, request.number
-        if isinstance(result, Packed):
-            packed = result
-            body = packed.body if source == self.rank else as_buffer(packed.body)
-            message: tuple[Any, ...] = (ANSWER, number, body, request.kind)
-        else:
-            packed = Packed(b"", [])
-            message = (FAILURE, number, result if isinstance(result, Description) else describe_error(result, self.me))
+        if isinstance(result, BaseException):
+            result = describe_error(result, self.me)
 
         def send() -> None:
-            if self._ended is None and source not in self._lost:
-                self._send(source, message, packed)
+            if self._ended is not None or source in self._lost:
+                pass
+            elif isinstance(result, Packed):
+                self._send_packed(source, ANSWER, number, request.kind, result)
+            else:
+                self._send(source, (self.session, FAILURE, number, result), [])
             del self.open[source, number]
-            self.shutdown.check()
+            if self.shutdown.begun:
+                self.shutdown.check()
 
         if not request.answers_last:
             self._loop.perform(send)
             return
         self._loop.post(send, wake=False)
-        if packed.note is not None:
-            autograd_hooks().left(packed.note)
+        if isinstance(result, Packed) and result.note is not None:
+            autograd_hooks().left(result.note)
 
     def _work(self, work: Callable[[], None], limited: bool) -> None:
         try:

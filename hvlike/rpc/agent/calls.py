@@ -210,9 +210,10 @@ def _sync(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
 ) -> Any:
-    call = _start(agent, to, func, args, kwargs, timeout, None)
-    agent.wait(call)
-    return result_of(call)
+    rank = agent.worker(to).id
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else time_limit(agent, timeout)
+    packed = pack_call(agent, rank, func, args, kwargs)
+    return result_of(agent.request(rank, CALL, packed, timeout=limit))
 
 
 def _async(
@@ -227,24 +228,12 @@ def _async(
     then: Callable[[Call], None] = partial(_fulfil, promise)
     if this_thread.context != NO_CONTEXT or not torch.is_grad_enabled():
         then = bind_caller(then)
-    _start(agent, to, func, args, kwargs, timeout, then)
-    if _gathered.futures is not None:
-        _gathered.futures.append(promise.future)
-
-
-def _start(
-    agent: Agent,
-    to: Destination,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    timeout: float,
-    then: Callable[[Call], None] | None,
-) -> Call:
     rank = agent.worker(to).id
     limit = time_limit(agent, timeout)
     packed = pack_call(agent, rank, func, args, kwargs)
-    return agent.request(rank, CALL, packed, timeout=limit, then=then, now=then is not None)
+    agent.request(rank, CALL, packed, timeout=limit, then=then)
+    if _gathered.futures is not None:
+        _gathered.futures.append(promise.future)
 
 
 def _fulfil(promise: Promise, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections.abc import Mapping, Sequence
@@ -90,11 +91,7 @@ class RpcBackendOptions:
             raise UsageError(f"RpcBackendOptions: cloudpickle must be True or False, got {self.cloudpickle!r}.")
 
     def offer(self) -> DeviceOffer:
-        """Return what the other workers have to know about the GPUs here. Does not start CUDA.
-
-        Returns:
-            The number of GPUs, and the device maps.
-        """
+        """Return what the other workers have to know about the GPUs here. Does not start CUDA."""
         return DeviceOffer(torch.cuda.device_count(), self.device_maps)
 
     def __repr__(self) -> str:
@@ -105,7 +102,7 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """RpcBackendOptions with the name and the arguments that torch programs use.
+    """RpcBackendOptions with the name and the arguments that torch programs use; _transports and _channels are ignored.
 
     Args:
         num_worker_threads: How many functions of callers run at a time on this worker; at least 1.
@@ -116,8 +113,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             is refused.
         devices: GPUs that functions called on this worker use, beside those in the maps.
         cloudpickle: Send functions and classes that cannot be imported by name with the package cloudpickle.
-        _transports: Accepted and ignored.
-        _channels: Accepted and ignored.
 
     Raises:
         UsageError: (a ValueError) For a wrong value.
@@ -202,12 +197,12 @@ def settle_options(
             "init_rpc: rpc_backend_options must be hvlike.rpc.RpcBackendOptions or "
             f"hvlike.rpc.TensorPipeRpcBackendOptions, got {type(options).__module__}.{type(options).__name__}."
         )
-    settled = RpcBackendOptions(
-        num_worker_threads=options.num_worker_threads if num_worker_threads is None else num_worker_threads,
-        rpc_timeout=options.rpc_timeout if rpc_timeout is None else rpc_timeout,
-        init_method=options.init_method,
-        cloudpickle=options.cloudpickle,
-    )
+    settled = copy.copy(options)
+    if num_worker_threads is not None:
+        settled.num_worker_threads = num_worker_threads
+    if rpc_timeout is not None:
+        settled.rpc_timeout = rpc_timeout
+    settled.check()
     settled.device_maps = {to: dict(device_map) for to, device_map in options.device_maps.items()}
     settled.devices = list(options.devices)
     return settled

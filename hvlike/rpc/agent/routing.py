@@ -96,59 +96,50 @@ class Call:
         """Why there is no reply: the time limit, a lost worker, a shutdown."""
 
 
-class PendingCalls:
-    """The calls of one worker that have no reply yet, by number. In the loop, except `add` and `take_all`."""
+class PendingCalls(dict[int, Call]):
+    """The calls of one worker that have no reply yet, by number, and their deadlines.
+
+    Any thread adds calls under the next of `numbers`; a thread that pops a call ends it. `limit`, `take_expired` and
+    `next_deadline` run in the loop.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[int, Call] = {}
-        self._numbers = count(1)
+        super().__init__()
+        self.numbers = count(1)
         self._deadlines: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: Call) -> int:
-        """Add a call and return its number. From any thread."""
-        number = next(self._numbers)
-        self._calls[number] = call
-        return number
 
     def limit(self, number: int, deadline: float) -> None:
         """Let the call expire at `deadline`, in seconds of time.monotonic()."""
         heapq.heappush(self._deadlines, (deadline, number))
-        if len(self._deadlines) > 2 * len(self._calls) + _UNUSED_DEADLINES:
+        if len(self._deadlines) > 2 * len(self) + _UNUSED_DEADLINES:
             # Answered calls leave their deadlines behind: thousands a second, each for a minute.
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._calls]
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self]
             heapq.heapify(self._deadlines)
-
-    def take(self, number: int) -> Call | None:
-        """Remove and return a call; None if it has ended already."""
-        return self._calls.pop(number, None)
 
     def take_all(self, ranks: set[int] | None = None) -> list[Call]:
         """Remove and return all calls, or those to `ranks`."""
-        numbers = [number for number, call in list(self._calls.items()) if ranks is None or call.rank in ranks]
-        ended = [self._calls.pop(number, None) for number in numbers]
+        numbers = [number for number, call in list(self.items()) if ranks is None or call.rank in ranks]
+        ended = [self.pop(number, None) for number in numbers]
         return [call for call in ended if call is not None]
 
     def take_expired(self, now: float) -> list[Call]:
         """Remove and return the calls whose deadline has passed at `now`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            call = self._calls.pop(heapq.heappop(self._deadlines)[1], None)
+            call = self.pop(heapq.heappop(self._deadlines)[1], None)
             if call is not None:
                 expired.append(call)
         return expired
 
     def next_deadline(self) -> float:
         """Return the earliest deadline of a call without a reply; infinity if there is none."""
-        while self._deadlines and self._deadlines[0][1] not in self._calls:
+        while self._deadlines and self._deadlines[0][1] not in self:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def ranks(self) -> dict[int, int]:
         """Return how many calls wait for each worker."""
         waiting: dict[int, int] = {}
-        for call in list(self._calls.values()):
+        for call in list(self.values()):
             waiting[call.rank] = waiting.get(call.rank, 0) + 1
         return waiting

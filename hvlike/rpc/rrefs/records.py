@@ -118,18 +118,7 @@ class OwnedValue:
     yes      else      never: the function raised
     """
 
-    __slots__ = (
-        "created",
-        "events",
-        "failure",
-        "holders",
-        "id",
-        "reserved",
-        "settled",
-        "value",
-        "waiting",
-        "what",
-    )
+    __slots__ = ("created", "events", "failure", "holders", "id", "reserved", "settled", "value", "waiting", "what")
 
     def __init__(self, rref: GlobalId) -> None:
         self.id = rref

@@ -151,9 +151,6 @@ class RRef(Generic[T]):
     def local_value(self) -> T:
         """Return the value itself, on its owner. Blocks until it is computed.
 
-        Returns:
-            The value.
-
         Raises:
             RuntimeError: On a user.
             Exception: The exception of the function that was to make the value.
@@ -174,36 +171,20 @@ class RRef(Generic[T]):
         return value
 
     def owner(self) -> WorkerInfo:
-        """Return the worker that has the value.
-
-        Returns:
-            Its name and rank.
-        """
+        """Return the worker that has the value."""
         held = self.held
         return self.session.agent.workers[held.owner if isinstance(held, Fork) else self.session.rank]
 
     def owner_name(self) -> str:
-        """Return the name of the worker that has the value.
-
-        Returns:
-            The name given to init_rpc.
-        """
+        """Return the name of the worker that has the value."""
         return self.owner().name
 
     def is_owner(self) -> bool:
-        """Return whether this worker has the value.
-
-        Returns:
-            True on the owner.
-        """
+        """Return whether this worker has the value."""
         return isinstance(self.held, OwnedValue)
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner knows of this reference.
-
-        Returns:
-            True if it does. After remote() it does not before the function has ended there.
-        """
+        """Return whether the owner knows of this reference; after remote() not before the function has ended there."""
         return isinstance(self.held, OwnedValue) or self.held.confirmed
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -363,9 +344,7 @@ def _fetch(session: RRefSession, fork: Fork, timeout: float) -> Any:
     limit = time_limit(agent, timeout)
     session.perform(session.lifetime.used.fetch, fork)
     names = Packed(NAMES.pack(*fork.rref, *fork.id), [], context_note(fork.owner, "to_here"))
-    call = agent.request(fork.owner, FETCH, names, timeout=limit, now=False)
-    agent.wait(call)
-    return result_of(call, original=True)
+    return result_of(agent.request(fork.owner, FETCH, names, timeout=limit), original=True)
 
 
 def _reduce(rref: RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:

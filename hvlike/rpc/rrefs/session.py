@@ -63,13 +63,13 @@ class RRefSession:
         for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
             agent.hear(kind, partial(self._hear, kind))
         agent.when_confirmed = self.when_confirmed
-        agent.when_lost.append(partial(self._perform_in_loop, self.lifetime.forget))
+        agent.when_lost.append(self._forget)
         agent.unwanted = _drop_reply
 
     # -- events -------------------------------------------------------------------------------------
 
-    def perform(self, event: Callable[..., R], *args: Any) -> R:
-        """Let the protocol take an event. Not in the loop."""
+    def perform(self, event: Callable[..., R], *args: Any, in_loop: bool = False) -> R:
+        """Let the protocol take an event, and carry out what follows. In the loop no user code runs."""
         with self._lock:
             result = event(*args)
             effects = self.lifetime.take_effects()
@@ -78,25 +78,19 @@ class RRefSession:
         for start in effects.starts:
             self.agent.submit(start, limited=True)
         for answer in effects.answers:
-            answer()
+            if in_loop:
+                self.agent.submit(answer)
+            else:
+                answer()
+        if in_loop and effects.freed:
+            self.agent.submit(effects.freed.clear)
         return result
 
-    def _perform_in_loop(self, event: Callable[..., object], *args: Any) -> None:
-        """Do the same in the loop, where nothing may block and no user code may run."""
-        with self._lock:
-            event(*args)
-            effects = self.lifetime.take_effects()
-        for notice in effects.notices:
-            self.agent.notify(*notice)
-        for start in effects.starts:
-            self.agent.submit(start, limited=True)
-        for answer in effects.answers:
-            self.agent.submit(answer)
-        if effects.freed:
-            self.agent.submit(effects.freed.clear)
-
     def _hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
-        self._perform_in_loop(self.lifetime.hear, kind, source, value)
+        self.perform(self.lifetime.hear, kind, source, value, in_loop=True)
+
+    def _forget(self, rank: int, failure: Exception) -> None:
+        self.perform(self.lifetime.forget, rank, failure, in_loop=True)
 
     # -- forks --------------------------------------------------------------------------------------
 

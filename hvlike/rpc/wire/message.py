@@ -25,10 +25,6 @@ from hvlike.rpc.wire.single_tensor import Body
 class WorkerInfo:
     """The name and the rank of a worker. A value: comparable, hashable, and sendable through RPC.
 
-    Args:
-        name: As given to init_rpc.
-        id: The rank.
-
     Source: torch.distributed.rpc.WorkerInfo.
     """
 

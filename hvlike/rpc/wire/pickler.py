@@ -76,17 +76,7 @@ class Outgoing:
         what: The message in words, for the error about a GPU tensor that has nowhere to go.
     """
 
-    __slots__ = (
-        "about",
-        "cloudpickle",
-        "context",
-        "destination",
-        "device_map",
-        "graded",
-        "records",
-        "undo",
-        "what",
-    )
+    __slots__ = ("about", "cloudpickle", "context", "destination", "device_map", "graded", "records", "undo", "what")
 
     def __init__(
         self,
