@@ -28,7 +28,9 @@ from hvlike.transport.host import mpi_library
 logger = logging.getLogger("hvlike")
 
 _REPORT_SECONDS = 60.0
-_ANSWER_SECONDS = 1.0
+
+ANSWER_SECONDS = 1.0
+"""How long a shutdown waits for the status of the other workers before it reports."""
 
 
 class _Sessions:
@@ -200,7 +202,7 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
 def _who_is_missing(agent: Agent) -> str:
     agent.shutdown.ask()
     # A worker that leaves meanwhile does not answer.
-    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.shutdown.statuses}, _ANSWER_SECONDS)
+    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.shutdown.statuses}, ANSWER_SECONDS)
     names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
     return status_report(names, {**agent.shutdown.statuses, agent.rank: worker_status(agent)})
 

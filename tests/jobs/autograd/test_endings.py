@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import hvlike as hvd
 from hvlike import autograd, rpc
-from hvlike.rpc.agent.agent import current
+from hvlike.rpc.agent.agent import current_agent
 
 hvd.init()
 rank = hvd.rank()
@@ -80,7 +80,7 @@ if rank == 0:
         direct = rpc.rpc_sync(2, square, (leaf,)).sum()
         behind = call_on([1, 2], leaf).sum()
         hvd.barrier()
-        while 2 not in current().lost:
+        while 2 not in current_agent().lost:
             time.sleep(0.01)
         for mode in ("fast", "safe", "smart"):
             text = error_of(context, direct, mode)

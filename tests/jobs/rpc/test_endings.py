@@ -106,7 +106,7 @@ def stuck():
 if rank == 0:
     rpc.rpc_async(2, stuck)
     # However busy the machine is, all are to say what they do.
-    lifecycle._ANSWER_SECONDS = 30.0
+    lifecycle.ANSWER_SECONDS = 30.0
     hvd.barrier()
     text, seconds = error_of(lambda: rpc.shutdown(timeout=0.5))
     say(text)

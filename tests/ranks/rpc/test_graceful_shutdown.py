@@ -186,7 +186,7 @@ def test_references_that_python_still_holds_end_with_the_session(hvd: ModuleType
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports wait until all workers have said what they do, however busy the machine is."""
-    monkeypatch.setattr(lifecycle, "_ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr(lifecycle, "ANSWER_SECONDS", 30.0)
 
 
 @pytest.mark.mpi(min_size=2)
