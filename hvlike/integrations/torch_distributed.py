@@ -60,9 +60,7 @@ class ProcessGroup(_ProcessGroupBase):
             allreduce_(tensor.detach(), op=op, name=self._name())
         return _done(tensors)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """As `allreduce`."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Reduce each tensor over the ranks, in place on the root. Those of other ranks stay as they are."""

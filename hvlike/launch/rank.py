@@ -14,7 +14,7 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
-    """This process's rank, as the launcher has set it; MPI need not run. Raises: LaunchError."""
+    """Return the rank that the launcher has given this process. MPI need not run. Raises: LaunchError."""
     for variable in _RANKS:
         if environment.get(variable, "").isdecimal():
             return int(environment[variable])
@@ -22,7 +22,7 @@ def rank_of(environment: Mapping[str, str]) -> int:
 
 
 def main(folder: Path) -> None:
-    """Call the function and leave its result or its exception, which then takes its course."""
+    """Call the function and write its result or its exception, which is then raised."""
     rank = rank_of(os.environ)
     try:
         call = read_call(folder)

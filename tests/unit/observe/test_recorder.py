@@ -48,7 +48,8 @@ def test_events_of_all_threads_are_there_and_in_order_in_their_rows(tmp_path: Pa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(on._pending) < PENDING_EVENTS
+    # Only what came last is still in memory.
+    assert len(events(tmp_path / "t.rank2.json")) > 2 * PENDING_EVENTS
     on.stop()
     found = events(tmp_path / "t.rank2.json")
     titles = {each["tid"]: each["args"]["name"] for each in found if each["name"] == "thread_name"}
