@@ -1,6 +1,6 @@
-"""What training says to calls in the wrong order: each text names the cause and the fix.
+"""Errors of calls in the wrong order: each text names the cause and the fix.
 
-First the texts of DistributedOptimizer, then those of DistributedDataParallel, then those of ZeroRedundancyOptimizer.
+First those of DistributedOptimizer, then of DistributedDataParallel, then of ZeroRedundancyOptimizer.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def group_in_join_context() -> UsageError:
 
 
 def one_group_only() -> RuntimeError:
-    """Groups cannot be added where buckets are dealt."""
+    """Groups cannot be added with overlap_with_ddp."""
     return RuntimeError("ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group")
 
 
@@ -244,5 +244,5 @@ def scaler_with_absent_ranks() -> UsageError:
     """A GradScaler has unscaled gradients, but none of those that absent ranks own."""
     return UsageError(
         "ZeroRedundancyOptimizer with reduce_gradients=True cannot use a GradScaler while some ranks are out of data: "
-        "nobody unscales their share of the gradients. Reduce with hvlike.nn.DistributedDataParallel instead."
+        "their share of the gradients is not unscaled. Reduce with hvlike.nn.DistributedDataParallel instead."
     )

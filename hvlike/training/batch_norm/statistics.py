@@ -12,7 +12,7 @@ the mean itself, once that is known.
 With n values a channel over all ranks, x^ = (x - m) / s and y = w x^ + b, and g = dL/dy, L summed over the ranks:
 
     dL/dx = w / s (g - sum g / n - x^ sum (g x^) / n)      sums over all ranks: one allreduce
-    dL/dw = sum (g x^),  dL/db = sum g                      sums over this rank: whoever averages gradients adds them
+    dL/dw = sum (g x^),  dL/db = sum g                      sums over this rank, to be averaged like all gradients
 """
 
 from __future__ import annotations

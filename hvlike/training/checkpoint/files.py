@@ -22,7 +22,7 @@ _UNFINISHED = ".checkpoint-"
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One checkpoint, as its name tells."""
+    """One checkpoint file, with the step and the digest in its name."""
 
     path: Path
     step: int
@@ -30,7 +30,7 @@ class CheckpointFile:
 
 
 def list_files(folder: Path) -> list[CheckpointFile]:
-    """The checkpoints of a folder, the newest first; none where there is no such folder. Raises OSError."""
+    """Return the checkpoints of a folder, the newest first; none where there is no such folder. Raises OSError."""
     if not folder.exists():
         return []
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
@@ -39,7 +39,7 @@ def list_files(folder: Path) -> list[CheckpointFile]:
 
 
 def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
-    """Write a checkpoint; afterwards it is on the disk, whole. Raises OSError, and leaves no part of it behind."""
+    """Write a checkpoint to the disk. Raises OSError, and leaves no part of the file behind."""
     folder.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(folder)
     digest = digest_of(data)
@@ -52,7 +52,7 @@ def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError:
-        # What went wrong with the file is what counts.
+        # The first error is the one to report.
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
@@ -61,7 +61,7 @@ def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
 
 
 def read(file: CheckpointFile) -> bytearray:
-    """The contents of a checkpoint. Raises OSError; ValueError that says what is wrong with it."""
+    """Return the contents of a checkpoint. Raises OSError, and ValueError for a damaged file."""
     data = bytearray(file.path.stat().st_size)
     with file.path.open("rb") as source:
         count = source.readinto(data)
@@ -80,12 +80,12 @@ def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The digits in the name of a file with these contents."""
+    """Return the digits for the name of a file with these contents."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """What a save that was killed has left; one process at a time writes to a folder."""
+    """Remove what a killed save has left; one process at a time writes to a folder."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         path.unlink(missing_ok=True)
 

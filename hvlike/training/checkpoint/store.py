@@ -244,8 +244,8 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
         saved = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=not trusted)
     except Exception as error:  # whatever unpickling raises
         raise CheckpointError(
-            f"{name} is whole, but torch cannot load it: {error}. If it holds classes of your own and comes from "
-            "nobody else, pass trusted=True."
+            f"{name} is whole, but torch cannot load it: {error}. If it holds classes of your own and only "
+            "you can have written it, pass trusted=True."
         ) from error
     return Checkpoint(step, name, restore_parts(into, saved, name))
 

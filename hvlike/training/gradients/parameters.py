@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names, the groups in which they are reduced, and whether they have changed.
+"""The parameters of an optimizer: names, groups that are reduced together, options, and whether they have changed.
 
 Pure functions but for `value_checksums` and `gpu_of`, which look at the tensors.
 """
@@ -143,6 +143,25 @@ def group_indices(groups: Groups, parameters: Sequence[Tensor]) -> int | list[li
     places = {parameter: place for place, parameter in enumerate(parameters)}
     found = [[places[parameter] for parameter in group if parameter in places] for group in groups]
     return [group for group in found if group]
+
+
+GroupOptions = list[dict[str, Any]]
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
+    """Return everything but the parameters, by group."""
+    return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
+
+
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Give each target group the options of the source group in its place."""
+    for source, target in zip(sources, targets, strict=True):
+        for key, value in source.items():
+            if key not in _OF_PARAMETERS:
+                target[key] = value
+
+
+_OF_PARAMETERS = ("params", "param_names")
 
 
 _params_of: Callable[[Mapping[str, Any]], list[Tensor]] = itemgetter("params")

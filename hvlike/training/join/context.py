@@ -71,11 +71,6 @@ class JoinContext:
         self._number = number = self._contexts.enter()
         current().fabric.loop.perform(lambda: self._contexts.begin(number))
 
-    @property
-    def missed(self) -> int:
-        """How many iterations this rank has missed."""
-        return self._set_state.proxies.missed
-
     def begin(self) -> None:
         """The body begins. Local."""
         for hook in self._built_in:

@@ -10,6 +10,7 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.training import usage_errors
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.parameters import copy_options, options_of
 from hvlike.training.join.joinable import BuiltInHook
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerJoinHook(BuiltInHook):
-    """Other ranks' steps are stood in for in the loop; afterwards all ranks take over one rank's state."""
+    """Proxies take part in the steps of other ranks, in the loop; afterwards all ranks take over one rank's state."""
 
     def __init__(self, optimizer: DelegatingOptimizer, gradients: Gradients, *, divide_by_active: bool) -> None:
-        """divide_by_active: average over the ranks that have inputs, else over all."""
+        """Local. With `divide_by_active` averages are over the ranks that have inputs, else over all."""
         self._optimizer = optimizer
         self._gradients = gradients
         self._divide_by_active = divide_by_active
@@ -49,13 +50,10 @@ class OptimizerJoinHook(BuiltInHook):
         root, process_set = self.context.authority, self._gradients.reduction.process_set
         groups = self._optimizer.wrapped.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        there = [each for each in parameters if not isinstance(each, UninitializedParameter)]
-        broadcast_tensors("Join", named_tensors(there), root, process_set)
+        initialised = [each for each in parameters if not isinstance(each, UninitializedParameter)]
+        broadcast_tensors("Join", named_tensors(initialised), root, process_set)
         if not self._gradients.reduction.of_deltas:
             broadcast_optimizer_state(self._optimizer, root, process_set=process_set)
             return
-        # Each rank's optimizer has a state of its own.
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        options = broadcast_object(options, root, process_set=process_set)
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)
+        # The optimizers of the ranks keep their own states.
+        copy_options(broadcast_object(options_of(groups), root, process_set=process_set), groups)

@@ -45,10 +45,10 @@ def check_same(
     flag = torch.tensor(int(bool(differences)), dtype=torch.int32, device="cpu")
     if not int(allreduce(flag, op=ReduceOp.MAX, process_set=process_set)):
         return
-    everybody = allgather_object((rank(), differences), process_set=process_set)
-    said = "; ".join(f"rank {number}: {', '.join(found)}" for number, found in everybody if found)
+    by_rank = allgather_object((rank(), differences), process_set=process_set)
+    details = "; ".join(f"rank {number}: {', '.join(found)}" for number, found in by_rank if found)
     raise error(
-        f"{what}: the ranks do not hold the same as root rank {root_rank}. {said}. Build the same on every rank."
+        f"{what}: the ranks do not hold the same as root rank {root_rank}. {details}. Build the same on every rank."
     )
 
 

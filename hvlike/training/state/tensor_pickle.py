@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What has to be known to receive a tensor."""
+    """What a rank must know to receive a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Unpacker(pickle.Unpickler):
 def pack(structure: Any, known: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
     """Return the pickled structure and the tensors in it, each once.
 
-    known: tensors every rank has (parameters): they are referred to by their place, not sent.
+    Tensors that every rank has (`known`, parameters) are not sent but referred to by their index.
     Raises what pickle raises for things that do not pickle.
     """
     file = io.BytesIO()
@@ -66,5 +66,5 @@ def pack(structure: Any, known: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(data: bytes, known: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return the structure that `pack` was given, with these tensors in the places of the packed ones."""
+    """Return the structure that `pack` was given, with these tensors instead of the packed ones."""
     return _Unpacker(data, known, tensors).load()

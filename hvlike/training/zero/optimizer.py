@@ -20,7 +20,7 @@ from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
 from hvlike.training import usage_errors
-from hvlike.training.gradients.parameters import gpu_of
+from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of
 from hvlike.training.join.join import Join
 from hvlike.training.join.joinable import Joinable
 from hvlike.training.optimizer_wrapper import after, is_read_by_grad_scaler
@@ -30,14 +30,7 @@ from hvlike.training.zero.exchange import (
     temporary_gradients,
     warn_if_gradients_differ,
 )
-from hvlike.training.zero.partition import (
-    GroupOptions,
-    Partition,
-    check_parameters,
-    check_type,
-    copy_options,
-    options_of,
-)
+from hvlike.training.zero.partition import Partition, check_parameters, check_type
 from hvlike.training.zero.sharded_state import ShardedState, StateLock
 from hvlike.training.zero.state_transfer import state_service
 from hvlike.training.zero.steps import Steps, StepShare

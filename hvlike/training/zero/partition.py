@@ -1,4 +1,4 @@
-"""The parameters of a ZeroRedundancyOptimizer: what is accepted, their options, and which rank owns which.
+"""The parameters of a ZeroRedundancyOptimizer: what is accepted, and which rank owns which.
 
 Pure functions and plain data; every rank computes the same.
 """
@@ -66,25 +66,6 @@ def check_type(parameters: list[Tensor]) -> None:
         )
 
 
-GroupOptions = list[dict[str, Any]]
-
-
-def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
-    """Return everything but the parameters, by group."""
-    return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
-
-
-def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
-    """Give each target group the options of the source group in its place."""
-    for source, target in zip(sources, targets, strict=True):
-        for key, value in source.items():
-            if key not in _OF_PARAMETERS:
-                target[key] = value
-
-
-_OF_PARAMETERS = ("params", "param_names")
-
-
 def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     """Give each parameter an owner so that all ranks hold about as many elements.
 
@@ -132,7 +113,3 @@ class Partition:
             }
             for group, owners in zip(self._groups, self._owners_by_group, strict=True)
         ]
-
-    def elements(self, rank: int) -> int:
-        """How many elements `rank` owns."""
-        return sum(self.parameters[index].numel() for index in self.owned(rank))

@@ -14,7 +14,8 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
-from hvlike.training.zero.partition import Partition, copy_options
+from hvlike.training.gradients.parameters import copy_options
+from hvlike.training.zero.partition import Partition
 from hvlike.training.zero.state_transfer import (
     AHEAD,
     BEHIND,

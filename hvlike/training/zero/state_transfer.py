@@ -9,7 +9,7 @@ Asked for: other ranks answer in their loops, whatever their programs do.
     answers  ("answer", number, status, structure)     with the tensors, if its state is of that version
 
 A state is of the same version on all ranks while one of them is between two steps: no other can make a further step
-where gradients are reduced. A rank that has gone on nevertheless says so.
+where gradients are reduced. A rank that has gone on nevertheless answers so.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class StateService:
         self._answers: dict[int, tuple[str, States]] = {}
         self._lost: set[int] = set()
         context.when_lost.append(self._lost.update)
-        self._channel.listen(Topic.ZERO_STATE, self._hear)
+        self._channel.listen(Topic.ZERO_STATE, self._on_message)
 
     def offer(self, key: Key, snapshot: Snapshot) -> None:
         """Answer for an optimizer as long as it lives. Local; from any thread."""
@@ -189,10 +189,10 @@ class StateService:
         self._loop.wait(lambda: number in self._answers or rank in self._lost, _ANSWER_SECONDS)
         return self._answers.pop(number, (GONE, {}))
 
-    def _hear(self, rank: int, letter: Any, tensors: list[Tensor]) -> None:
-        what, *said = letter
+    def _on_message(self, rank: int, message: Any, tensors: list[Tensor]) -> None:
+        what, *rest = message
         if what == "ask":
-            key, number, version = said
+            key, number, version = rest
             method = self._snapshots.get(key)
             snapshot = method() if method is not None else None
             status, states = (GONE, {}) if snapshot is None else snapshot(version)
@@ -203,7 +203,7 @@ class StateService:
                 data, copies = pack({}, [])
             self._channel.send(rank, Topic.ZERO_STATE, ("answer", number, status, data), copies, kind="state")
         else:
-            number, status, data = said
+            number, status, data = rest
             self._answers[number] = status, unpack(data, [], tensors)
 
 

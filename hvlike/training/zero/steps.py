@@ -6,7 +6,7 @@
 
 While all ranks are active nothing travels but the data and, with it, the count of active ranks. A rank that has just
 become absent knows what is next: only one job can be. The count tells all ranks that one is absent. From then on each
-job begins with an exchange of which ranks are active, and the highest of those says what follows and what it needs:
+job begins with an exchange of which ranks are active, and the highest of those sends what follows and what it needs:
 
     update    the options and, where others reduce, the gradients; absent ranks step their share, all are gathered
 """
@@ -24,8 +24,9 @@ from hvlike.backends.base import Backend
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
+from hvlike.training.gradients.parameters import GroupOptions
 from hvlike.training.zero.exchange import GradientReduction, ParameterExchange
-from hvlike.training.zero.partition import GroupOptions, Partition
+from hvlike.training.zero.partition import Partition
 from hvlike.training.zero.uneven_inputs import (
     CLIP,
     REDUCE,

@@ -19,8 +19,8 @@ from hvlike.backends.cuda.device_jobs import home_of
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.training import usage_errors
+from hvlike.training.gradients.parameters import GroupOptions, copy_options, options_of
 from hvlike.training.join.joinable import BuiltInHook
-from hvlike.training.zero.partition import GroupOptions, copy_options, options_of
 from hvlike.transport.loop.coroutine import Coroutine
 
 if TYPE_CHECKING:
