@@ -41,7 +41,7 @@ class GradientHooks(Generic[Owner, Key]):
     """
 
     def __init__(self, owner: Owner, on_gradient: Callable[[Owner, Key], None]) -> None:
-        """on_gradient: called with the owner, held weakly, and the key of the parameter, in backward's thread."""
+        """`on_gradient` is called with the owner and the key of the parameter, in backward's thread."""
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
@@ -88,7 +88,7 @@ def _hook(reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], Non
 
 @dataclass(eq=False, slots=True)
 class GradState:
-    """What is known of one parameter between two steps."""
+    """One parameter and its gradient between two steps."""
 
     name: str
     parameter: Tensor
@@ -97,13 +97,13 @@ class GradState:
     passes: int = 0
     """Backward passes since the last step that reached it, those under no_sync() left out."""
     reached: bool = False
-    """Some backward pass since the last reduction has reached it, for those who want to know."""
+    """Some backward pass since the last reduction has reached it; only DistributedDataParallel sets it."""
     handed_over: Tensor | None = None
-    """The gradient that was given away to be reduced; it must still be there when that is done."""
+    """The gradient that is being reduced; it must still be the parameter's when that is done."""
     version: int = 0
     """How often torch had changed the gradient in place when it was handed over."""
     wire: Tensor | None = None
-    """What is really reduced, where that is not the gradient itself."""
+    """The tensor that is reduced, where that is not the gradient itself."""
     sparse_dimensions: int = 0
     """Of the last sparse gradient seen; 0 for none."""
     dtype: torch.dtype = field(init=False)
@@ -117,7 +117,7 @@ class GradState:
         self.is_lazy = isinstance(self.parameter, UninitializedParameter)
 
     def still_fits(self, parameter: Tensor) -> bool:
-        """True for the same parameter, not moved by `model.to(...)` and not initialised only since."""
+        """True for the same parameter, unless it was moved by `model.to(...)` or initialised since."""
         return (
             self.parameter is parameter
             and self.dtype is parameter.dtype
@@ -165,10 +165,7 @@ class GradState:
         )
 
     def take_back(self, reduced: Tensor | None) -> None:
-        """Make the reduced gradient the parameter's.
-
-        reduced: what could not be reduced in place; None if memory of the gradient holds the result already.
-        """
+        """Give the parameter the reduced gradient; None if it was reduced in place."""
         gradient = self.parameter.grad
         if gradient is not None and gradient.is_sparse:
             self.sparse_dimensions = gradient.sparse_dim()
@@ -182,7 +179,7 @@ class GradState:
 
 
 def _is_part(gradient: Tensor) -> bool:
-    """Whether it is a view; autograd keeps those of its own making (of a torch.cat, say) without the mark of one."""
+    """Whether it is a view; views that autograd makes (of a torch.cat, say) do not say so."""
     is_dense = gradient.layout is torch.strided
     return gradient._is_view() or (is_dense and gradient.untyped_storage().nbytes() > gradient.nbytes)
 

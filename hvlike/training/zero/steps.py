@@ -138,17 +138,13 @@ class Steps:
 
     def _follow_first(self, backend: Backend) -> Coroutine[int]:
         """Take part in the first job after this rank has become absent, which the others begin without a command."""
-        backend.begin_count(active=False)
         if self._reduction is not None and not self.is_reduced:
-            yield from self._reduction.run(backend, active=False)
-            present = yield from backend.end_count()
-            self._note(present)
+            work = self._reduction.run(backend, active=False)
+            present = yield from self._counted(backend, work, active=False)
             self._divide(present)
             return present
-        yield from self._exchange.run(backend)
-        present = yield from backend.end_count()
+        present = yield from self._counted(backend, self._exchange.run(backend), active=False)
         self.is_reduced = False
-        self._note(present)
         if present:
             there, command = yield from self._exchange_command(backend, None)
             if command is not None:
@@ -159,23 +155,18 @@ class Steps:
 
     def _reduce(self, backend: Backend) -> Coroutine[int]:
         assert self._reduction is not None
+        work = self._reduction.run(backend, active=True)
         if self._knows_absence:
             present = yield from self._begin(backend, StepCommand(REDUCE))
-            yield from self._reduction.run(backend, active=True)
+            yield from work
         else:
-            backend.begin_count(active=True)
-            yield from self._reduction.run(backend, active=True)
-            present = yield from backend.end_count()
-            self._note(present)
+            present = yield from self._counted(backend, work, active=True)
         self._divide(present)
         return present
 
     def _update(self, backend: Backend, options: GroupOptions, arguments: dict[str, Any]) -> Coroutine[int]:
         if not self._knows_absence:
-            backend.begin_count(active=True)
-            yield from self._exchange.run(backend)
-            present = yield from backend.end_count()
-            self._note(present)
+            present = yield from self._counted(backend, self._exchange.run(backend), active=True)
             if present == self._partition.ranks:
                 return present
         places = frozenset(place for place, each in enumerate(self._partition.parameters) if each.grad is None)
@@ -234,9 +225,14 @@ class Steps:
         queue = self._queue()
         return None if queue is None else queue.serial
 
-    def _note(self, present: int) -> None:
+    def _counted(self, backend: Backend, work: Coroutine[None], *, active: bool) -> Coroutine[int]:
+        """Do the work and note whether a rank is absent; return the number of active ranks."""
+        backend.begin_count(active=active)
+        yield from work
+        present = yield from backend.end_count()
         if 0 < present < self._partition.ranks:
             self._incomplete = self._serial
+        return present
 
     def _begin(self, backend: Backend, command: StepCommand) -> Coroutine[int]:
         """Begin a job that absent ranks run too; return the number of active ranks."""
