@@ -1,4 +1,4 @@
-"""Parameters are dealt to the ranks by size: the rank that holds least gets the next largest."""
+"""Parameters are assigned to the ranks by size: the rank that holds least gets the next largest."""
 
 import pytest
 from hypothesis import given, settings
