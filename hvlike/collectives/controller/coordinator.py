@@ -177,7 +177,7 @@ class Coordinator:
         """Give a new spec its number, by which all members call it from now on."""
         spec = response.spec
         known = self._numbers.get(spec)
-        if known is not None or not response.uniform or spec.kind in NEVER_NUMBERED:
+        if known is not None or response.error is not None or not response.uniform or spec.kind in NEVER_NUMBERED:
             return
         if len(self._specs) < self._capacity:
             response.number = self._numbers[spec] = len(self._specs)
