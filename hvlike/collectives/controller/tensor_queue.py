@@ -120,9 +120,9 @@ class TensorQueue:
             self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
 
     def close(self, error: HorovodInternalError) -> list[Request]:
-        """Accept nothing more; returns what was in flight."""
+        """Accept nothing more, for the first reason given; returns what was in flight."""
         with self.lock:
-            self.closed = error
+            self.closed = self.closed or error
             requests = list(self.requests.values())
             self.requests.clear()
         return requests
