@@ -53,7 +53,7 @@ class AdasumDeltas(Gradients):
 
     def prepare_for_scaler(self) -> None:
         """Let all ranks find an infinity where one does, so that all skip the step or none. Collective; blocks."""
-        self._refresh()
+        self.refresh()
         if not self._slots or self.reduction.is_local(current()):
             return
         parameters = [slot.parameter for slot in self._slots]
@@ -74,7 +74,7 @@ class AdasumDeltas(Gradients):
         Raises UsageError inside no_sync(), and for parameters of a dtype that has no Adasum.
         """
         self.synchronize("optimizer.step()")
-        self._refresh()
+        self.refresh()
         for slot in self._slots:
             self._check(slot)
         reducer = self._ready_reducer()

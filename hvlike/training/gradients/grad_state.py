@@ -10,7 +10,8 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -241,3 +242,8 @@ class OneHook:
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _engine: Any = torch.autograd.Variable._execution_engine
 """What runs backward passes."""
+
+
+def are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
+    """Whether these gradients were seen, all of them."""
+    return all(map(is_, seen, gradients)) and all(map(is_not, seen, repeat(None)))

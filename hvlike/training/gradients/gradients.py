@@ -20,14 +20,8 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
-from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, reset
-from hvlike.training.gradients.parameters import (
-    Grouped,
-    ParamGroupDiff,
-    check_passes,
-    name_parameters,
-    value_checksums,
-)
+from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, reset
+from hvlike.training.gradients.parameters import Grouped, ParamGroupDiff, check_passes, name_parameters, value_checksums
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
@@ -77,7 +71,7 @@ class Gradients:
         """What the parameters were like; None: look thoroughly before the next reduction."""
         self._context: Context | None = None
         self._lock = threading.Lock()
-        self._refresh()
+        self.refresh()
 
     def take_name(self) -> None:
         """Be matched between ranks by the place in their order of now, not of the first reduction. Local; needs init().
@@ -134,7 +128,9 @@ class Gradients:
         if not isinstance(reducer, PlannedReducer) or reducer.wants_marks or not self.allows_one_hook:
             return
         last = reducer.last_to_arrive
-        if last is not None and self.backward_passes_per_step == 1 and not self.reduction.sparse_as_dense:
+        if last is None or self.backward_passes_per_step > 1 or self.reduction.sparse_as_dense:
+            return
+        if self._one_hook.slot is None and all(map(is_not, map(_handed_over, self._slots), repeat(None))):
             self._one_hook.begin(self._slots, last)
 
     def _reduce_seen(self) -> bool:
@@ -147,7 +143,7 @@ class Gradients:
             return False
         reducer = self._reducer
         steady = isinstance(reducer, PlannedReducer) and reducer.is_steady
-        if reducer is None or not steady or not _are_those(seen, gradients):
+        if reducer is None or not steady or not are_those(seen, gradients):
             for slot, gradient in zip(self._slots, seen, strict=True):
                 slot.handed_over = gradient
             return False
@@ -172,7 +168,7 @@ class Gradients:
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
         if self.phase is not Phase.REDUCING:
-            self._refresh()
+            self.refresh()
         self.phase = Phase.REDUCING
         self._collects = False
         if self._one_hook.slot is not None and self._reduce_seen():
@@ -190,7 +186,7 @@ class Gradients:
 
         Every rank of the process set does so, in the same order.
         """
-        self._refresh()
+        self.refresh()
         self._ready_reducer()
 
     def discard(self) -> None:
@@ -235,10 +231,6 @@ class Gradients:
         finally:
             self.keep_local = before
 
-    def groups_changed(self) -> None:
-        """Attach hooks to new parameters at once, so that their first gradients overlap with backward too."""
-        self._refresh()
-
     def memory_changed(self, call: str) -> None:
         """A compressor's memory is replaced: agree with the other ranks again.
 
@@ -274,7 +266,7 @@ class Gradients:
         with self._lock:
             if self.phase is not Phase.REDUCING:
                 if self._is_gone() or self._watch is None or self._watch.sees_change(self._optimizer.param_groups):
-                    self._refresh()
+                    self.refresh()
                 self.phase = Phase.REDUCING
 
     def _hand_over(self, slot: GradState, gradient: Tensor) -> None:
@@ -290,7 +282,7 @@ class Gradients:
             self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
             self._collects = not self._reducer.wants_marks and self.backward_passes_per_step == 1
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
         self._watch = ParamGroupDiff(self._optimizer.param_groups)
         wanted = [
@@ -357,7 +349,7 @@ class Gradients:
                     self._leave_out_joined(reducer)
                 if self._tuner is not None and isinstance(reducer, PlannedReducer):
                     self._tuner.step_ended(reducer)
-                elif self._one_hook.slot is None and not (lost or replaced) and self._all_reached():
+                elif not (lost or replaced):
                     self._try_one_hook()
         except BaseException:
             self._abandon()
@@ -385,10 +377,6 @@ class Gradients:
         arrived = list(map(_handed_over, self._slots))
         there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
         return arrived if there else None
-
-    def _all_reached(self) -> bool:
-        """Whether a hook has seen every gradient of this step."""
-        return all(map(is_not, map(_handed_over, self._slots), repeat(None)))
 
     def _contribution(self, slot: GradState) -> Tensor:
         """What this rank contributes for a parameter: the gradient that has arrived, else local sums, or zeros."""
@@ -448,7 +436,7 @@ class Gradients:
         return ()
 
     def _abandon(self) -> None:
-        """A reduction failed: forget this step, so that the next backward pass starts cleanly."""
+        """Forget this step, so that the next backward pass starts cleanly."""
         self._drop_reducer()
         self._waiting = []
         reset(self._slots)
@@ -460,8 +448,3 @@ class Gradients:
         reducer, self._reducer = self._reducer, None
         if reducer is not None:
             reducer.close()
-
-
-def _are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
-    """Whether these gradients were seen, all of them."""
-    return all(map(is_, seen, gradients)) and all(map(is_not, seen, repeat(None)))

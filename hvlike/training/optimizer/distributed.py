@@ -132,17 +132,15 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             sparse_as_dense=sparse_as_dense,
             process_set=registered_set(process_set, "DistributedOptimizer"),
         )
-        self._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
+        self._wrap(optimizer, reduction, names, backward_passes_per_step)
 
-    def _wrap(self, optimizer: Optimizer, gradients: Gradients) -> None:
+    def _wrap(self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> None:
         Joinable.__init__(self)
         self._wrapped = optimizer
-        self._gradients = gradients
+        self._gradients = (AdasumDeltas if reduction.of_deltas else Gradients)(optimizer, reduction, names, passes)
         self._reduced_by_user = False
         self._skipping = False
         self._warned = False
-
-    # What is distributed
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -268,8 +266,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         """The state of the gradients: phase, reducer and tuner."""
         return self._gradients
 
-    # What every optimizer offers and the state of the gradients has a say in
-
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and with them local sums. Local.
@@ -300,7 +296,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         if self._gradients.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.add_param_group()")
         self._wrapped.add_param_group(param_group)
-        self._gradients.groups_changed()
+        self._gradients.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
@@ -375,8 +371,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         names = gradients.given_names
         return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
 
-    # Uneven inputs
-
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerJoinHook:
         """Return the hook for one Join context. Local.
 
@@ -445,10 +439,5 @@ def _restore(
 ) -> DistributedOptimizer:
     """Make a copy or an unpickled DistributedOptimizer; needs no init(), so that checkpoints can be read anywhere."""
     restored = DistributedOptimizer.__new__(DistributedOptimizer)
-    restored._wrap(optimizer, _gradients(optimizer, reduction, names, backward_passes_per_step))
+    restored._wrap(optimizer, reduction, names, backward_passes_per_step)
     return restored
-
-
-def _gradients(optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> Gradients:
-    """Return what reduces for this optimizer: before its steps, or what they have changed."""
-    return (AdasumDeltas if reduction.of_deltas else Gradients)(optimizer, reduction, names, passes)
