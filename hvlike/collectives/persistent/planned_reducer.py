@@ -190,6 +190,7 @@ class PlannedReducer:
             if not done:
                 self._wait(self._step + 1)
         except BaseException:
+            self._marked.clear()
             self.close()
             raise
         self._marked.clear()
