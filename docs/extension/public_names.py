@@ -69,8 +69,14 @@ def skip_member(app: Any, what: str, name: str, thing: Any, skip: bool, options:
     return True if "<locals>" in getattr(thing, "__qualname__", "") else None
 
 
+def show_examples(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Called by autodoc for each docstring, before napoleon: an example is a block of code."""
+    lines[:] = [each for line in lines for each in (["Example::", ""] if line == "Example:" else [line])]
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-skip-member", skip_member)
+    app.connect("autodoc-process-docstring", show_examples, priority=400)
     return {"parallel_read_safe": True}

@@ -43,7 +43,7 @@ def clip_grad_norm_(
         hvd.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
 
-    Source: torch.nn.utils.clip_grad_norm_.
+    Source: `torch.nn.utils.clip_grad_norm_`.
     """
     # Loaded only here: few programs use it.
     from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer

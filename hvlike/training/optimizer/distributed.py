@@ -38,7 +38,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     `isinstance` holds for torch.optim.Optimizer and for the class of the wrapped one. It pickles and deep-copies.
 
     With a spare core, reduction starts in backward, as gradients become ready; step() finishes it. These are the
-    states, and what each call does in them (= stays, > goes on to; "error" leaves the state as it is):
+    states, and what each call does in them (= stays, > goes on to; "error" leaves the state as it is)::
 
                               IDLE          ACCUMULATING   REDUCING       SYNCHRONIZED
         backward, last pass   > REDUCING    > REDUCING     error if the   > REDUCING
@@ -52,7 +52,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         add_param_group()     allowed       allowed        error          allowed
 
     "skipping" is inside skip_synchronize(). After synchronize(), a plain step() does not reduce again; it warns once.
-    A GradScaler that looks for infinities, and hvlike.clip_grad_norm_, synchronize by themselves, without a warning.
+    A GradScaler that looks for infinities, and `hvlike.clip_grad_norm_`, synchronize by themselves, without a warning.
     step(closure) reduces after each evaluation, and returns the loss reduced in the same way.
 
     op=Adasum reduces what a step has changed. Each rank's optimizer steps on its own gradients, with its own state

@@ -1,7 +1,4 @@
-"""Every public function, class and method describes each of its parameters and what it returns, in Google's style.
-
-`not_yet/ROOM.txt` names what still lacks it.
-"""
+"""Every public function, class and method describes each of its parameters and what it returns, in Google's style."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class Public:
     """A public function, or a class with what its constructor takes."""
 
     name: str
-    room: str
     text: str
     parameters: tuple[str, ...]
     returns: bool
@@ -62,7 +58,7 @@ def problems(thing: Public) -> list[str]:
     return wrong
 
 
-def of_callable(name: str, room: str, function: Any, *, method: bool = False) -> Public:
+def of_callable(name: str, function: Any, *, method: bool = False) -> Public:
     """What to check of a function or method."""
     signature = inspect.signature(function)
     parameters = [each for each in signature.parameters if not each.startswith("_")][method:]
@@ -70,10 +66,10 @@ def of_callable(name: str, room: str, function: Any, *, method: bool = False) ->
         returns = False
     else:
         returns = signature.return_annotation not in NOTHING
-    return Public(name, room, inspect.getdoc(function) or "", tuple(parameters), returns)
+    return Public(name, inspect.getdoc(function) or "", tuple(parameters), returns)
 
 
-def of_class(name: str, room: str, kind: type) -> Iterator[Public]:
+def of_class(name: str, kind: type) -> Iterator[Public]:
     """A class with its constructor, and its public methods that are written in hvlike."""
     init = vars(kind).get("__init__")
     text = (kind.__doc__ and inspect.getdoc(kind)) or ""
@@ -84,12 +80,12 @@ def of_class(name: str, room: str, kind: type) -> Iterator[Public]:
     elif inspect.isfunction(init) and init.__code__.co_filename != "<string>" and not issubclass(kind, BaseException):
         text += "\n\n" + (inspect.getdoc(init) or "" if init.__doc__ else "")
         parameters = tuple(each for each in inspect.signature(init).parameters if not each.startswith("_"))[1:]
-    yield Public(name, room, text.strip(), parameters, returns=False)
+    yield Public(name, text.strip(), parameters, returns=False)
     for attribute, value in vars(kind).items():
         function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         if attribute.startswith("_") or not inspect.isfunction(function) or "<locals>" in function.__qualname__:
             continue
-        yield of_callable(f"{name}.{attribute}", room, function, method=not isinstance(value, staticmethod))
+        yield of_callable(f"{name}.{attribute}", function, method=not isinstance(value, staticmethod))
 
 
 def of_modules() -> Iterator[Public]:
@@ -101,15 +97,14 @@ def of_modules() -> Iterator[Public]:
             home = (getattr(thing, "__module__", None) or "").split(".")
             if home[0] != "hvlike" or name.startswith("__"):
                 continue
-            room = home[1] if len(home) > 2 else "root"
             shown = f"hvlike{suffix}.{name}"
             if name == "Compression":
                 things = {key: value for key, value in vars(thing).items() if inspect.isclass(value)}
-                yield from (next(of_class(f"{shown}.{key}", room, value)) for key, value in things.items())
+                yield from (next(of_class(f"{shown}.{key}", value)) for key, value in things.items())
             elif inspect.isclass(thing):
-                yield from of_class(shown, room, thing)
+                yield from of_class(shown, thing)
             elif inspect.isroutine(thing):
-                yield of_callable(shown, room, thing)
+                yield of_callable(shown, thing)
 
 
 def of_source(name: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[Public]:
@@ -119,12 +114,12 @@ def of_source(name: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[Publi
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
         names = tuple(each.arg for each in arguments if each is not None and each.arg not in ("self", "cls"))
         returns = node.returns is not None and ast.unparse(node.returns) not in NOTHING
-        yield Public(name, "integrations", text, names, returns)
+        yield Public(name, text, names, returns)
         return
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
     own = [next(of_source(name, each)) for each in methods if each.name == "__init__"]
     text = "\n\n".join([text, *(each.text for each in own)]).strip()
-    yield Public(name, "integrations", text, own[0].parameters if own else (), returns=False)
+    yield Public(name, text, own[0].parameters if own else (), returns=False)
     for each in methods:
         if not each.name.startswith("_") and not each.decorator_list:
             yield from of_source(f"{name}.{each.name}", each)
@@ -143,22 +138,19 @@ def of_integrations() -> Iterator[Public]:
 
 
 PUBLIC = {thing.name: thing for thing in [*of_modules(), *of_integrations()]}
-NOT_YET = {
-    name for file in (Path(__file__).parent / "not_yet").glob("*.txt") for name in file.read_text().split() if name
-}
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - NOT_YET))
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_parameters_and_results_are_described(name: str) -> None:
     assert not problems(PUBLIC[name])
 
 
 def test_the_check_finds_what_is_missing() -> None:
     text = "Do it.\n\nArgs:\n    tensor: Any shape.\n    gone: Nobody knows.\n\nRaises:\n    UsageError: Never."
-    assert problems(Public("do", "", text, ("tensor", "name"), True)) == [
+    assert problems(Public("do", text, ("tensor", "name"), True)) == [
         "does not describe name",
         "describes gone, which it does not take",
         "does not say what it returns",
     ]
     text = "Do it.\n\nArgs:\n    tensor: Any shape,\n        any strides.\n    name (str): Its.\n\nReturns:\n    It."
-    assert not problems(Public("do", "", text, ("tensor", "name"), True))
+    assert not problems(Public("do", text, ("tensor", "name"), True))
