@@ -57,7 +57,7 @@ def expected(size: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> l
 
 def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> None:
     def job(plane: Backend) -> Coroutine[None]:
-        yield from packer.allreduce(plane, tensors)
+        yield from packer.allreduce(plane, tensors, active=True)
 
     run(job)
 
@@ -238,6 +238,6 @@ def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]
     ended: list[Task[None]] = []
-    lane.submit(lambda plane: packer.allreduce(plane, tensors), ended.append, wake=False)
+    lane.submit(lambda plane: packer.allreduce(plane, tensors, active=True), ended.append, wake=False)
     assert fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, MismatchError)

@@ -44,7 +44,7 @@ def test_every_tensor_is_reduced(
         tensors[3] = tensors[3].t().contiguous().t() if rank % 2 else tensors[3]
 
         def job(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
-            yield from packer.allreduce(plane, tensors)
+            yield from packer.allreduce(plane, tensors, active=True)
 
         run(job)
         for tensor, shape in zip(tensors, SHAPES, strict=True):
@@ -64,6 +64,8 @@ def test_ranks_with_other_tensors_are_told(hvd: ModuleType, ranks_per_node: int 
     lengths = [5, 6] if hvd.rank() else [5, 7]
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     ended: list[Task[None]] = []
-    lane.submit(lambda plane: packer.allreduce(plane, [torch.ones(each) for each in lengths]), ended.append, wake=False)
+    lane.submit(
+        lambda plane: packer.allreduce(plane, list(map(torch.ones, lengths)), active=True), ended.append, wake=False
+    )
     assert fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, MismatchError)
