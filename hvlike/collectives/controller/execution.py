@@ -9,7 +9,7 @@ from typing import Any
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.device_jobs import home_of, on_device
-from hvlike.backends.cuda.runtime import DeviceRuntime, runtime_of
+from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.cuda.selection import Choice
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
 from hvlike.collectives.controller.operations import (
@@ -81,7 +81,7 @@ class Executor:
                 queue.counters.ran(kind, len(batch), nbytes)
             job = request.job(response.extra) if request.job else JOBS[kind](self._site, batch)
             after = partial(complete, batch)
-            if spec.device != "cpu":
+            if spec.device in KINDS:
                 runtime = runtime_of(spec.device)
                 if runtime is not None and request.tensors:
                     job = self._on_device(runtime, job, batch)

@@ -16,7 +16,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_jobs import beside, home_of, in_host_memory
-from hvlike.backends.cuda.runtime import runtime_of
+from hvlike.backends.cuda.runtime import KINDS, runtime_of
 from hvlike.backends.cuda.selection import Choice
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueues
@@ -79,7 +79,7 @@ def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
     def job(backend: Backend) -> Coroutine[None]:
         pieces: list[torch.Tensor] = []
-        home = "cpu" if batch[0][0].spec.device == "cpu" else home_of(backend) or "cpu"
+        home = (home_of(backend) or "cpu") if batch[0][0].spec.device in KINDS else "cpu"
         group = site.queues.first.group
         for request, response in batch:
             for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvlike.backends.cuda.runtime import events_of
+from hvlike.backends.cuda.runtime import KINDS, events_of
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, check_reduction
 from hvlike.collectives.requests.request import Handle, Request, RequestSpec, find_call_site, spec_of_tensors
@@ -77,7 +77,7 @@ def submit(
     job, home: see Request. counted: an inline attempt was made before, which has numbered it.
     """
     request = Request(name, spec, tensors, finish, job=job, place=find_call_site(), home=home)
-    if spec.device != "cpu":
+    if spec.device in KINDS:
         request.ready = events_of(spec.device, tensors)
     set_state.controller.submit(request, wake=wake, counted=counted)
     return request.handle
