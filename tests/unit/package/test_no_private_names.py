@@ -43,10 +43,6 @@ STILL = {
     ("ranks/backends/cuda/conftest.py", "_site"),
     ("ranks/backends/cuda/test_collectives.py", "_ordinary_on_device"),
     ("ranks/backends/cuda/test_opening.py", "_site"),
-    ("ranks/backends/test_network.py", "_pace"),
-    ("support/soak/random_operations.py", "_coordinator"),
-    ("support/soak/random_operations.py", "_outbox"),
-    ("unit/observe/test_recorder.py", "_pending"),
 }
 STANDARD = ("os", "sys", "torch")
 
