@@ -309,7 +309,11 @@ class Controller:
                 new_epoch = True
         if new_epoch:
             # The ranks may have asked for different numbers of things: all go on from here.
-            self.tensor_queue.begin_epoch()
+            decided = [
+                each.key if isinstance(each, Response) else (self._known[each[1]][0].kind, each[0])
+                for each in responses
+            ]
+            self.tensor_queue.begin_epoch(decided)
         agreed = []
         trace = self._trace
         for each in responses:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
@@ -114,10 +114,14 @@ class TensorQueue:
         self.know_thread()
         self.last = (key, place, time.monotonic())
 
-    def begin_epoch(self) -> None:
-        """The ranks may have asked for different numbers of things: all go on from here alike."""
+    def begin_epoch(self, decided: Iterable[RequestKey] = ()) -> None:
+        """The ranks may have asked for different numbers of things: all go on from here alike.
+
+        What this rank has asked for and the others have not yet, counts from here on; `decided` no longer does.
+        """
         with self.lock:
-            self.entered = ((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS
+            in_flight = len(self.requests.keys() - set(decided))
+            self.entered = (((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS) + in_flight
 
     def close(self, error: HorovodInternalError) -> list[Request]:
         """Accept nothing more, for the first reason given; returns what was in flight."""

@@ -72,6 +72,17 @@ def test_a_new_epoch_is_past_every_number() -> None:
     assert 3 < first < tensor_queue.entered
 
 
+def test_what_the_others_have_not_asked_for_counts_in_the_new_epoch() -> None:
+    early, late = TensorQueue(0), TensorQueue(1)
+    for name in ("decided", "in flight"):
+        early.enter(request(name), counted=False)
+    late.enter(request("decided"), counted=False)
+    for tensor_queue in (early, late):
+        tensor_queue.begin_epoch([request("decided").key])
+    late.enter(request("in flight"), counted=False)
+    assert early.entered == late.entered
+
+
 def test_nothing_is_accepted_after_the_end() -> None:
     tensor_queue, waiting = TensorQueue(0), request("a")
     tensor_queue.enter(waiting, counted=False)
