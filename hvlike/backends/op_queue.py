@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from hvlike.backends.base import Backend, SoloBackend
@@ -22,7 +23,7 @@ from hvlike.backends.shared_memory.schedule import chunk_bytes
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
 from hvlike.transport.loop.spin import QUEUE_CHECKS
 from hvlike.transport.world import Group
 
@@ -49,32 +50,41 @@ class OpQueue:
         self.counters = fabric.counters
         self.drives = isinstance(plane, SharedBackend)
         """Any thread may take the steps of a routine on the plane: MPI is not called there."""
-        self.is_crowded = fabric.spin.crowded
-        """Ranks share cores: a rank that waits gives its core away."""
+        self._crowded = fabric.spin.crowded
         self.checks = QUEUE_CHECKS
         """Steps without progress after which `drive` leaves a job to the loop."""
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
+        self._driving = Lock()
 
     def drive(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
         """Take the steps of a routine on the plane in this thread, as long as it moves; True when it has ended.
 
         Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
-        the lane `drives`, while it is idle, by the one thread that submits to it. Raises: what the routine raises.
+        the lane `drives`, while it is idle, by the one thread that submits to it.
+
+        Raises:
+            StateError: Another thread drives this queue.
+            BaseException: What the routine raises.
         """
+        if not self._driving.acquire(blocking=False):
+            raise second_driver(f"op queue {self.number} of process set {self.group.number}")
         still = 0
-        for wait in routine:
-            still = 0 if wait is Wait.AGAIN else still + 1
-            if still > self.checks:
-                self.hand_over(routine, after)
-                return False
-            if still and self.is_crowded:
-                # The rank that is waited for may need this core.
-                os.sched_yield()
+        try:
+            for wait in routine:
+                still = 0 if wait is Wait.AGAIN else still + 1
+                if still > self.checks:
+                    self._hand_over(routine, after)
+                    return False
+                if still and self._crowded:
+                    # The rank that is waited for may need this core.
+                    os.sched_yield()
+        finally:
+            self._driving.release()
         return True
 
-    def hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
+    def _hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
         """Let the loop go on with a routine that a thread has driven so far."""
 
         def rest(plane: Backend) -> Coroutine[None]:

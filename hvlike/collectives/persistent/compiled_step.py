@@ -12,7 +12,6 @@ together: both run the same prepared reductions.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from hvlike.collectives.fusion.bucket import PlannedPart
 from hvlike.collectives.fusion.schedule import PLANNED, Schedule
 from hvlike.collectives.requests.request import CallSite, RequestKey
 from hvlike.transport.fabric import PlanEpoch
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task
 
 _address = torch.Tensor.data_ptr
 
@@ -52,14 +51,13 @@ class CompiledStep:
         self._steps = controller.steps
         self._tensor_queue = controller.tensor_queue
         self._counts = schedule.lane.counters.of_steps(key[1], PLANNED, schedule.sizes())
-        self._looks, self._yields = schedule.lane.checks, schedule.lane.is_crowded
 
     def run(
         self,
         tensors: Sequence[torch.Tensor],
         step: int,
         site: CallSite,
-        hand_over: Callable[[Coroutine[None]], None],
+        after: Callable[[Task[None]], None],
     ) -> bool | None:
         """Reduce the tensors in place, one for each entry of the plan. Collective; does not sleep.
 
@@ -67,11 +65,11 @@ class CompiledStep:
             tensors: The gradients of this step.
             step: Its number.
             site: Where the program asks for it.
-            hand_over: Takes the rest where a peer lets this rank wait; its end is that of the step.
+            after: Called in the loop at the end of what was left to it.
 
         Returns:
-            True when all is reduced, False when the rest was handed over, None when nothing has begun because a tensor
-            does not lie in memory as agreed.
+            True when all is reduced, False when a peer lets this rank wait and the rest was left to the loop, None when
+            nothing has begun because a tensor does not lie in memory as agreed.
 
         Raises:
             HorovodInternalError: A peer has left, or reduces something else. The queue is broken then.
@@ -85,17 +83,9 @@ class CompiledStep:
             picked.append(mine)
         self._steps[self._key[1]] = step
         self._tensor_queue.last = (self._key, site, began)
-        coroutine = self._coroutine(picked)
-        still = 0
         try:
-            for wait in coroutine:
-                still = 0 if wait is Wait.AGAIN else still + 1
-                if still > self._looks:
-                    hand_over(coroutine)
-                    return False
-                if still and self._yields:
-                    # The rank that is waited for may need this core.
-                    os.sched_yield()
+            if not self._queue.drive(self._coroutine(picked), after):
+                return False
         except BaseException as error:
             # The ranks no longer agree on where they are.
             self._queue.broken = self._queue.broken or error

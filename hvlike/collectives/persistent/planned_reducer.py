@@ -38,7 +38,7 @@ from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PlanProxy
-from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
@@ -184,7 +184,10 @@ class PlannedReducer:
     def _run_compiled(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> bool:
         """A steady step; False where the general path has to run it: nothing has begun then."""
         try:
-            done = compiled.run(tensors, self._step + 1, self._site, self._hand_over)
+            # The loop, which tells the end of what is left to it, needs the lock.
+            with self._lock:
+                done = compiled.run(tensors, self._step + 1, self._site, self._bucket_ended)
+                self._unfinished += done is False
             if done is None:
                 return False
             if not done:
@@ -197,13 +200,6 @@ class PlannedReducer:
         self._step += 1
         self.served += 1
         return True
-
-    def _hand_over(self, rest: Coroutine[None]) -> None:
-        """A peer lets this rank wait: the loop goes on with the step."""
-        assert self.schedule is not None
-        with self._lock:
-            self._unfinished += 1
-        self.schedule.lane.hand_over(rest, self._bucket_ended)
 
     def _finish_generally(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         try:
