@@ -49,6 +49,7 @@ class CompiledStep:
         self._parts = parts
         self._queue: OpQueue = schedule.lane
         self._steps = controller.steps
+        self._began = 0.0
         self._tensor_queue = controller.tensor_queue
         self._counts = schedule.lane.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
@@ -74,7 +75,7 @@ class CompiledStep:
         Raises:
             HorovodInternalError: A peer has left, or reduces something else. The queue is broken then.
         """
-        began = time.monotonic()
+        began = self._began = time.monotonic()
         picked = []
         for part in self._parts:
             mine = part.pick(tensors)
@@ -90,13 +91,17 @@ class CompiledStep:
             # The ranks no longer agree on where they are.
             self._queue.broken = self._queue.broken or error
             raise
-        counts, seconds = self._counts, time.monotonic() - began
+        self.count()
+        return True
+
+    def count(self) -> None:
+        """The step has ended."""
+        counts, seconds = self._counts, time.monotonic() - self._began
         counts.steps += 1
         counts.seconds += seconds
         counts.last_seconds = seconds
         if seconds > counts.longest_seconds:
             counts.longest_seconds = seconds
-        return True
 
     def _coroutine(self, picked: Sequence[Sequence[torch.Tensor]]) -> Coroutine[None]:
         """The prepared reductions in the order of the plan; the first one counts the active ranks."""

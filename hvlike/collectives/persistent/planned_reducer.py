@@ -191,7 +191,10 @@ class PlannedReducer:
             if done is None:
                 return False
             if not done:
-                self._wait(self._step + 1)
+                assert self.schedule is not None
+                self._wait_for_buckets(self._step + 1)
+                self._raise_error(self.schedule)
+                compiled.count()
         except BaseException:
             self._marked.clear()
             self.close()
@@ -360,14 +363,6 @@ class PlannedReducer:
         schedule.commit()
         epoch = self._set_state.plan_epoch
         self._compiled = None if rounds.failed else compile_step(schedule, key, epoch, controller)
-
-    def _wait(self, step: int) -> None:
-        """Wait for what a compiled step has handed over to the loop."""
-        schedule = self.schedule
-        assert schedule is not None
-        with ExposedWait(schedule.lane, self.name, self._step):
-            self._wait_for_buckets(step)
-        self._raise_error(schedule)
 
     def _wait_for_buckets(self, step: int) -> None:
         """Wait until all that was started has ended; reports and the search for deadlocks know of it."""
