@@ -56,6 +56,8 @@ class OpQueue:
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
+        self.peer_left: HorovodInternalError | None = None
+        """Why a rank of the group takes no part any more; the reason where another rank gives a job up for that."""
         self._driving = Lock()
 
     def drive(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
@@ -112,6 +114,8 @@ class OpQueue:
 
     def _ended(self, after: Callable[[Task[None]], None], task: Task[None]) -> None:
         if task.error is not None:
+            if self.peer_left is not None and type(task.error) is HorovodInternalError:
+                task.error = self.peer_left
             # The ranks no longer agree on where they are in the lane.
             self.broken = self.broken or task.error
         after(task)

@@ -90,7 +90,7 @@ class Executor:
                 job = self._opening_after(job, batch)
             if recording:
                 job = self._trace.observe(queue, batch, job)
-            queue.submit(job, after, wake=False)
+            queue.enqueue(job, after)
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, on the backend of the device that the tensors of this rank are on."""

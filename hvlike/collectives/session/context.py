@@ -258,7 +258,10 @@ class Context:
         for each in self.when_lost:
             each(errors)
         for set_state in self.registry.set_states.values():
-            if set(errors) & set(set_state.group.ranks):
+            gone = [errors[rank] for rank in errors if rank in set_state.group.ranks]
+            if gone:
+                for queue in set_state.lanes.all():
+                    queue.peer_left = gone[0]
                 set_state.controller.lose(errors)
                 self.fabric.loop.start(self._abandon(set_state, errors), wake=False)
 
@@ -267,12 +270,11 @@ class Context:
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.NOTIFY
-        ranks = set_state.group.ranks
-        gone = next(rank for rank in errors if rank in ranks)
         for queue in set_state.lanes.all():
-            queue.fail(errors[gone])
-        if ranks[0] in errors:
-            set_state.controller.lose_coordinator(errors[ranks[0]])
+            queue.fail(queue.peer_left or next(iter(errors.values())))
+        coordinator = set_state.group.ranks[0]
+        if coordinator in errors:
+            set_state.controller.lose_coordinator(errors[coordinator])
 
 
 class _Process:
