@@ -82,6 +82,10 @@ class OpQueue:
                 if still and self._crowded:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
+        except BaseException as error:
+            # An interrupt between two steps of the routine: it tells the peers that it ends here.
+            routine.throw(error)
+            raise
         finally:
             self._driving.release()
         return True

@@ -81,5 +81,9 @@ class SilentErrstate:
         except StopIteration as stop:
             result: T = stop.value
             return result
-        finally:
+        except GeneratorExit:
             coroutine.close()
+            raise
+        except BaseException as error:
+            coroutine.throw(error)
+            raise

@@ -83,8 +83,13 @@ class PreparedReduction:
             for counters in region.counters:
                 counted += counters.words[word]
             return counted
-        finally:
+        except GeneratorExit:
             work.close()
+            raise
+        except BaseException as error:
+            # Also one that comes from outside ends the work: it tells the peers.
+            work.throw(error)
+            raise
 
     def _together(
         self,

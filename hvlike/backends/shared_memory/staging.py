@@ -224,6 +224,9 @@ class StagedReduction:
                     region.notify_if_sleeping(region.peers)
                     self._sync.check_peers()
                     yield Wait.NOTIFY
+        except GeneratorExit:
+            # The loop ends a job that cannot be completed: messages tell the other ranks why.
+            raise
         except BaseException:
             # The peers would wait for these chunks for ever.
             mine.words[FAILED] = mine.words[FAILED] or LEFT
