@@ -79,7 +79,11 @@ def test_steps_across_nodes(
     sent = sent_during(run)
     assert control(sent) == {}
     crosses = hvd.cross_size() > 1 and (hvd.is_homogeneous() or hvd.local_rank() == 0)
-    assert (sent.data_messages + sent.collectives > 0) == crosses
+    if width > 8:
+        assert (sent.data_messages + sent.collectives > 0) == crosses
+    else:
+        # What is one chunk on a node crosses through one of its ranks.
+        assert any(hvd.allgather_object(sent.data_messages + sent.collectives)) == (hvd.cross_size() > 1)
 
 
 @pytest.mark.mpi(min_size=2)
