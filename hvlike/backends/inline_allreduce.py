@@ -41,9 +41,9 @@ _HEAD_SECONDS = 30.0
 class InlineEngine:
     """What one rank has of it, for one thread at a time. Ranks count within the group; all are on this node."""
 
-    def __init__(self, fabric: Fabric, group: Group, lane: OpQueue, segment: Segment) -> None:
+    def __init__(self, fabric: Fabric, group: Group, queue: OpQueue, segment: Segment) -> None:
         size, rank = group.size, group.rank
-        self.lane = lane
+        self.queue = queue
         self._rank = rank
         self._size = size
         self._crowded = fabric.spin.crowded
@@ -107,7 +107,7 @@ class InlineEngine:
 
         number: the same on all ranks for the same kind of call.
         """
-        backend, nbytes = self.lane.plane, elements * arithmetic.itemsize
+        backend, nbytes = self.queue.backend, elements * arithmetic.itemsize
         if not isinstance(backend, SharedBackend) or (nbytes <= _LEAST_IN_PLACE and self.is_small(nbytes)):
             return None
         return backend.inline(arithmetic, elements, number)
@@ -157,12 +157,12 @@ def _copy_bytes(ranks: int) -> int:
     return max(_SMALLEST_COPY, min(_LARGEST_COPY, COPIED_BYTES // ranks // 4096 * 4096))
 
 
-def open_inline_allreduce(fabric: Fabric, group: Group, lane: OpQueue) -> Coroutine[InlineEngine | None]:
+def open_inline_allreduce(fabric: Fabric, group: Group, queue: OpQueue) -> Coroutine[InlineEngine | None]:
     """Prepare inline allreduces of a group that is on one node; None where its ranks cannot share the memory.
 
-    lane: one that nothing else uses. Collective over the group.
+    queue: one that nothing else uses. Collective over the group.
     """
     size = group.size
     nbytes = size * (_BLOCK_BYTES + BELL_BYTES + RING * _copy_bytes(size))
-    segment = yield from fabric.share(group, ("express", group.number), nbytes)
-    return None if segment is None else InlineEngine(fabric, group, lane, segment)
+    segment = yield from fabric.share(group, ("inline", group.number), nbytes)
+    return None if segment is None else InlineEngine(fabric, group, queue, segment)

@@ -37,19 +37,19 @@ Job = Callable[[Backend], Coroutine[None]]
 
 
 class OpQueue:
-    """Runs jobs on one plane, in order."""
+    """Runs jobs on one backend, in order."""
 
-    def __init__(self, fabric: Fabric, group: Group, number: int, plane: Backend) -> None:
+    def __init__(self, fabric: Fabric, group: Group, number: int, backend: Backend) -> None:
         self.group = group
         self.number = number
         self._fabric = fabric
-        self.plane = plane
+        self.backend = backend
         self.device: DeviceBackend | None = None
-        """The plane for tensors of a GPU, once one has come."""
+        """The backend for tensors of a GPU, once one has come."""
         self.recorder = fabric.recorder
         self.counters = fabric.counters
-        self.drives = isinstance(plane, SharedBackend)
-        """Any thread may take the steps of a routine on the plane: MPI is not called there."""
+        self.drives = isinstance(backend, SharedBackend)
+        """Any thread may take the steps of a coroutine on the backend: MPI is not called there."""
         self._crowded = fabric.spin.crowded
         self.checks = QUEUE_CHECKS
         """Steps without progress after which `drive` leaves a job to the loop."""
@@ -60,46 +60,46 @@ class OpQueue:
         """Why a rank of the group takes no part any more; the reason where another rank gives a job up for that."""
         self._driving = Lock()
 
-    def drive(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
-        """Take the steps of a routine on the plane in this thread, as long as it moves; True when it has ended.
+    def drive(self, coroutine: Coroutine[None], after: Callable[[Task[None]], None]) -> bool:
+        """Take the steps of a coroutine on the backend in this thread, as long as it moves; True when it has ended.
 
         Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
-        the lane `drives`, while it is idle, by the one thread that submits to it.
+        the queue `drives`, while it is idle, by the one thread that submits to it.
 
         Raises:
             StateError: Another thread drives this queue.
-            BaseException: What the routine raises.
+            BaseException: What the coroutine raises.
         """
         if not self._driving.acquire(blocking=False):
             raise second_driver(f"op queue {self.number} of process set {self.group.number}")
         still = 0
         try:
-            for wait in routine:
+            for wait in coroutine:
                 still = 0 if wait is Wait.AGAIN else still + 1
                 if still > self.checks:
-                    self._hand_over(routine, after)
+                    self._hand_over(coroutine, after)
                     return False
                 if still and self._crowded:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
         except BaseException as error:
-            # An interrupt between two steps of the routine: it tells the peers that it ends here.
-            routine.throw(error)
+            # An interrupt between two steps of the coroutine: it tells the peers that it ends here.
+            coroutine.throw(error)
             raise
         finally:
             self._driving.release()
         return True
 
-    def _hand_over(self, routine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
-        """Let the loop go on with a routine that a thread has driven so far."""
+    def _hand_over(self, coroutine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
+        """Let the loop go on with a coroutine that a thread has driven so far."""
 
-        def rest(plane: Backend) -> Coroutine[None]:
-            yield from routine
+        def rest(backend: Backend) -> Coroutine[None]:
+            yield from coroutine
 
         self.submit(rest, after, wake=False)
 
     def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
-        """Run `job(plane)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
+        """Run `job(backend)` after all that was submitted before, then `after(task)` in the loop. From any thread."""
         self._fabric.loop.post(lambda: self.enqueue(job, after), wake=wake)
 
     def enqueue(self, job: Job, after: Callable[[Task[None]], None]) -> None:
@@ -113,14 +113,14 @@ class OpQueue:
             self._running = None
             return
         job, after = self._jobs.popleft()
-        routine = self._refuse(self.broken) if self.broken else job(self.plane)
-        self._running = self._fabric.loop.start(routine, partial(self._ended, after), wake=False)
+        coroutine = self._refuse(self.broken) if self.broken else job(self.backend)
+        self._running = self._fabric.loop.start(coroutine, partial(self._ended, after), wake=False)
 
     def _ended(self, after: Callable[[Task[None]], None], task: Task[None]) -> None:
         if task.error is not None:
             if self.peer_left is not None and type(task.error) is HorovodInternalError:
                 task.error = self.peer_left
-            # The ranks no longer agree on where they are in the lane.
+            # The ranks no longer agree on where they are in the queue.
             self.broken = self.broken or task.error
         after(task)
         self._next()
@@ -144,20 +144,20 @@ class OpQueue:
             self._fabric.loop.cancel(self._running, error)
 
     def watch(self, now: float) -> HorovodInternalError | None:
-        """End the lane if something has gone wrong on the device, and say what; a few times a second. In the loop."""
+        """End the queue if something has gone wrong on the device, and say what; a few times a second. In the loop."""
         error = None if self.device is None else self.device.watch(now)
         if error is not None:
             self.fail(error)
         return error
 
     def close(self) -> None:
-        """Give the plane back; what still waits ends with ShutdownError. From inside the loop."""
+        """Give the backend back; what still waits ends with ShutdownError. From inside the loop."""
         self.fail(ShutdownError("hvlike was shut down, or the process set removed, while this was in flight"))
-        self.plane.close()
+        self.backend.close()
 
 
 def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
-    """Make lane `number` of a group. Collective over the group; lanes of one group in the same order everywhere.
+    """Make queue `number` of a group. Collective over the group; queues of one group in the same order everywhere.
 
     Raises: LaunchError when the ranks of a node cannot share memory.
     """
@@ -179,7 +179,7 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Coroutine[SharedB
     for budget in _BUDGETS:
         chunk = chunk_bytes(group.local_size, budget)
         nbytes = region_bytes(group.local_size, chunk)
-        key = ("lane", group.number, number, budget)
+        key = ("queue", group.number, number, budget)
         segment = yield from fabric.share(group, key, nbytes)
         if segment is not None:
             bells = [fabric.bells[group.ranks[position]] for position in group.node]
@@ -196,28 +196,28 @@ def _open_shared(fabric: Fabric, group: Group, number: int) -> Coroutine[SharedB
 
 
 class OpQueues:
-    """The lanes of a group on this rank: the first for negotiated requests, others for plans, used again when spare."""
+    """The queues of a group on this rank: the first for negotiated requests, others for plans, reused when spare."""
 
     def __init__(self, fabric: Fabric, first: OpQueue) -> None:
         self.first = first
         self._fabric = fabric
-        self._lanes = [first]
+        self._queues = [first]
         self._spare: deque[int] = deque()
 
     def all(self) -> tuple[OpQueue, ...]:
-        """Every lane that was opened."""
-        return tuple(self._lanes)
+        """Every queue that was opened."""
+        return tuple(self._queues)
 
     def spare_numbers(self) -> list[int]:
-        """The lanes that are not used now."""
+        """The queues that are not used now."""
         return list(self._spare)
 
     def set_spare(self, numbers: Iterable[int]) -> None:
-        """Let these lanes be the spare ones, in rising order; the same on every rank."""
+        """Let these queues be the spare ones, in rising order; the same on every rank."""
         self._spare = deque(sorted(numbers))
 
     def propose(self) -> int:
-        """The number of a spare lane, -1 if there is none; the caller hands it to `take` or to `give_back`."""
+        """The number of a spare queue, -1 if there is none; the caller hands it to `take` or to `give_back`."""
         try:
             return self._spare.popleft()
         except IndexError:
@@ -229,12 +229,12 @@ class OpQueues:
             if number in self._spare:
                 # This rank has joined and takes what the others have chosen.
                 self._spare.remove(number)
-            return self._lanes[number]
-        lane = yield from open_queue(self._fabric, self.first.group, len(self._lanes))
-        self._lanes.append(lane)
-        return lane
+            return self._queues[number]
+        queue = yield from open_queue(self._fabric, self.first.group, len(self._queues))
+        self._queues.append(queue)
+        return queue
 
     def give_back(self, number: int) -> None:
-        """The lane `number` is not used any more. Any thread, also a finaliser."""
-        if number >= 0 and self._lanes[number].broken is None:
+        """The queue `number` is not used any more. Any thread, also a finaliser."""
+        if number >= 0 and self._queues[number].broken is None:
             self._spare.append(number)

@@ -19,7 +19,7 @@ class TracedBackend:
     """Does what the backend does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
 
     def __init__(self, backend: Backend, recorder: Recorder, row: int) -> None:
-        self.plane = backend
+        self.backend = backend
         self._recorder = recorder
         self._row = row
         self._kind = type(backend).__name__.removesuffix("Backend").upper()
@@ -40,41 +40,41 @@ class TracedBackend:
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """See Backend."""
         with self.phase(f"{self._kind}_ALLREDUCE", total_bytes(tensors)):
-            yield from self.plane.allreduce(tensors, arithmetic)
+            yield from self.backend.allreduce(tensors, arithmetic)
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
         """See Backend; whoever runs it records that."""
-        return self.plane.prepare(lengths, arithmetic)
+        return self.backend.prepare(lengths, arithmetic)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
         """See Backend."""
         with self.phase(f"{self._kind}_REDUCE_SCATTER", total_bytes(tensors)):
-            yield from self.plane.reduce_scatter(tensors, owners, arithmetic)
+            yield from self.backend.reduce_scatter(tensors, owners, arithmetic)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
         """See Backend."""
         with self.phase(f"{self._kind}_GATHER", total_bytes(tensors)):
-            yield from self.plane.gather(tensors, owners)
+            yield from self.backend.gather(tensors, owners)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         """See Backend."""
         with self.phase(f"{self._kind}_ALLTOALL", total_bytes(sends)):
-            yield from self.plane.alltoall(sends, receives)
+            yield from self.backend.alltoall(sends, receives)
 
     def begin_count(self, *, active: bool) -> None:
         """See Backend."""
-        self.plane.begin_count(active=active)
+        self.backend.begin_count(active=active)
 
     def end_count(self) -> Coroutine[int]:
         """See Backend."""
         with self.phase("COUNT_ACTIVE_RANKS", 0):
-            return (yield from self.plane.end_count())
+            return (yield from self.backend.end_count())
 
     def close(self) -> None:
         """See Backend."""
-        self.plane.close()
+        self.backend.close()
 
 
 def phase(backend: Backend, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

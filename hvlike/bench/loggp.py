@@ -294,7 +294,7 @@ def _measure_agreement(entries: int) -> tuple[float, float, float]:
 
 def _coordinator(respond: Callable[[ResponseList], None]) -> Coordinator:
     ranks = tuple(range(_MEMBERS))
-    set_state = current().set_state(None, "bench simulate")
+    set_state = current().find_set(None, "bench simulate")
     inspector = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
     return Coordinator(ranks, respond, inspector, 4096, Trace(current().fabric.recorder, set_state.group))
 

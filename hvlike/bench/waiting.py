@@ -234,7 +234,7 @@ def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> hvlike.Handle:
     """Start an allreduce by name, as allreduce_async_ does. finish runs in the loop when it ends."""
     signature = spec_of_tensors("allreduce", [tensor], op=int(hvlike.Sum))
-    set_state = current().set_state(None, "Allreduce")
+    set_state = current().find_set(None, "Allreduce")
     # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread takes it.
     return submit(set_state, signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
 

@@ -172,9 +172,9 @@ def measure_ways(plan: Sequence[Way], sets: Sequence[hvlike.ProcessSet], gpu: to
         every_rank = Way("cuda", tuple(range(hvlike.size())))
         rows = tuple(_rows(every_rank, hvlike.global_process_set, gpu))
         # Which backend it is was decided when the first tensor came.
-        choice = current().set_state(None, "doctor").executor.device_choice
+        choice = current().find_set(None, "doctor").executor.device_choice
         if choice is not None:
-            timings.append(Timing(every_rank._replace(backend=choice.plane), rows, choice.reason))
+            timings.append(Timing(every_rank._replace(backend=choice.backend), rows, choice.reason))
     return Timings(tuple(timings), _copy_seconds())
 
 

@@ -172,7 +172,7 @@ def _steps(trace: RankTrace, waits: dict[Key, Span], last: dict[Key, float]) -> 
     busy = union(
         (span.start, span.end)
         for title, row in trace.matching("set ")
-        if title.split()[1:2] == ["lane"]
+        if title.split()[1:2] == ["queue"]
         for span in row
         if span.depth == 0
     )

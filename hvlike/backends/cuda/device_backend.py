@@ -176,16 +176,16 @@ class DeviceBackend(ABC):
 class StreamFence:
     """Between a backend and a caller that uses its results: the caller's stream waits, the caller does not."""
 
-    __slots__ = ("_event", "_plane", "_tensors")
+    __slots__ = ("_backend", "_event", "_tensors")
 
     def __init__(self, backend: DeviceBackend, event: Event, tensors: list[torch.Tensor]) -> None:
-        self._plane = backend
+        self._backend = backend
         self._event = event
         self._tensors = tensors
 
     def __call__(self) -> None:
         """Make the current stream of this thread wait. Raises: what has gone wrong on the device meanwhile."""
-        backend = self._plane
+        backend = self._backend
         backend.check()
         stream = backend.runtime.current_stream(backend.home)
         backend.runtime.wait(stream, self._event)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def device_of(backend: Backend) -> DeviceBackend | None:
     """The backend of a device that a job was given; None where it works on host memory."""
-    inner = backend.plane if isinstance(backend, TracedBackend) else backend
+    inner = backend.backend if isinstance(backend, TracedBackend) else backend
     return inner if isinstance(inner, DeviceBackend) else None
 
 
@@ -30,7 +30,7 @@ def home_of(backend: Backend) -> torch.device | None:
 
 
 def on_device(
-    lane: OpQueue,
+    queue: OpQueue,
     opening: Callable[[Backend], Coroutine[DeviceBackend | None]] | None,
     job: Job,
     ready: Iterable[Event] = (),
@@ -38,14 +38,14 @@ def on_device(
     """The same job for the device backend of the op queue.
 
     opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
-    the lane. ready: when the tensors of the
+    the queue. ready: when the tensors of the
     job hold their values.
     """
 
     def run(host: Backend) -> Coroutine[None]:
-        if lane.device is None and opening is not None:
-            lane.device = yield from opening(lane.plane)
-        device = lane.device
+        if queue.device is None and opening is not None:
+            queue.device = yield from opening(queue.backend)
+        device = queue.device
         if device is None:
             return
         backend: Backend = host.over(device) if isinstance(host, TracedBackend) else device

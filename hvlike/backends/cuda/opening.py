@@ -56,12 +56,12 @@ class DeviceBackends:
             self.choice = yield from self._choose(host, runtime, device)
             self._log()
         group = self._group
-        if self.choice.plane == NCCL:
+        if self.choice.backend == NCCL:
             communicator = yield from self._connect(host, runtime, device)
             if communicator is not None:
                 place = (group.rank, group.size)
                 return NcclBackend(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
-        kind = SoloDeviceBackend if self.choice.plane == SOLO else StagedBackend
+        kind = SoloDeviceBackend if self.choice.backend == SOLO else StagedBackend
         return kind(host, runtime, device, group.rank)
 
     def close(self) -> None:

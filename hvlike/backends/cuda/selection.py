@@ -26,7 +26,7 @@ class DeviceFacts(NamedTuple):
 class Choice(NamedTuple):
     """A backend, and the reason for it."""
 
-    plane: str
+    backend: str
     """nccl, staged or solo."""
     reason: str
 

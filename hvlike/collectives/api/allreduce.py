@@ -363,7 +363,7 @@ def _start(call: _Call, tensors: Sequence[torch.Tensor], *, wake: bool = True, c
     spec = spec_of("allreduce", what, name, tensors, reduction=call.reduction, written=True)
     if what != "allreduce":
         return submit(call.set_state, spec, f"{what}.{name}", tensors, all_tensors, wake=wake, counted=counted)
-    inline = call.set_state.express
+    inline = call.set_state.inline
     if inline is not None and spec not in inline.learned:
         inline.learn(spec, tensors[0])
     return submit(call.set_state, spec, name, tensors, first_tensor, wake=wake, counted=counted)

@@ -42,8 +42,8 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
 def set_away(set_state: ProcessSetState, away: bool) -> None:
     """Stop inline attempts here and on the other ranks while this rank is away, or allow them again. Local."""
-    if set_state.express is not None:
-        set_state.express.set_away(away)
+    if set_state.inline is not None:
+        set_state.inline.set_away(away)
 
 
 def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: JoinScope, how: str) -> Handle:
@@ -54,7 +54,7 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
     request = JoinRequest(
         set_state.controller.names.counts(),
         proxies.plans(planned),
-        proxies.spare_lanes(),
+        proxies.spare_queues(),
         marks,
         scope,
         how,
@@ -88,7 +88,7 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
     def end_all() -> None:
         for set_state, end in pairs:
             errors.append(set_state.proxies.error())
-            set_state.proxies.end(end.plans, end.spare_lanes)
+            set_state.proxies.end(end.plans, end.spare_queues)
 
     loop.post(end_all, wake=False)
     loop.wait(lambda: len(errors) == len(pairs))

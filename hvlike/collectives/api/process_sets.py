@@ -99,7 +99,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
     """Let all ranks agree on what they add or remove, and do it."""
-    set_state = current().set_state(None, f"{what}_process_set")
+    set_state = current().find_set(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
     spec = RequestSpec(KIND, detail=(what, *detail))
     synchronize(submit(set_state, spec, name, [], _nothing, wake=False, job=job))

@@ -104,7 +104,7 @@ def statistics() -> Statistics:
     fabric = context.fabric
     moved = fabric.counters.moved()
     set_states = list(context.registry.set_states.values())
-    ways = [each.express for each in set_states if each.express is not None]
+    ways = [each.inline for each in set_states if each.inline is not None]
     unfinished = _unfinished(context)
     return Statistics(
         rank=context.world.rank,

@@ -17,7 +17,7 @@ from hvlike.collectives.requests.message_table import MessageTable, Response, na
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 
-NEVER_NUMBERED = ("plan", "lane", "join", "process_set")
+NEVER_NUMBERED = ("plan", "queue", "join", "process_set")
 """Kinds whose specs hardly come twice."""
 
 KnownResponse = tuple[str, int, int]

@@ -34,13 +34,13 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
     "allreduce": allreduce_job,
     "alltoall": alltoall_job,
     "broadcast": broadcast_job,
-    "lane": plan_job,
+    "queue": plan_job,
     "plan": plan_job,
     "reducescatter": reducescatter_job,
 }
 """What each kind does on a queue; a barrier is over once it is agreed."""
 
-AGREEMENTS = ("lane", "plan")
+AGREEMENTS = ("queue", "plan")
 """Kinds that move nothing of the user's."""
 
 OPEN_AFTER = 3

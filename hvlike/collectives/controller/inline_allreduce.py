@@ -108,12 +108,12 @@ class _Name(NamedTuple):
 class InlineAllreduce:
     """Inline allreduce of one process set on one node."""
 
-    def __init__(self, controller: Controller, express: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
+    def __init__(self, controller: Controller, inline: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
         """size: of the set; rank: in it."""
-        self._negotiator = controller
+        self._controller = controller
         self._queue = tensor_queue = controller.tensor_queue
-        self._express = express
-        self._board = express.board
+        self._inline = inline
+        self._board = inline.board
         self._size = size
         self._rank = rank
         self._plans: dict[_Kind, _Plan] = {}
@@ -132,8 +132,8 @@ class InlineAllreduce:
         self._large = 0
         self._run = SilentErrstate().run
         with tensor_queue.lock:
-            tensor_queue.on_entry = express.passed
-            express.board.passed(tensor_queue.entered)
+            tensor_queue.on_entry = inline.passed
+            inline.board.passed(tensor_queue.entered)
 
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
     def attempt(
@@ -224,10 +224,10 @@ class InlineAllreduce:
             self._pieces.clear()
             self.learned.clear()
         arithmetic = arithmetic_of(tensor.dtype, op, self._size, spec.prescale, spec.postscale)
-        small = self._express.is_small(tensor.numel() * tensor.element_size())
-        copies = self._express.copies(arithmetic, tensor.numel()) if small else None
+        small = self._inline.is_small(tensor.numel() * tensor.element_size())
+        copies = self._inline.copies(arithmetic, tensor.numel()) if small else None
         number = code_of(repr(spec))
-        at_once = self._express.at_once(arithmetic, tensor.numel(), number)
+        at_once = self._inline.at_once(arithmetic, tensor.numel(), number)
         self._plans[kind] = _Plan(number, arithmetic, copies, at_once)
 
     def set_away(self, away: bool) -> None:
@@ -254,7 +254,7 @@ class InlineAllreduce:
         slots: tuple[memoryview, ...] = ()
         calls: tuple[list[KernelCall], ...] = ()
         if plan.copies is not None:
-            slots = self._express.slots(nbytes)
+            slots = self._inline.slots(nbytes)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
         piece = _Piece(
             shape,
@@ -278,7 +278,7 @@ class InlineAllreduce:
         """What is known of a name from now on; a new one for a call without."""
         place = find_call_site(_FRAMES)
         if name is None:
-            number = self._negotiator.names.draw(_KIND)
+            number = self._controller.names.draw(_KIND)
             return _Name((_KIND, automatic_name(number)), number, place)
         if len(self._names) >= MOST_KNOWN:
             self._names.clear()
@@ -287,7 +287,7 @@ class InlineAllreduce:
 
     def _wait(self, at_once: InlineReduction | None, index: int) -> bool:
         """Whether all ranks do thing number `index` at once, where that was not plain at first sight."""
-        if self._express.wait(index):
+        if self._inline.wait(index):
             return True
         self._sparing = min(MOST_SPARING, 2 * self._sparing + 1)
         if at_once is not None:
@@ -296,16 +296,16 @@ class InlineAllreduce:
 
     def _reduce(self, piece: _Piece, address: int, shared: bool, name: str) -> None:
         """A tensor that is not small, on the backend; where a peer is slow, wait with reports of who is missing."""
-        controller, express = self._negotiator, self._express
+        controller, inline = self._controller, self._inline
         self._large += 1
         controller.steps[_STEPS] = self._large
         assert piece.at_once is not None
-        routine = piece.at_once.begin(address, shared=shared)
+        coroutine = piece.at_once.begin(address, shared=shared)
         ended: list[Task[None]] = []
-        if express.lane.drive(routine, ended.append):
+        if inline.queue.drive(coroutine, ended.append):
             return
         key = (STEP, _STEPS)
-        controller.enter_step(key, self._large, find_call_site(), name, express.lane.fail)
+        controller.enter_step(key, self._large, find_call_site(), name, inline.queue.fail)
         try:
             controller.wait(key, lambda: bool(ended), None)
         finally:
@@ -322,6 +322,6 @@ def code_of(text: str) -> int:
 
 
 inline_allreduces: dict[int | None, InlineAllreduce] = {}
-"""The express ways of this process, by the numbers of the process sets."""
+"""The inline allreduces of this process, by the numbers of the process sets."""
 
 os.register_at_fork(after_in_child=inline_allreduces.clear)

@@ -217,11 +217,11 @@ def plan_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     request, response = batch[0]
 
     def job(backend: Backend) -> Coroutine[None]:
-        queue = yield from site.queues.take(response.extra.spare_lane)
+        queue = yield from site.queues.take(response.extra.spare_queue)
         runtime = runtime_of(response.extra.device)
         if runtime is not None and queue.device is None:
             try:
-                queue.device = yield from site.devices.open(queue.plane, runtime, request.home)
+                queue.device = yield from site.devices.open(queue.backend, runtime, request.home)
             except LaunchError as error:
                 # Of every rank alike: the first queue, where this runs, is as good as before.
                 request.finish = partial(_refuse, error)

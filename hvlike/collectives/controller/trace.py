@@ -187,10 +187,10 @@ class Trace:
 class ExposedWait:
     """Around what a caller waits for in a planned reduction: communication that nothing hides, in the figures too."""
 
-    __slots__ = ("_began", "_lane", "_name", "_row", "_step")
+    __slots__ = ("_began", "_name", "_queue", "_row", "_step")
 
     def __init__(self, queue: OpQueue, name: str, step: int) -> None:
-        self._lane = queue
+        self._queue = queue
         self._name = name
         self._step = step
         self._row: int | None = None
@@ -198,16 +198,16 @@ class ExposedWait:
 
     def __enter__(self) -> None:
         self._began = time.monotonic()
-        recorder = self._lane.recorder
+        recorder = self._queue.recorder
         if recorder.on:
             self._row = recorder.row(f"step of {self._name}")
-            arguments = {"step": self._step, "process_set": self._lane.group.number}
+            arguments = {"step": self._step, "process_set": self._queue.group.number}
             recorder.begin(self._row, "WAIT", arguments)
 
     def __exit__(self, *_: object) -> None:
         if self._row is not None:
-            self._lane.recorder.end(self._row)
-        self._lane.counters.waited(self._name, time.monotonic() - self._began)
+            self._queue.recorder.end(self._row)
+        self._queue.counters.waited(self._name, time.monotonic() - self._began)
 
 
 def recorded(
@@ -224,7 +224,7 @@ def recorded(
         if not recorder.on:
             yield from job(backend)
             return
-        row = recorder.row(f"set {queue.group.number} lane {queue.number}")
+        row = recorder.row(f"set {queue.group.number} queue {queue.number}")
         recorder.begin(row, name, {**arguments, "tensors": len(tensors), "bytes": total_bytes(tensors)})
         try:
             yield from job(TracedBackend(backend, recorder, row))

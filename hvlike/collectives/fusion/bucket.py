@@ -31,11 +31,11 @@ Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
 
 
 class BucketExchange:
-    """An Exchange over the plane of a bucket, with the arithmetic of its plan."""
+    """An Exchange over the backend of a bucket, with the arithmetic of its plan."""
 
     def __init__(
         self,
-        plane: Backend,
+        backend: Backend,
         place: tuple[int, int],
         factor: float,
         arithmetic: Callable[[torch.dtype], Arithmetic],
@@ -44,25 +44,25 @@ class BucketExchange:
         """place: the rank among those of the reduction, and their number."""
         self.rank, self.size = place
         self.factor = factor
-        self._plane = plane
+        self._backend = backend
         self._arithmetic = arithmetic
         self._packers = packers
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
         """See Exchange.allreduce; every dtype is a reduction of its own."""
-        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
+        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
         for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
             flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
             packer = self._packers.setdefault((dtype, tuple(len(flat) for flat in flats)), FusionBuffer())
-            yield from packer.allreduce(self._plane, flats, self._arithmetic(dtype))
+            yield from packer.allreduce(self._backend, flats, self._arithmetic(dtype))
         for operand in operands:
             operand.write_back()
 
     def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
         """See Exchange.share."""
-        operands = [Operand(tensor, None, home=home_of(self._plane)) for tensor in tensors]
+        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
         if operands:
-            yield from self._plane.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+            yield from self._backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
         for operand in operands:
             operand.write_back()
 
@@ -77,8 +77,8 @@ class BucketExchange:
             answers.extend(bool(each) for each in copies[0].tolist())
             yield from ()
 
-        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._plane))
-        yield from in_host_memory(self._plane, [operand.flat], read)
+        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._backend))
+        yield from in_host_memory(self._backend, [operand.flat], read)
         return answers
 
 
@@ -186,26 +186,26 @@ class Bucket:
             found.append(PlannedPart(pick(places(self.entries)), packer.fits, reduction))
         return found
 
-    def counts(self, plane: Backend, tensors: Sequence[torch.Tensor]) -> bool:
+    def counts(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the reduction of these tensors counts the active ranks by itself; the same on every rank."""
         if not self._parts:
             return False
         places, packer = self._parts[0]
-        return packer.prepare(plane, places(tensors))
+        return packer.prepare(backend, places(tensors))
 
     def job(self, tensors: Sequence[torch.Tensor], *, active: bool) -> Job:
         """The job that reduces these tensors, one for each entry, in place; active: they are this rank's own."""
 
-        def run(plane: Backend) -> Coroutine[None]:
+        def run(backend: Backend) -> Coroutine[None]:
             if self._parts is not None:
                 for number, (places, packer) in enumerate(self._parts):
-                    count = yield from packer.allreduce(plane, places(tensors), active=active)
+                    count = yield from packer.allreduce(backend, places(tensors), active=active)
                     self.active = self.active if number else count
             elif self._settings.memory is not None:
                 originals = [tensor.detach() for tensor in tensors]
-                yield from self._settings.memory.reduce(self._names, originals, self._exchange(plane))
+                yield from self._settings.memory.reduce(self._names, originals, self._exchange(backend))
             else:
-                yield from self._compress(plane, [tensor.detach() for tensor in tensors])
+                yield from self._compress(backend, [tensor.detach() for tensor in tensors])
 
         return run
 
@@ -226,14 +226,14 @@ class Bucket:
             parts.append((pick(places), packer))
         return parts
 
-    def _compress(self, plane: Backend, originals: Sequence[torch.Tensor]) -> Coroutine[None]:
+    def _compress(self, backend: Backend, originals: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Reduce what the compressor makes of the tensors, or their Adasum."""
         compression = self._settings.compression
         pairs = [compression.compress(tensor) for tensor in originals]
         work = [pair[0] for pair in pairs]
-        home = home_of(plane)
+        home = home_of(backend)
         operands = [Operand(tensor, strides, home=home) for tensor, strides in zip(work, self._strides, strict=True)]
-        yield from self._reduce(plane, [operand.flat for operand in operands])
+        yield from self._reduce(backend, [operand.flat for operand in operands])
         for operand in operands:
             operand.write_back()
         for original, reduced, (_, context) in zip(originals, work, pairs, strict=True):
@@ -241,19 +241,19 @@ class Bucket:
             if restored is not original:
                 original.copy_(restored)
 
-    def _reduce(self, plane: Backend, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
+    def _reduce(self, backend: Backend, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
         """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
         settings = self._settings
         for dtype in dict.fromkeys(flat.dtype for flat in flats):
             same = [flat for flat in flats if flat.dtype is dtype]
             if settings.op is ReduceOp.ADASUM:
                 whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
-                yield from in_host_memory(plane, same, whole.allreduce)
+                yield from in_host_memory(backend, same, whole.allreduce)
                 continue
             packer = self._packers.setdefault((dtype, ()), FusionBuffer())
-            yield from packer.allreduce(plane, same, settings.arithmetic(dtype))
+            yield from packer.allreduce(backend, same, settings.arithmetic(dtype))
 
-    def _exchange(self, plane: Backend) -> BucketExchange:
+    def _exchange(self, backend: Backend) -> BucketExchange:
         settings = self._settings
         factor = settings.prescale * settings.postscale / (settings.size if settings.op is ReduceOp.AVERAGE else 1)
-        return BucketExchange(plane, (self._rank, settings.size), factor, settings.arithmetic, self._packers)
+        return BucketExchange(backend, (self._rank, settings.size), factor, settings.arithmetic, self._packers)

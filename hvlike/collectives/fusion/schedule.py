@@ -50,16 +50,16 @@ class GradientStreams:
         """What a bucket that is started now has to wait for."""
         return {**self._streams.get(bucket, {}), **self._current()}
 
-    def leave(self, plane: DeviceBackend | None) -> BaseException | None:
+    def leave(self, backend: DeviceBackend | None) -> BaseException | None:
         """Make this thread's streams, and those that were noted, wait for the results; what has gone wrong, if any."""
-        if plane is None:
+        if backend is None:
             return None
-        if plane.broken is None:
-            event = self._runtime.record(plane.stream)
+        if backend.broken is None:
+            event = self._runtime.record(backend.stream)
             noted = {stream: None for streams in self._streams.values() for stream in streams}
             for stream in {**noted, **self._current()}:
                 self._runtime.wait(stream, event)
-        return plane.broken
+        return backend.broken
 
     def clear(self) -> None:
         """A step is over."""
@@ -90,10 +90,10 @@ class Schedule:
     buckets and nothing to the count, so that every rank knows without a message when all have joined.
     """
 
-    def __init__(self, agreed: Proposal, lane: OpQueue, settings: ReductionSettings) -> None:
+    def __init__(self, agreed: Proposal, queue: OpQueue, settings: ReductionSettings) -> None:
         """agreed: the merged proposals; settings: the same on every rank."""
         self.serial = agreed.serial
-        self.lane = lane
+        self.queue = queue
         self.described = describe_names(agreed.names)
         self._agreed = agreed
         self._memory = settings.memory
@@ -101,7 +101,7 @@ class Schedule:
         groups: Sequence[Sequence[int]] = agreed.settings[1]
         self.plan = make_plan(agreed, [dtype.itemsize for dtype in self._dtypes], groups)
         self.buckets = [
-            Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, lane.group.rank)
+            Bucket(entries, self.plan.strides, self._dtypes, settings, agreed.names, queue.group.rank)
             for entries in self.plan.buckets
         ]
         self._on_device = {
@@ -129,7 +129,7 @@ class Schedule:
         where the host has nothing left to do: all is done, or in the stream of the device.
         Raises: what a reduction raises that was driven here.
         """
-        self.lane.counters.ran(PLANNED, len(tensors), self._bytes[number])
+        self.queue.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors, active=active)
         if number in self._on_device:
             rest = self._launch(number, job, streams)
@@ -138,11 +138,11 @@ class Schedule:
             job = rest or _nothing
         if not number:
             job = self._counting(job, tensors, active)
-        if self.lane.recorder.on:
-            job = recorded(self.lane.recorder, self.lane, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
+        if self.queue.recorder.on:
+            job = recorded(self.queue.recorder, self.queue, f"BUCKET {number}", {"plan": self.serial}, tensors, job)
         elif drive and self._may_drive(number):
             return not self._drive(job, after)
-        self.lane.submit(job, after, wake=wake)
+        self.queue.submit(job, after, wake=wake)
         return True
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -161,23 +161,23 @@ class Schedule:
 
     def _may_drive(self, number: int) -> bool:
         """Whether a thread other than the loop's may take the steps of a bucket."""
-        lane = self.lane
-        alone = lane.drives and lane.idle and lane.broken is None
+        queue = self.queue
+        alone = queue.drives and queue.idle and queue.broken is None
         return alone and number not in self._on_device and self.buckets[number].is_plain
 
     def _drive(self, job: Job, after: Ended) -> bool:
-        lane = self.lane
+        queue = self.queue
         try:
-            return lane.drive(job(lane.plane), after)
+            return queue.drive(job(queue.backend), after)
         except BaseException as error:
             # As where the loop runs it: the ranks no longer agree on where they are.
-            lane.broken = lane.broken or error
+            queue.broken = queue.broken or error
             raise
 
     @property
     def device(self) -> DeviceBackend | None:
         """What reduces the tensors that are on a device; None where there are none."""
-        return self.lane.device if self._on_device else None
+        return self.queue.device if self._on_device else None
 
     def in_stream(self) -> AbstractContextManager[Any]:
         """What this thread does with results on the device meanwhile is done after they are there."""
@@ -214,17 +214,17 @@ class Schedule:
         device = self.device
         assert device is not None
         ready = [device.runtime.record(stream) for stream in dict.fromkeys(streams)]
-        if self.lane.recorder.on or not (self.buckets[number].is_plain or device.launches):
-            return on_device(self.lane, None, job, ready)
-        routine = device.run(job(device), ready)
+        if self.queue.recorder.on or not (self.buckets[number].is_plain or device.launches):
+            return on_device(self.queue, None, job, ready)
+        coroutine = device.run(job(device), ready)
         try:
-            next(routine)
+            next(coroutine)
         except StopIteration:
             return None
         except Exception as error:
-            # It shall end the lane like an error that comes later.
+            # It shall end the queue like an error that comes later.
             return partial(_fail, error)
-        return lambda plane: routine
+        return lambda backend: coroutine
 
     def _size_of(self, index: int) -> int:
         return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
@@ -233,24 +233,24 @@ class Schedule:
         """The job of the first bucket, which tells how many ranks are active."""
         bucket, on_device = self.buckets[0], 0 in self._on_device
 
-        def run(plane: Backend) -> Coroutine[None]:
-            if not on_device and bucket.counts(plane, tensors):
-                yield from job(plane)
+        def run(backend: Backend) -> Coroutine[None]:
+            if not on_device and bucket.counts(backend, tensors):
+                yield from job(backend)
                 self.active = bucket.active
             else:
-                plane.begin_count(active=active)
-                yield from job(plane)
-                self.active = yield from plane.end_count()
+                backend.begin_count(active=active)
+                yield from job(backend)
+                self.active = yield from backend.end_count()
 
         return run
 
 
-def _nothing(plane: Backend) -> Coroutine[None]:
+def _nothing(backend: Backend) -> Coroutine[None]:
     """A job with nothing to do."""
     yield from ()
 
 
-def _fail(error: Exception, plane: Backend) -> Coroutine[None]:
+def _fail(error: Exception, backend: Backend) -> Coroutine[None]:
     """A job that has failed before it began."""
     yield from ()
     raise error

@@ -47,11 +47,11 @@ class CompiledStep:
         self._key = key
         self._schedule = schedule
         self._parts = parts
-        self._queue: OpQueue = schedule.lane
+        self._queue: OpQueue = schedule.queue
         self._steps = controller.steps
         self._began = 0.0
         self._tensor_queue = controller.tensor_queue
-        self._counts = schedule.lane.counters.of_steps(key[1], PLANNED, schedule.sizes())
+        self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
     def run(
         self,
@@ -119,7 +119,7 @@ def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controll
     That is for tensors on a device or on several nodes, sparse ones, compressors with a memory, casts, Adasum, a
     timeline that records, and a queue that is broken.
     """
-    queue = schedule.lane
+    queue = schedule.queue
     if not queue.drives or queue.recorder.on or queue.broken is not None or schedule.plan.sparse:
         return None
     parts = schedule.parts()

@@ -38,23 +38,23 @@ from hvlike.transport.loop.coroutine import Coroutine, Task
 def agree_on_queue(
     set_state: ProcessSetState, kind: str, name: str, proposal: Any, home: torch.device | None = None
 ) -> tuple[OpQueue, Any]:
-    """Propose to all ranks; the lane, and what follows from all proposals. Collective; blocks.
+    """Propose to all ranks; the queue, and what follows from all proposals. Collective; blocks.
 
-    kind: one of PLANNED_KINDS. proposal: with `spare_lane`, which this takes and gives back where it is not used.
-    home: the device of this rank, where the lane needs a plane for one.
+    kind: one of PLANNED_KINDS. proposal: with `spare_queue`, which this takes and gives back where it is not used.
+    home: the device of this rank, where the queue needs a backend for one.
     Raises: MismatchError, PeerLeftError, ShutdownError.
     """
-    lanes = set_state.lanes
-    proposal = proposal._replace(spare_lane=lanes.propose())
+    queues = set_state.queues
+    proposal = proposal._replace(spare_queue=queues.propose())
     handle = submit(set_state, RequestSpec(kind, detail=proposal), name, [], _outputs_of, wake=False, home=home)
     try:
-        lane, agreed = handle.result()
+        queue, agreed = handle.result()
     except BaseException:
-        lanes.give_back(proposal.spare_lane)
+        queues.give_back(proposal.spare_queue)
         raise
-    if lane.number != proposal.spare_lane:
-        lanes.give_back(proposal.spare_lane)
-    return lane, agreed
+    if queue.number != proposal.spare_queue:
+        queues.give_back(proposal.spare_queue)
+    return queue, agreed
 
 
 def _outputs_of(request: Request) -> Any:
@@ -65,7 +65,7 @@ ADVICE = "Build it with the same arguments on every rank."
 
 
 class QueueStep:
-    """One step on a planned lane."""
+    """One step on a planned queue."""
 
     def __init__(self, owner: PlannedQueue, number: int) -> None:
         self._owner = owner
@@ -84,7 +84,7 @@ class QueueStep:
 
 
 class PlannedQueue:
-    """A lane of its own for one purpose that all ranks of a set share; see the head of this file."""
+    """A queue of its own for one purpose that all ranks of a set share; see the head of this file."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class PlannedQueue:
         name: what it is for; numbered at the first `agree`, which all ranks make in the same order.
         described: what must be equal on all ranks, by what it is; compared and shown as str(value).
         advice: how to make them so, a sentence for the error.
-        device: where the tensors of the jobs are, if that is a GPU: jobs then run on its plane, and `result` makes the
+        device: where the tensors of the jobs are, if that is a GPU: jobs run on its backend, and `result` makes the
             current stream wait for them.
         """
         self.name = name
@@ -115,8 +115,8 @@ class PlannedQueue:
         self._device = device
         self._kind = "" if device is None else kind_of(device)
         self._context: Context | None = None
-        self._membership: ProcessSetState | None = None
-        self._lane: OpQueue | None = None
+        self._set_state: ProcessSetState | None = None
+        self._queue: OpQueue | None = None
         self._serial: int | None = None
         self._release: weakref.finalize[Any, PlannedQueue] | None = None
         self._lock = threading.Lock()
@@ -134,21 +134,21 @@ class PlannedQueue:
         return self._serial
 
     def agree(self) -> None:
-        """Open the lane, unless it is there. Collective over the process set; blocks.
+        """Open the queue, unless it is there. Collective over the process set; blocks.
 
-        After a join all planned lanes are forgotten; then the next step agrees by itself.
+        After a join all planned queues are forgotten; then the next step agrees by itself.
         Raises: MismatchError, on every rank, where `described` differs; UsageError for a process set this rank is not
             in; PeerLeftError, ShutdownError.
         """
         if not (is_running() and current() is self._context):
             self._enter_context()
-        set_state = self._membership
-        if self._lane is not None or set_state is None:
+        set_state = self._set_state
+        if self._queue is not None or set_state is None:
             return
         proposal = QueueProposal(self._described, self._advice, device=self._kind)
-        lane, agreed = agree_on_queue(set_state, "lane", self.name, proposal, self._device)
-        self._release = weakref.finalize(self, set_state.lanes.give_back, lane.number)
-        self._lane, self._serial = lane, agreed.serial
+        queue, agreed = agree_on_queue(set_state, "queue", self.name, proposal, self._device)
+        self._release = weakref.finalize(self, set_state.queues.give_back, queue.number)
+        self._queue, self._serial = queue, agreed.serial
         set_state.proxies.planned.add(self)
 
     def run(self, job: CountingJob) -> int:
@@ -156,51 +156,51 @@ class PlannedQueue:
 
         Collective over the process set. Blocks.
         Raises: the error of the job; PeerLeftError, DeadlockError, ShutdownError (HorovodInternalErrors). After an
-            error the lane is lost, on every rank; the next step opens another one.
+            error the queue is lost, on every rank; the next step opens another one.
         """
         return self.start(job, wake=False).result()
 
     def start(self, job: CountingJob, *, wake: bool = True) -> QueueStep:
         """The same without waiting, but for the first step after a join. `wake=False`: the caller waits at once."""
         self.agree()
-        lane, set_state = self._lane, self._membership
-        assert lane is not None
+        queue, set_state = self._queue, self._set_state
+        assert queue is not None
         assert set_state is not None
         self._step += 1
         set_state.controller.steps[self.name] = self._step
         step = QueueStep(self, self._step)
 
-        def run(plane: Backend) -> Coroutine[None]:
-            step.active = yield from job(plane)
+        def run(backend: Backend) -> Coroutine[None]:
+            step.active = yield from job(backend)
 
         work: Job = run
         runtime = runtime_of(self._kind)
         if runtime is not None and self._device is not None:
-            work = on_device(lane, None, run, [runtime.record(runtime.current_stream(self._device))])
-        if lane.recorder.on:
-            work = recorded(lane.recorder, lane, self.name, {"step": self._step}, [], work)
+            work = on_device(queue, None, run, [runtime.record(runtime.current_stream(self._device))])
+        if queue.recorder.on:
+            work = recorded(queue.recorder, queue, self.name, {"step": self._step}, [], work)
         with self._lock:
             self._unfinished += 1
-        lane.submit(work, lambda task: self._ended(step, task), wake=wake)
+        queue.submit(work, lambda task: self._ended(step, task), wake=wake)
         return step
 
     def wait_for(self, step: QueueStep, number: int) -> None:
         """Wait until a step has ended; reports and the search for deadlocks know of it."""
-        set_state, lane = self._membership, self._lane
-        if not step.ended and set_state is not None and lane is not None:
+        set_state, queue = self._set_state, self._queue
+        if not step.ended and set_state is not None and queue is not None:
             controller = set_state.controller
             key = (STEP, self.name)
             controller.enter_step(key, number, find_call_site(), "", self.fail)
             set_state.rounds.check_step(self.name, number, self.fail)
             try:
-                with ExposedWait(lane, self.name, number):
+                with ExposedWait(queue, self.name, number):
                     controller.wait(key, lambda: step.ended, None)
             finally:
                 controller.leave_step(key)
-        if step.error is None and self._kind and lane is not None and lane.device is not None:
-            lane.device.fence()()
+        if step.error is None and self._kind and queue is not None and queue.device is not None:
+            queue.device.fence()()
         if step.error is not None:
-            # The lane is lost with the job that failed; the next step starts on a new one.
+            # The queue is lost with the job that failed; the next step starts on a new one.
             self.close()
 
     def close(self) -> None:
@@ -222,35 +222,35 @@ class PlannedQueue:
 
     @property
     def healthy(self) -> bool:
-        """The agreed lane has had no error."""
-        return self._lane is not None and self._lane.broken is None
+        """The agreed queue has had no error."""
+        return self._queue is not None and self._queue.broken is None
 
     def proxy(self) -> JoinedProxy:
         """See Planned."""
-        lane, serial, stand_in = self._lane, self._serial, self.stand_in
-        assert lane is not None
+        queue, serial, stand_in = self._queue, self._serial, self.stand_in
+        assert queue is not None
         assert serial is not None
         assert stand_in is not None
-        return QueueProxy(lane, serial, stand_in, on_device=bool(self._kind))
+        return QueueProxy(queue, serial, stand_in, on_device=bool(self._kind))
 
-    def adopt(self, lane: OpQueue, agreed: QueueProposal) -> JoinedProxy:
+    def adopt(self, queue: OpQueue, agreed: QueueProposal) -> JoinedProxy:
         """See Planned."""
         stand_in = self.stand_in
         assert stand_in is not None
-        self._lane, self._serial = lane, agreed.serial
-        return QueueProxy(lane, agreed.serial, stand_in, on_device=bool(self._kind))
+        self._queue, self._serial = queue, agreed.serial
+        return QueueProxy(queue, agreed.serial, stand_in, on_device=bool(self._kind))
 
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""
-        if self._lane is not None:
-            self._lane.fail(error)
+        if self._queue is not None:
+            self._queue.fail(error)
 
     def forget(self) -> None:
-        """Forget what was agreed and count steps anew; what becomes of the lane is up to the caller."""
+        """Forget what was agreed and count steps anew; what becomes of the queue is up to the caller."""
         if self._release is not None:
             self._release.detach()
         self._release = None
-        self._lane = None
+        self._queue = None
         self._serial = None
         self.served = 0
         self._step = 0
@@ -258,10 +258,10 @@ class PlannedQueue:
     # -------------------------------------------------------------------------------------------
 
     def _enter_context(self) -> None:
-        """Belong to the hvlike that runs now; an earlier one has taken its lane with it."""
+        """Belong to the hvlike that runs now; an earlier one has taken its queue with it."""
         self.forget()
         self._context = current()
-        set_state = self._membership = self._context.set_state(self._process_set, self._purpose)
+        set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)
         self.name = f"{self._purpose}.{set_state.controller.optimizer_names.draw(self._purpose)}"
 
     def _ended(self, step: QueueStep, task: Task[None]) -> None:

@@ -69,7 +69,7 @@ class PlannedReducer:
         """
         self.name = name
         self._entries = list(entries)
-        self._set_state = current().set_state(process_set, "Planned reduction")
+        self._set_state = current().find_set(process_set, "Planned reduction")
         size = self._set_state.group.size
         self._settings = ReductionSettings(op, size, prescale, postscale, compression)
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
@@ -247,7 +247,7 @@ class PlannedReducer:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the plan and count steps anew; what becomes of its lane is up to the caller."""
+        """Forget the plan and count steps anew; what becomes of its queue is up to the caller."""
         if self._release is not None:
             self._release.detach()
         if self.schedule is not None:
@@ -270,23 +270,23 @@ class PlannedReducer:
     @property
     def healthy(self) -> bool:
         """The agreed plan has had no error."""
-        return self.schedule is not None and self.schedule.lane.broken is None
+        return self.schedule is not None and self.schedule.queue.broken is None
 
     def proxy(self) -> JoinedProxy:
         """See Planned."""
         assert self.schedule is not None
         return PlanProxy(self.schedule, self._keep)
 
-    def adopt(self, lane: OpQueue, agreed: Proposal) -> JoinedProxy:
+    def adopt(self, queue: OpQueue, agreed: Proposal) -> JoinedProxy:
         """See Planned."""
         # Other entries have other indices.
         keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
-        return PlanProxy(self._follow(lane, agreed), keep)
+        return PlanProxy(self._follow(queue, agreed), keep)
 
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""
         if self.schedule is not None:
-            self.schedule.lane.fail(error)
+            self.schedule.queue.fail(error)
 
     # -- the plan -------------------------------------------------------------------------------
 
@@ -307,12 +307,12 @@ class PlannedReducer:
             start=self.start,
         )
         home = None if self._arrivals is None else self._arrivals.home
-        lane, agreed = agree_on_queue(self._set_state, "plan", self.name, proposal, home)
+        queue, agreed = agree_on_queue(self._set_state, "plan", self.name, proposal, home)
         self.start = ()
         if agreed.apart is not None and self._set_state.group.rank == 0:
             self._warn_of(*agreed.apart)
-        self._release = weakref.finalize(self, self._set_state.lanes.give_back, lane.number)
-        return self._follow(lane, agreed)
+        self._release = weakref.finalize(self, self._set_state.queues.give_back, queue.number)
+        return self._follow(queue, agreed)
 
     def _warn_of(self, position: int, entry: int) -> None:
         """Say which member has not started from the same parameters."""
@@ -327,11 +327,11 @@ class PlannedReducer:
             ranks[0],
         )
 
-    def _follow(self, lane: OpQueue, agreed: Proposal) -> Schedule:
+    def _follow(self, queue: OpQueue, agreed: Proposal) -> Schedule:
         """Keep to what was agreed from now on."""
         if self._settings.memory is not None:
             self._settings.memory.align(agreed.memory)
-        schedule = self.schedule = Schedule(agreed, lane, self._settings)
+        schedule = self.schedule = Schedule(agreed, queue, self._settings)
         bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
         self._device_bucket_of = {index: each for index, each in bucket_of.items() if agreed.devices[index]}
         self._bucket_of = {index: each for index, each in bucket_of.items() if not agreed.devices[index]}
@@ -351,7 +351,7 @@ class PlannedReducer:
         controller.tensor_queue.notice(key, self._site)
         controller.steps[self.name] = step
         rounds.check_step(self.name, step, self.fail)
-        with ExposedWait(schedule.lane, self.name, self._step):
+        with ExposedWait(schedule.queue, self.name, self._step):
             try:
                 self._start_rest(schedule, tensors)
             except BaseException:

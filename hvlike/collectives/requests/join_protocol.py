@@ -18,7 +18,7 @@ from hvlike.errors import HorovodInternalError
 JOIN_KEY: RequestKey = ("join", "join")
 LEAVE_KEY: RequestKey = ("join", "leave")
 
-PLANNED_KINDS = ("plan", "lane")
+PLANNED_KINDS = ("plan", "queue")
 """Kinds that are agreed once and then go on without a message."""
 
 EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)
@@ -40,7 +40,7 @@ class JoinRequest:
     """How many unnamed operations of each kind it has issued."""
     plans: frozenset[int]
     """The planned reductions it takes part in, by their serial numbers."""
-    spare_lanes: frozenset[int] = frozenset()
+    spare_queues: frozenset[int] = frozenset()
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """What it could plan anew: names, and what is remembered of each."""
     scope: JoinScope = JoinScope.EVERYTHING
@@ -57,7 +57,7 @@ class JoinEnd:
     counts: Mapping[str, int]
     plans: frozenset[int]
     """The planned reductions that all ranks took part in to the end: their queues can be used again."""
-    spare_lanes: frozenset[int] = frozenset()
+    spare_queues: frozenset[int] = frozenset()
     """What was spare on every rank."""
 
 
@@ -80,7 +80,7 @@ class LeaveRequest:
     """What a rank says when it leaves a Join context, well or badly."""
 
     counts: Mapping[str, int]
-    spare_lanes: frozenset[int]
+    spare_queues: frozenset[int]
     failed: bool
     """Steps may be half done: what was planned has to be forgotten everywhere."""
 
@@ -90,7 +90,7 @@ class LeaveEnd:
     """What all ranks are told when all have left."""
 
     counts: Mapping[str, int]
-    spare_lanes: frozenset[int]
+    spare_queues: frozenset[int]
     """What was spare on every rank."""
     failed: bool
     error: HorovodInternalError | None = None
@@ -99,7 +99,7 @@ class LeaveEnd:
     @staticmethod
     def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:
         """What follows from what all have said."""
-        spare = frozenset.intersection(*(each.spare_lanes for each in requests))
+        spare = frozenset.intersection(*(each.spare_queues for each in requests))
         return LeaveEnd(merge_counts(requests), spare, any(each.failed for each in requests))
 
 
@@ -111,14 +111,14 @@ class JoinState:
     new_plans: dict[int, set[int]] = field(default_factory=dict)
     """Plans made after a rank had joined, by position: it takes part in those too."""
 
-    spare_lanes: dict[int, set[int]] = field(default_factory=dict)
+    spare_queues: dict[int, set[int]] = field(default_factory=dict)
     """What is spare on the ranks that have joined, by position."""
 
     def add(self, position: int, request: JoinRequest) -> None:
         """The member at `position` has joined."""
         self.requests[position] = request
         self.new_plans[position] = set()
-        self.spare_lanes[position] = set(request.spare_lanes)
+        self.spare_queues[position] = set(request.spare_queues)
 
     def excused(self, kind: str) -> Collection[int]:
         """Who need not ask for a request of this kind."""
@@ -134,11 +134,11 @@ class JoinState:
         """What all can go on from, those that have joined included."""
         return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
 
-    def take_lane(self, number: int) -> int:
+    def take_queue(self, number: int) -> int:
         """The queue `number` if it is spare on those that have joined, too; else -1. Once: later it is in use."""
-        if not all(number in queues for queues in self.spare_lanes.values()):
+        if not all(number in queues for queues in self.spare_queues.values()):
             return -1
-        for queues in self.spare_lanes.values():
+        for queues in self.spare_queues.values():
             queues.remove(number)
         return number
 
@@ -151,7 +151,7 @@ class JoinState:
         """All have joined."""
         counts = merge_counts(self.requests.values())
         plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
-        spare = frozenset.intersection(*(frozenset(queues) for queues in self.spare_lanes.values()))
+        spare = frozenset.intersection(*(frozenset(queues) for queues in self.spare_queues.values()))
         return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
 
 
@@ -175,7 +175,7 @@ def why_not(spec: RequestSpec, *, known: bool = False) -> str | None:
         return "op Product with a prescale_factor has no neutral contribution; scale the tensor before the call"
     if spec.kind == "plan" and spec.detail.portable is None and not known:
         return "The first step of an optimizer with such a compressor needs all ranks"
-    if spec.kind == "lane" and not known:
+    if spec.kind == "queue" and not known:
         return "What begins here has to be made on all ranks"
     return None
 

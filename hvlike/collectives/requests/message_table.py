@@ -108,7 +108,7 @@ class MessageTable:
         if first.kind in PLANNED_KINDS:
             self.plans += 1
             self.joins.planned(self.plans)
-            extra = extra._replace(serial=self.plans, spare_lane=self.joins.take_lane(extra.spare_lane))
+            extra = extra._replace(serial=self.plans, spare_queue=self.joins.take_queue(extra.spare_queue))
         if first.kind == "plan":
             extra = extra._replace(memory=self.joins.merge_mark(key[1], extra.memory))
         return Response(key, first, extra, None, uniform)
@@ -150,7 +150,7 @@ def find_mismatch(name: str, ranks: Sequence[int], specs: Sequence[RequestSpec])
     kind = specs[0].kind
     if kind == "plan":
         return find_plan_mismatch(name, ranks, [spec.detail for spec in specs])
-    if kind == "lane":
+    if kind == "queue":
         return find_queue_mismatch(name, ranks, [spec.detail for spec in specs])
     for check in _CHECKS:
         if kind in check.kinds or not check.kinds:
@@ -169,7 +169,7 @@ def summarise(specs: Sequence[RequestSpec]) -> Any:
         return tuple(tuple(shape[0] if shape else 1 for shape in spec.shapes) for spec in specs)
     if first.kind == "plan":
         return merge_proposals([spec.detail for spec in specs])
-    if first.kind == "lane":
+    if first.kind == "queue":
         return merge_queue_proposals([spec.detail for spec in specs])
     # Tensors whose elements lie in the same order in memory on all ranks can be reduced in that order.
     return tuple(all(spec.strides[index] == stride for spec in specs) for index, stride in enumerate(first.strides))

@@ -25,7 +25,7 @@ class QueueProposal(NamedTuple):
     """What must be equal on all ranks, in order: what it is, and its value."""
     advice: str
     """How to make it so, for the error."""
-    spare_lane: int = -1
+    spare_queue: int = -1
     """A queue that an earlier owner on this rank has given back; -1: none."""
     serial: int = -1
     """Number of the agreed queue among the plans of the process set."""
@@ -36,8 +36,8 @@ class QueueProposal(NamedTuple):
 def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
     """The first one's, with the spare queue only where all have the same."""
     first = proposals[0]
-    same = all(each.spare_lane == first.spare_lane for each in proposals)
-    return first._replace(spare_lane=first.spare_lane if same else -1)
+    same = all(each.spare_queue == first.spare_queue for each in proposals)
+    return first._replace(spare_queue=first.spare_queue if same else -1)
 
 
 def find_queue_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[QueueProposal]) -> MismatchError | None:
@@ -120,7 +120,7 @@ class Proposal(NamedTuple):
     """Kind of the device of each; empty for those that are reduced in host memory."""
     memory: Mark = Mark()
     """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
-    spare_lane: int = -1
+    spare_queue: int = -1
     """A queue that an earlier reducer of this rank has given back; -1: none."""
     portable: Any = None
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
@@ -156,10 +156,10 @@ def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
         for index, stride in enumerate(first.strides)
     )
     # Ranks can lag behind in giving queues back; then a new one is opened.
-    spare_lane = first.spare_lane if all(each.spare_lane == first.spare_lane for each in proposals) else -1
+    spare_queue = first.spare_queue if all(each.spare_queue == first.spare_queue for each in proposals) else -1
     memory = merge_marks([each.memory for each in proposals])
     apart = find_apart([each.start for each in proposals])
-    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_lane=spare_lane, start=(), apart=apart)
+    return first._replace(sparse=sparse, strides=strides, memory=memory, spare_queue=spare_queue, start=(), apart=apart)
 
 
 def find_apart(starts: Sequence[Sequence[int]]) -> tuple[int, int] | None:

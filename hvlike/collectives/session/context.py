@@ -178,7 +178,7 @@ class Context:
         overlap = self._knobs.overlap
         return has_spare_core(self.fabric.cores) if overlap is None else overlap
 
-    def set_state(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
+    def find_set(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
         """The process set an operation runs in; None: all ranks.
 
         what: the operation, for the error texts.
@@ -196,7 +196,7 @@ class Context:
             # The user has finalized MPI: no rank can be reached any more.
             loop.close()
             return
-        loop.wait(lambda: all(each.lanes.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
+        loop.wait(lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
         self._shutdown_barrier.part(reason)
@@ -260,7 +260,7 @@ class Context:
         for set_state in self.registry.set_states.values():
             gone = [errors[rank] for rank in errors if rank in set_state.group.ranks]
             if gone:
-                for queue in set_state.lanes.all():
+                for queue in set_state.queues.all():
                     queue.peer_left = gone[0]
                 set_state.controller.lose(errors)
                 self.fabric.loop.start(self._abandon(set_state, errors), wake=False)
@@ -270,7 +270,7 @@ class Context:
         until = time.monotonic() + _LEFT_BEHIND_SECONDS
         while time.monotonic() < until:
             yield Wait.NOTIFY
-        for queue in set_state.lanes.all():
+        for queue in set_state.queues.all():
             queue.fail(queue.peer_left or next(iter(errors.values())))
         coordinator = set_state.group.ranks[0]
         if coordinator in errors:
@@ -306,7 +306,7 @@ def begin(kind: str, name: str | None, process_set: ProcessSet | None) -> tuple[
     """
     context = _process.context
     if context is None or process_set is not None or mpi_library.ForkMark.forked:
-        set_state = current().set_state(process_set, kind.capitalize())
+        set_state = current().find_set(process_set, kind.capitalize())
     else:
         set_state = context.registry.set_states[0]
     return set_state, set_state.controller.names.next(kind) if name is None else str(name)

@@ -39,7 +39,7 @@ class JoinedProxy(ABC):
 
     def __init__(self, queue: OpQueue, serial: int) -> None:
         """serial: the number of the plan."""
-        self.lane = queue
+        self.queue = queue
         self.serial = serial
         self.finished = False
         self.error: BaseException | None = None
@@ -58,7 +58,7 @@ class JoinedProxy(ABC):
         """Leave for good because of `error`."""
         if not self.finished:
             self.finished = True
-            self.lane.fail(error)
+            self.queue.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """This rank can no longer stand in."""
@@ -71,7 +71,7 @@ class PlanProxy(JoinedProxy):
 
     def __init__(self, schedule: Schedule, keep: Keep | None = None) -> None:
         """keep: told the results of every step; without it they are dropped."""
-        super().__init__(schedule.lane, schedule.serial)
+        super().__init__(schedule.queue, schedule.serial)
         self.finished = not schedule.buckets
         self._schedule = schedule
         self._keep = keep
@@ -123,7 +123,7 @@ class QueueProxy(JoinedProxy):
     def __init__(
         self, queue: OpQueue, serial: int, stand_in: Callable[[], CountingJob], *, on_device: bool = False
     ) -> None:
-        """stand_in: makes the job of a step. on_device: it runs on the backend of the lane's device."""
+        """stand_in: makes the job of a step. on_device: it runs on the backend of the queue's device."""
         super().__init__(queue, serial)
         self._on_device = on_device
         self._stand_in = stand_in
@@ -140,7 +140,7 @@ class QueueProxy(JoinedProxy):
         def run(backend: Backend) -> Coroutine[None]:
             self._active = yield from job(backend)
 
-        self.lane.submit(on_device(self.lane, None, run) if self._on_device else run, self._ended, wake=False)
+        self.queue.submit(on_device(self.queue, None, run) if self._on_device else run, self._ended, wake=False)
 
     def _ended(self, task: Task[None]) -> None:
         self.error = self.error or task.error
@@ -192,8 +192,8 @@ class JoinedProxies:
     def __init__(self, queues: OpQueues, controller: Controller) -> None:
         self.planned: MutableSet[PersistentOperation] = weakref.WeakSet()
         """What this rank plans."""
-        self._lanes = queues
-        self._negotiator = controller
+        self._queues = queues
+        self._controller = controller
         self._by_name: dict[str, JoinedProxy] = {}
         self._missed = 0
         controller.stand_in = self._stand_in
@@ -202,10 +202,10 @@ class JoinedProxies:
         """The serial numbers of the plans this rank takes part in."""
         return frozenset(each.serial for each in planned if each.serial is not None)
 
-    def spare_lanes(self) -> frozenset[int]:
+    def spare_queues(self) -> frozenset[int]:
         """The queues that are not used now, not even for the plan of an owner who is gone."""
-        used = {each.lane.number for each in list(self._by_name.values())}
-        return frozenset(self._lanes.spare_numbers()) - used
+        used = {each.queue.number for each in list(self._by_name.values())}
+        return frozenset(self._queues.spare_numbers()) - used
 
     def marks(self) -> Mapping[str, Mark]:
         """What this rank could plan anew, by name."""
@@ -227,7 +227,7 @@ class JoinedProxies:
         """True when all proxies of these plans have seen the step without an active rank."""
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
-    def end(self, plans: frozenset[int], spare_lanes: frozenset[int]) -> None:
+    def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> None:
         """All have joined: go on alike. Plans are forgotten on every rank, their queues spare on every rank.
 
         In the loop.
@@ -235,21 +235,21 @@ class JoinedProxies:
         missed = self.missed
         proxies, self._by_name = self._by_name, {}
         self._missed = missed
-        healthy = set(spare_lanes)
+        healthy = set(spare_queues)
         for proxy in proxies.values():
             if proxy.serial in plans and proxy.error is None:
-                healthy.add(proxy.lane.number)
+                healthy.add(proxy.queue.number)
             else:
                 proxy.cancel()
         for each in list(self.planned):
             each.forget()
-        self._lanes.set_spare(healthy)
-        self._negotiator.steps.clear()
+        self._queues.set_spare(healthy)
+        self._controller.steps.clear()
 
     def steps(self) -> dict[str, int]:
         """How many steps of each plan this rank has entered and can complete, whatever its program does now."""
         lost = {each.name for each in list(self.planned) if not each.healthy}
-        return {name: steps for name, steps in self._negotiator.steps.items() if name not in lost}
+        return {name: steps for name, steps in self._controller.steps.items() if name not in lost}
 
     def give_up(self) -> None:
         """The join failed; in the loop."""
@@ -259,13 +259,13 @@ class JoinedProxies:
         for each in list(self.planned):
             each.forget()
 
-    def reset(self, spare_lanes: Iterable[int]) -> None:
+    def reset(self, spare_queues: Iterable[int]) -> None:
         """Steps may be half done anywhere: forget all plans, on every rank; in the loop."""
         for each in list(self.planned):
             each.fail(ShutdownError("a Join context was left in the middle of this planned operation"))
         self.give_up()
-        self._lanes.set_spare(spare_lanes)
-        self._negotiator.steps.clear()
+        self._queues.set_spare(spare_queues)
+        self._controller.steps.clear()
 
     def error(self) -> BaseException | None:
         """What went wrong in a proxy."""
@@ -288,9 +288,9 @@ class JoinedProxies:
     def _adopt(self, request: Request) -> Any:
         """The others have made a plan: take part in it."""
         queue, agreed = request.outputs
-        self._add(request.name, self._shadow_of(request.name, queue, agreed))
+        self._add(request.name, self._proxy_of(request.name, queue, agreed))
 
-    def _shadow_of(self, name: str, queue: OpQueue, agreed: Any) -> JoinedProxy:
+    def _proxy_of(self, name: str, queue: OpQueue, agreed: Any) -> JoinedProxy:
         own = next((each for each in list(self.planned) if each.name == name), None)
         if own is not None:
             return own.adopt(queue, agreed)
@@ -321,8 +321,8 @@ class JoinContexts:
         self._entered = 0
         self._number = 0
         """Of the last context that has begun in the loop."""
-        self._shadows = proxies
-        self._negotiator = controller
+        self._proxies = proxies
+        self._controller = controller
         self._perform = perform
         self._failure: JoinFailure | None = None
         self._early: dict[int, JoinFailure] = {}
@@ -371,7 +371,7 @@ class JoinContexts:
         self.inside = False
         self._failure = None
         if end is None or end.failed:
-            self._shadows.reset(() if end is None else end.spare_lanes)
+            self._proxies.reset(() if end is None else end.spare_queues)
 
     def _hear(self, number: int, failure: JoinFailure) -> None:
         if number > self._number:
@@ -382,4 +382,4 @@ class JoinContexts:
     def _fail(self, failure: JoinFailure) -> None:
         self._failure = failure
         self._epoch.advance()
-        self._negotiator.stop_steps(failure)
+        self._controller.stop_steps(failure)

@@ -45,13 +45,13 @@ class ProcessSetState:
     ) -> None:
         """first: the queue of negotiated requests; end: ends everything on this rank with an error."""
         self.group = group
-        self.lanes = OpQueues(fabric, first)
+        self.queues = OpQueues(fabric, first)
         trace = Trace(fabric.recorder, group)
-        self.express: InlineAllreduce | None = None
+        self.inline: InlineAllreduce | None = None
         """Inline allreduce, once the set has reduced a few tensors; None where its ranks are not all on one node."""
         self._fabric = fabric
-        opening = self._open_express if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
-        self.executor = Executor(self.lanes, trace, knobs, opening)
+        opening = self._open_inline if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
+        self.executor = Executor(self.queues, trace, knobs, opening)
         self._router = router
         self.controller = Controller(
             fabric,
@@ -63,32 +63,32 @@ class ProcessSetState:
             knobs.cycle_time / 1000,
             trace,
         )
-        self.proxies = JoinedProxies(self.lanes, self.controller)
+        self.proxies = JoinedProxies(self.queues, self.controller)
         self.plan_epoch = fabric.plan_epoch
         """The guard of compiled plans."""
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 
-    def _open_express(self) -> Coroutine[None]:
+    def _open_inline(self) -> Coroutine[None]:
         """Make the inline allreduce. Collective over the group."""
-        queue = yield from self.lanes.take(-1)
-        express = yield from open_inline_allreduce(self._fabric, self.group, queue)
-        if express is not None:
+        queue = yield from self.queues.take(-1)
+        inline = yield from open_inline_allreduce(self._fabric, self.group, queue)
+        if inline is not None:
             group = self.group
-            self.express = InlineAllreduce(self.controller, express, self._fabric.recorder, group.size, group.rank)
-            inline_allreduces[group.number] = self.express
+            self.inline = InlineAllreduce(self.controller, inline, self._fabric.recorder, group.size, group.rank)
+            inline_allreduces[group.number] = self.inline
 
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
         inline_allreduces.pop(self.group.number, None)
         self.controller.close(error)
-        for queue in self.lanes.all():
+        for queue in self.queues.all():
             queue.fail(error)
 
     def close(self) -> None:
         """Give back communicators. Collective over the group, after everything has ended."""
         self._router.disconnect(self.group.number)
-        for queue in self.lanes.all():
+        for queue in self.queues.all():
             queue.close()
         self.executor.close()
         self.group.disconnect()
@@ -259,7 +259,7 @@ class DeviceWatch:
     def look(self, now: float) -> None:
         """Check all devices, and tell the others of a failure; a few times a second. now: time.monotonic()."""
         for number, set_state in self._set_states.items():
-            for queue in set_state.lanes.all():
+            for queue in set_state.queues.all():
                 error = queue.watch(now)
                 if error is None:
                     continue
@@ -269,6 +269,6 @@ class DeviceWatch:
 
     def _hear(self, rank: int, number: int, queue: int, error: HorovodInternalError) -> None:
         set_state = self._set_states.get(number)
-        queues = () if set_state is None else set_state.lanes.all()
+        queues = () if set_state is None else set_state.queues.all()
         if queue < len(queues) and queues[queue].broken is None:
             queues[queue].fail(type(error)(f"on rank {rank}: {error}"))

@@ -141,7 +141,7 @@ class Tuner:
         self.choice = Choice(*reducer.sizes, round(1000 * config.cycle_time))
         self._name = name
         self._process_set = process_set
-        set_state = current().set_state(process_set, "Autotune")
+        set_state = current().find_set(process_set, "Autotune")
         self._controller = set_state.controller
         self._size = set_state.group.size
         self._clock = clock

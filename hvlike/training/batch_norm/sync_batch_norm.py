@@ -122,7 +122,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _train(self, values: Tensor) -> Tensor:
-        set_state = current().set_state(self.process_set, "SyncBatchNorm")
+        set_state = current().find_set(self.process_set, "SyncBatchNorm")
         name = _name_of(self, set_state)
         statistics = reduce_statistics(values, name, self.process_set)
         # A rank with more than one value need not look: on a GPU that would wait for the device.

@@ -62,7 +62,7 @@ class BufferSync:
 
     def __init__(self, context: Context, process_set: ProcessSet | None, find: Find) -> None:
         """Local. `find` returns the buffers of now with their names: a module may replace them."""
-        group = context.set_state(process_set, "DistributedDataParallel").group
+        group = context.find_set(process_set, "DistributedDataParallel").group
         self.context = context
         """Of the hvlike that it was made in."""
         self._find = find

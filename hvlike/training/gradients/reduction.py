@@ -117,7 +117,7 @@ class Reduction:
         Optimizers count when they first reduce, which all ranks do in the same order, and not when they are made: some
         ranks make copies, to write a checkpoint, say.
         """
-        set_state = context.set_state(self.process_set, self.owner)
+        set_state = context.find_set(self.process_set, self.owner)
         number = set_state.controller.optimizer_names.next(self.owner)
         return f"{self.owner}.{number}"
 

@@ -61,7 +61,7 @@ class JoinContext:
         self._throws = throws
         self._thrown = False
         self._rank = current().world.rank
-        self._set_state = current().set_state(process_set, "Join")
+        self._set_state = current().find_set(process_set, "Join")
         planned = len(self._built_in) == len(self._hooks) and not any(each.needs_heartbeat for each in self._built_in)
         self._beats = throws or not planned
         self._heartbeats = 0
@@ -230,7 +230,7 @@ class JoinContext:
 
     def _start_leaving(self, *, failed: bool) -> Handle:
         set_state = self._set_state
-        request = LeaveRequest(set_state.controller.names.counts(), set_state.proxies.spare_lanes(), failed)
+        request = LeaveRequest(set_state.controller.names.counts(), set_state.proxies.spare_queues(), failed)
         ends: list[LeaveEnd] = []
 
         def job(end: LeaveEnd) -> Job:

@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Optimizer.__init__(self, accepted, defaults)
         Joinable.__init__(self)
         self.process_set = process_set or process_group
-        self._group = current().set_state(self.process_set, "ZeroRedundancyOptimizer").group
+        self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
         """Place of this rank in the process set, and the size of that."""
         self.parameters_as_bucket_view = parameters_as_bucket_view

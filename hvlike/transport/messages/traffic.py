@@ -64,7 +64,7 @@ class Traffic:
 class CountedComm:
     """A communicator of mpi4py for data between nodes; counts what is sent through it, and is the same otherwise.
 
-    Buffers are given as lists that begin with an array, as everywhere in the planes.
+    Buffers are given as lists that begin with an array, as everywhere in the backends.
     """
 
     def __init__(self, comm: Any, traffic: Traffic) -> None:

@@ -108,7 +108,7 @@ processes = hvd.allgather_object(os.getpid())
 tensor = torch.ones(64 << 20)
 if hvd.rank() == 1:
     handle = hvd.allreduce_async_(tensor, name="large", op=hvd.Sum)
-    controller = current().set_state(None, "test").controller
+    controller = current().find_set(None, "test").controller
     while not controller.tensor_queue.may_begin(("allreduce", "large")):
         hvd.poll(handle)
     os.kill(os.getpid(), signal.SIGSTOP)

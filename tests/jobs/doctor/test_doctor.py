@@ -27,7 +27,7 @@ def alone(*arguments: str, flags: tuple[str, ...] = (), **environment: str) -> s
     )
 
 
-def test_a_healthy_job_passes_and_every_plane_is_timed() -> None:
+def test_a_healthy_job_passes_and_every_backend_is_timed() -> None:
     # As if two of the ranks were on one host and the third on another.
     arguments = ["doctor", *PATIENT, "--json", "--model", "1e6"]
     job = run_job(MODULE, 3, args=arguments, env={"HVLIKE_RANKS_PER_NODE": "2"}).check()
@@ -38,8 +38,8 @@ def test_a_healthy_job_passes_and_every_plane_is_timed() -> None:
     for name in ("MPI library", "launcher", "thread level", "hosts", "same software", "model", "hvlike"):
         assert said[name] == "ok", job.stdout
     (allreduce,) = [each for each in answer["rungs"] if each["rung"] == "allreduce"]
-    planes = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
-    assert list(dict.fromkeys(planes)) == ["shared", "network", "hierarchical"]
+    backends = [line.split(",")[0] for line in allreduce["found"] if "ranks, " in line]
+    assert list(dict.fromkeys(backends)) == ["shared", "network", "hierarchical"]
 
 
 def test_ranks_of_srun_that_do_not_find_each_other_fail() -> None:

@@ -1,4 +1,4 @@
-"""The ranks of this machine grouped into pretended nodes, so that the network and hierarchical planes run too."""
+"""The ranks of this machine grouped into pretended nodes, so that the network and hierarchical backends run too."""
 
 import os
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[
 @pytest.fixture
 def reaching(hvd: ModuleType) -> Iterator[bool]:
     """Whether the ranks of this job can reach each other; if so they do from the smallest work on."""
-    plane = current().set_state(None, "test").lanes.first.plane
-    if not isinstance(plane, SharedBackend) or not plane.memory.ranks:
+    backend = current().find_set(None, "test").queues.first.backend
+    if not isinstance(backend, SharedBackend) or not backend.memory.ranks:
         yield False
         return
-    before, plane.memory.least_bytes = plane.memory.least_bytes, 1
+    before, backend.memory.least_bytes = backend.memory.least_bytes, 1
     yield True
-    plane.memory.least_bytes = before
+    backend.memory.least_bytes = before

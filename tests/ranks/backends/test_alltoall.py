@@ -1,4 +1,4 @@
-"""alltoall on every plane: the bytes of each pair of ranks, of any length, also between reductions."""
+"""alltoall on every backend: the bytes of each pair of ranks, of any length, also between reductions."""
 
 from types import ModuleType
 
@@ -46,7 +46,7 @@ def test_every_pair_of_ranks(
     kept = [each.clone() for each in sends]
     for _ in range(3):
         receives = [torch.zeros_like(each) for each in expected]
-        run(lambda plane, receives=receives: plane.alltoall(sends, receives))
+        run(lambda backend, receives=receives: backend.alltoall(sends, receives))
         for received, right in zip(receives, expected, strict=True):
             assert torch.equal(received, right)
     for sent, before in zip(sends, kept, strict=True):
@@ -64,17 +64,17 @@ def test_between_reductions_and_gathers(hvd: ModuleType, ranks_per_node: int | N
         shown = torch.full((100_000,), hvd.rank(), dtype=torch.uint8)
 
         def job(
-            plane: Backend,
+            backend: Backend,
             before: torch.Tensor = before,
             after: torch.Tensor = after,
             shown: torch.Tensor = shown,
             sends: list[torch.Tensor] = sends,
             receives: list[torch.Tensor] = receives,
         ) -> Coroutine[None]:
-            yield from plane.allreduce([before], arithmetic)
-            yield from plane.alltoall(sends, receives)
-            yield from plane.allreduce([after], arithmetic)
-            yield from plane.gather([shown], [hvd.size() - 1])
+            yield from backend.allreduce([before], arithmetic)
+            yield from backend.alltoall(sends, receives)
+            yield from backend.allreduce([after], arithmetic)
+            yield from backend.gather([shown], [hvd.size() - 1])
 
         run(job)
         assert bool((before == sum(range(hvd.size()))).all())

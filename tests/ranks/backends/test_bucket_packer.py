@@ -1,4 +1,4 @@
-"""Small tensors are reduced in bundles, wherever the plane takes them, as if each were reduced by itself."""
+"""Small tensors are reduced in bundles, wherever the backend takes them, as if each were reduced by itself."""
 
 from types import ModuleType
 
@@ -43,8 +43,8 @@ def test_every_tensor_is_reduced(
         # Another order in memory on every second rank: the agreed one is row by row.
         tensors[3] = tensors[3].t().contiguous().t() if rank % 2 else tensors[3]
 
-        def job(plane: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
-            yield from packer.allreduce(plane, tensors, active=True)
+        def job(backend: Backend, tensors: list[torch.Tensor] = tensors) -> Coroutine[None]:
+            yield from packer.allreduce(backend, tensors, active=True)
 
         run(job)
         for tensor, shape in zip(tensors, SHAPES, strict=True):
@@ -56,16 +56,16 @@ def test_every_tensor_is_reduced(
 def test_ranks_with_other_tensors_are_told(hvd: ModuleType, ranks_per_node: int | None) -> None:
     if ranks_per_node is not None:
         pytest.skip("only ranks of one node compare")
-    fabric, group = current().fabric, current().set_state(None, "test").group
+    fabric, group = current().fabric, current().find_set(None, "test").group
     opened = fabric.loop.start(open_queue(fabric, group, 77_000), wake=False)
     assert fabric.loop.wait(lambda: opened.done, 30.0)
-    lane = opened.result
-    assert lane is not None
+    queue = opened.result
+    assert queue is not None
     lengths = [5, 6] if hvd.rank() else [5, 7]
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     ended: list[Task[None]] = []
-    lane.submit(
-        lambda plane: packer.allreduce(plane, list(map(torch.ones, lengths)), active=True), ended.append, wake=False
+    queue.submit(
+        lambda backend: packer.allreduce(backend, list(map(torch.ones, lengths)), active=True), ended.append, wake=False
     )
     assert fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, MismatchError)

@@ -24,10 +24,12 @@ def test_the_bits_are_those_of_staging(hvd: ModuleType, reaching: bool, dtype: t
     for within_reach in (True, False):
         tensors = [each.clone() for each in inputs]
 
-        def job(plane: Backend, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach) -> Coroutine[None]:
-            if reaching and far and isinstance(plane, SharedBackend):
-                plane.memory.least_bytes = 1 << 60
-            yield from plane.allreduce(tensors, average)
+        def job(
+            backend: Backend, tensors: list[torch.Tensor] = tensors, far: bool = not within_reach
+        ) -> Coroutine[None]:
+            if reaching and far and isinstance(backend, SharedBackend):
+                backend.memory.least_bytes = 1 << 60
+            yield from backend.allreduce(tensors, average)
 
         run(job)
         results.append(tensors)

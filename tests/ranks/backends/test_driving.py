@@ -23,8 +23,8 @@ ELEMENTS = 1000
 
 
 @pytest.fixture
-def lane(hvd: ModuleType) -> OpQueue:
-    first = current().set_state(None, "test").lanes.first
+def queue(hvd: ModuleType) -> OpQueue:
+    first = current().find_set(None, "test").queues.first
     return OpQueue(current().fabric, first.group, -1, SoloBackend())
 
 
@@ -34,16 +34,16 @@ def counted(steps: int, wait: Wait, taken: list[int]) -> Coroutine[None]:
         yield wait
 
 
-def test_what_moves_is_done_by_the_caller(lane: OpQueue) -> None:
+def test_what_moves_is_done_by_the_caller(queue: OpQueue) -> None:
     taken: list[int] = []
     ended: list[Task[None]] = []
-    assert lane.drive(counted(1000, Wait.AGAIN, taken), ended.append)
+    assert queue.drive(counted(1000, Wait.AGAIN, taken), ended.append)
     assert taken == [threading.get_ident()] * 1000
-    assert lane.idle
+    assert queue.idle
     assert not ended
 
 
-def test_what_has_to_wait_goes_on_in_the_loop(lane: OpQueue) -> None:
+def test_what_has_to_wait_goes_on_in_the_loop(queue: OpQueue) -> None:
     arrived, taken = threading.Event(), []
 
     def waiting() -> Coroutine[None]:
@@ -52,33 +52,33 @@ def test_what_has_to_wait_goes_on_in_the_loop(lane: OpQueue) -> None:
             yield Wait.POLL
 
     ended: list[Task[None]] = []
-    assert not lane.drive(waiting(), ended.append)
+    assert not queue.drive(waiting(), ended.append)
     before = len(taken)
     threading.Timer(0.05, arrived.set).start()
     assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
     assert ended[0].error is None
     assert len(taken) > before
-    assert lane.idle
+    assert queue.idle
 
 
-def test_an_error_is_the_callers_or_the_tasks(lane: OpQueue) -> None:
+def test_an_error_is_the_callers_or_the_tasks(queue: OpQueue) -> None:
     def failing(still: int) -> Coroutine[None]:
         yield from counted(still, Wait.POLL, [])
         raise KeyError("expected")
 
     ended: list[Task[None]] = []
     with pytest.raises(KeyError, match="expected"):
-        lane.drive(failing(3), ended.append)
+        queue.drive(failing(3), ended.append)
     assert not ended
-    assert not lane.drive(failing(1000), ended.append)
+    assert not queue.drive(failing(1000), ended.append)
     assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, KeyError)
 
 
 def test_no_thread_but_the_loops_calls_mpi(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    lane = current().set_state(None, "test").lanes.first
-    assert lane.drives == isinstance(lane.plane, SharedBackend)
-    assert not (lane.drives and isinstance(lane.plane, HierarchicalBackend))
+    queue = current().find_set(None, "test").queues.first
+    assert queue.drives == isinstance(queue.backend, SharedBackend)
+    assert not (queue.drives and isinstance(queue.backend, HierarchicalBackend))
 
 
 @pytest.fixture
@@ -99,15 +99,15 @@ def step(reducer: PlannedReducer, size: int) -> None:
 def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, reducer: PlannedReducer) -> None:
     step(reducer, hvd.size())
     assert reducer.schedule is not None
-    lane: Any = reducer.schedule.lane
-    if not lane.drives or current().overlaps:
+    queue: Any = reducer.schedule.queue
+    if not queue.drives or current().overlaps:
         pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
     submitted: list[Any] = []
-    real, lane.submit = lane.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
-    lane.checks = 1 << 30
+    real, queue.submit = queue.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
+    queue.checks = 1 << 30
     for _ in range(5):
         step(reducer, hvd.size())
-    del lane.submit
+    del queue.submit
     assert not submitted
     assert reducer.served == 6
 
@@ -127,16 +127,16 @@ def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
 ) -> None:
     step(reducer, hvd.size())
     assert reducer.schedule is not None
-    lane = reducer.schedule.lane
+    queue = reducer.schedule.queue
 
-    def failing(routine: Coroutine[None], after: object) -> bool:
+    def failing(coroutine: Coroutine[None], after: object) -> bool:
         raise KeyboardInterrupt
 
-    if lane.drives and not current().overlaps:
-        monkeypatch.setattr(lane, "drive", failing)
+    if queue.drives and not current().overlaps:
+        monkeypatch.setattr(queue, "drive", failing)
         with pytest.raises(KeyboardInterrupt):
             step(reducer, hvd.size())
-        assert isinstance(lane.broken, KeyboardInterrupt)
+        assert isinstance(queue.broken, KeyboardInterrupt)
         assert reducer.schedule is None
     step(reducer, hvd.size())
     assert reducer.healthy

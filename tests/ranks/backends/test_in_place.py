@@ -13,12 +13,12 @@ from hvlike.transport.loop.coroutine import Coroutine
 SUM = Arithmetic(torch.float32, ReduceOp.SUM)
 
 
-def test_on_any_plane(hvd: ModuleType, ranks_per_node: int | None) -> None:
+def test_on_any_backend(hvd: ModuleType, ranks_per_node: int | None) -> None:
     tensor = hvd.empty_shared(3 * 65536 + 5).fill_(hvd.rank() + 1)
     other = hvd.empty_shared(40).fill_(hvd.rank() + 1)
 
-    def job(plane: Backend) -> Coroutine[None]:
-        yield from plane.allreduce([tensor, torch.ones(70_000), other], SUM)
+    def job(backend: Backend) -> Coroutine[None]:
+        yield from backend.allreduce([tensor, torch.ones(70_000), other], SUM)
 
     run(job)
     total = sum(range(1, hvd.size() + 1))

@@ -1,4 +1,4 @@
-"""The network plane by itself: every reduction follows the arithmetic, bitwise the same on all ranks."""
+"""The network backend by itself: every reduction follows the arithmetic, bitwise the same on all ranks."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ WAYS = pytest.mark.parametrize("way", ["exchange", "slow exchange", "mpi", "chos
 
 
 class Backend:
-    """A network plane on all ranks, driven by hand."""
+    """A network backend on all ranks, driven by hand."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -40,8 +40,8 @@ class Backend:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.network = Network(self.comm.Dup())
 
-    def drive(self, routine: Coroutine[None]) -> None:
-        for _ in routine:
+    def drive(self, coroutine: Coroutine[None]) -> None:
+        for _ in coroutine:
             pass
 
     def same_everywhere(self, tensor: torch.Tensor) -> bool:
@@ -50,14 +50,14 @@ class Backend:
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Backend]:
+def backend() -> Iterator[Backend]:
     made = Backend()
     yield made
     made.network.close()
     made.comm.Free()
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, network_plane: Network, way: str) -> None:
+def choose(monkeypatch: pytest.MonkeyPatch, network_backend: Network, way: str) -> None:
     """Have all reductions go one way; "slow exchange": as on a slow network, one message at a time."""
     if way == "chosen":
         return
@@ -65,7 +65,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, network_plane: Network, way: str) ->
     monkeypatch.setattr(network, "SMALL_BYTES", small)
     monkeypatch.setattr(network, "SMALLEST_SHARD", small)
     monkeypatch.setattr(network, "SWAP_BYTES", 0)
-    monkeypatch.setattr(network_plane.bandwidth, "slow", way == "slow exchange")
+    monkeypatch.setattr(network_backend.bandwidth, "slow", way == "slow exchange")
 
 
 @pytest.fixture
@@ -88,20 +88,22 @@ def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[tor
 )
 @pytest.mark.mpi
 def test_allreduce_follows_the_arithmetic(
-    plane: Backend,
+    backend: Backend,
     small_messages: None,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     op: ReduceOp,
     way: str,
 ) -> None:
-    choose(monkeypatch, plane.network, way)
-    factors: dict[str, Any] = {} if dtype is torch.bool else {"divisor": plane.size, "prescale": 2.0, "postscale": 0.5}
+    choose(monkeypatch, backend.network, way)
+    factors: dict[str, Any] = (
+        {} if dtype is torch.bool else {"divisor": backend.size, "prescale": 2.0, "postscale": 0.5}
+    )
     arithmetic = Arithmetic(dtype, op, **factors)
     for lengths in LENGTHS:
-        mine = contributions(plane.rank, lengths, dtype)
-        plane.drive(plane.network.allreduce(mine, arithmetic))
-        everybody = [contributions(rank, lengths, dtype) for rank in range(plane.size)]
+        mine = contributions(backend.rank, lengths, dtype)
+        backend.drive(backend.network.allreduce(mine, arithmetic))
+        everybody = [contributions(rank, lengths, dtype) for rank in range(backend.size)]
         for result, (own, *others) in zip(mine, zip(*everybody, strict=True), strict=True):
             arithmetic.combine(arithmetic.view(own), [arithmetic.view(other) for other in others])
             # Small whole numbers: exact in every order of summation.
@@ -113,68 +115,70 @@ def test_allreduce_follows_the_arithmetic(
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
 @pytest.mark.mpi
 def test_rounded_results_are_bitwise_the_same(
-    plane: Backend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
 ) -> None:
-    choose(monkeypatch, plane.network, way)
-    generator = torch.Generator().manual_seed(plane.rank)
+    choose(monkeypatch, backend.network, way)
+    generator = torch.Generator().manual_seed(backend.rank)
     for length in (17, 50_001, 300_000):
         tensor = torch.randn(length, generator=generator).to(dtype)
-        plane.drive(plane.network.allreduce([tensor], Arithmetic(dtype, op, postscale=0.3)))
-        assert plane.same_everywhere(tensor)
+        backend.drive(backend.network.allreduce([tensor], Arithmetic(dtype, op, postscale=0.3)))
+        assert backend.same_everywhere(tensor)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 @pytest.mark.mpi
-def test_nan_on_one_rank_reaches_all(plane: Backend, op: ReduceOp) -> None:
-    tensor = torch.ones(plane.size)
-    tensor[plane.rank] = math.nan
-    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, op)))
+def test_nan_on_one_rank_reaches_all(backend: Backend, op: ReduceOp) -> None:
+    tensor = torch.ones(backend.size)
+    tensor[backend.rank] = math.nan
+    backend.drive(backend.network.allreduce([tensor], Arithmetic(torch.float32, op)))
     assert tensor.isnan().all()
 
 
 @WAYS
 @pytest.mark.mpi
-def test_nans_of_different_bits_give_the_same_nan(plane: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    choose(monkeypatch, plane.network, way)
-    tensor = torch.full((1000,), 0x7FC00001 + plane.rank, dtype=torch.int32).view(torch.float32)
-    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
+def test_nans_of_different_bits_give_the_same_nan(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    choose(monkeypatch, backend.network, way)
+    tensor = torch.full((1000,), 0x7FC00001 + backend.rank, dtype=torch.int32).view(torch.float32)
+    backend.drive(backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
     assert tensor.isnan().all()
-    assert plane.same_everywhere(tensor)
+    assert backend.same_everywhere(tensor)
 
 
 @pytest.mark.mpi
-def test_sixteen_bit_average_is_rounded_once(plane: Backend) -> None:
+def test_sixteen_bit_average_is_rounded_once(backend: Backend) -> None:
     tensor = torch.full((100_000,), 60000.0, dtype=torch.float16)
-    plane.drive(plane.network.allreduce([tensor], Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=plane.size)))
+    backend.drive(
+        backend.network.allreduce([tensor], Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=backend.size))
+    )
     assert (tensor == 60000.0).all()
 
 
 @pytest.mark.mpi
-def test_gather_writes_each_tensor_from_its_owner(plane: Backend) -> None:
-    owned = [(index % plane.size, torch.full((index * 1000,), float(plane.rank))) for index in range(7)]
-    plane.drive(plane.network.gather(owned))
+def test_gather_writes_each_tensor_from_its_owner(backend: Backend) -> None:
+    owned = [(index % backend.size, torch.full((index * 1000,), float(backend.rank))) for index in range(7)]
+    backend.drive(backend.network.gather(owned))
     for owner, tensor in owned:
         assert (tensor == owner).all()
 
 
 @pytest.mark.mpi
-def test_gather_of_any_dtype(plane: Backend) -> None:
+def test_gather_of_any_dtype(backend: Backend) -> None:
     for dtype in TABLE:
-        tensor = torch.tensor([1, 0, 1]).to(dtype) if plane.rank == 0 else torch.zeros(3, dtype=dtype)
-        plane.drive(plane.network.gather([(0, tensor)]))
+        tensor = torch.tensor([1, 0, 1]).to(dtype) if backend.rank == 0 else torch.zeros(3, dtype=dtype)
+        backend.drive(backend.network.gather([(0, tensor)]))
         assert torch.equal(tensor, torch.tensor([1, 0, 1]).to(dtype))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_routine_that_is_given_up_keeps_its_memory(plane: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
-    lost = Network(plane.comm.Dup())
+    lost = Network(backend.comm.Dup())
     choose(monkeypatch, lost, "exchange")
     # One message a shard: what is sent at once is what is received at once.
-    routine = lost.allreduce([torch.ones(100_000)], Arithmetic(torch.float32, ReduceOp.SUM))
-    next(routine)
-    routine.close()
+    coroutine = lost.allreduce([torch.ones(100_000)], Arithmetic(torch.float32, ReduceOp.SUM))
+    next(coroutine)
+    coroutine.close()
     lost.close()
     assert abandoned
     # Both ranks gave up at the same point: every message still in flight has its receive, and its memory.

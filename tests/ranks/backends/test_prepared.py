@@ -35,13 +35,13 @@ def _where_ranks_reach_each_other(reaching: bool) -> None:
 
 
 @pytest.fixture
-def _lane_without_reach(hvd: ModuleType) -> Iterator[None]:
+def _queue_without_reach(hvd: ModuleType) -> Iterator[None]:
     """Planned work of this test goes where no rank reaches another one's memory."""
-    plane = shared_plane()
-    memory = plane.memory
-    plane.memory = CmaMemory([])
+    backend = shared_backend()
+    memory = backend.memory
+    backend.memory = CmaMemory([])
     yield
-    plane.memory = memory
+    backend.memory = memory
 
 
 def contributions(rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> list[torch.Tensor]:
@@ -56,8 +56,8 @@ def expected(size: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> l
 
 
 def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> None:
-    def job(plane: Backend) -> Coroutine[None]:
-        yield from packer.allreduce(plane, tensors, active=True)
+    def job(backend: Backend) -> Coroutine[None]:
+        yield from packer.allreduce(backend, tensors, active=True)
 
     run(job)
 
@@ -66,15 +66,15 @@ def equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
     return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
 
-def shared_plane() -> SharedBackend:
-    plane = current().set_state(None, "test").lanes.first.plane
-    assert isinstance(plane, SharedBackend)
-    return plane
+def shared_backend() -> SharedBackend:
+    backend = current().find_set(None, "test").queues.first.backend
+    assert isinstance(backend, SharedBackend)
+    return backend
 
 
-def new_lane(number: int) -> OpQueue:
-    """A lane that may be lost."""
-    fabric, group = current().fabric, current().set_state(None, "test").group
+def new_queue(number: int) -> OpQueue:
+    """A queue that may be lost."""
+    fabric, group = current().fabric, current().find_set(None, "test").group
     opened = fabric.loop.start(open_queue(fabric, group, number), wake=False)
     assert fabric.loop.wait(lambda: opened.done, 30.0)
     assert opened.result is not None
@@ -92,7 +92,7 @@ def test_every_tensor_is_reduced_step_after_step(hvd: ModuleType, dtype: torch.d
         assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
-@pytest.mark.usefixtures("_lane_without_reach")
+@pytest.mark.usefixtures("_queue_without_reach")
 def test_where_ranks_do_not_reach_each_other_long_tensors_are_staged_as_they_are(hvd: ModuleType) -> None:
     shapes = [(300, 400), (7,), (200, 250)]
     packer = BucketPacker([None] * 3, Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
@@ -106,7 +106,7 @@ def test_where_ranks_do_not_reach_each_other_long_tensors_are_staged_as_they_are
 @pytest.mark.parametrize("active", [0, 1])
 def test_a_run_says_how_many_ranks_are_active(hvd: ModuleType, active: int) -> None:
     for lengths in ([5], [300_000, 7], [3] * 400):
-        prepared = shared_plane().prepare(lengths, Arithmetic(torch.float32, ReduceOp.SUM))
+        prepared = shared_backend().prepare(lengths, Arithmetic(torch.float32, ReduceOp.SUM))
         for step in range(4):
             tensors = [torch.full((length,), 1.0) for length in lengths]
             counts: list[int] = []
@@ -115,7 +115,7 @@ def test_a_run_says_how_many_ranks_are_active(hvd: ModuleType, active: int) -> N
             coroutine = prepared.run([tensor.data_ptr() for tensor in tensors], mine, tensors)
 
             def job(
-                plane: Backend, coroutine: Coroutine[int] = coroutine, counts: list[int] = counts
+                backend: Backend, coroutine: Coroutine[int] = coroutine, counts: list[int] = counts
             ) -> Coroutine[None]:
                 counts.append((yield from coroutine))
 
@@ -129,7 +129,7 @@ def test_the_bits_are_the_same_staged_and_in_the_peers_memory(hvd: ModuleType) -
     inputs = [100 * torch.rand(shape, generator=generator) for shape in SHAPES]
     results = []
     for least in (1, 1 << 60):
-        shared_plane().memory.least_bytes = least
+        shared_backend().memory.least_bytes = least
         packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size()))
         for _ in range(2):
             tensors = [each.clone() for each in inputs]
@@ -211,14 +211,14 @@ def test_tensors_of_other_sizes_are_laid_out_anew(hvd: ModuleType) -> None:
 
 
 def test_what_the_ranks_reach_into_is_kept_when_a_rank_gives_up(hvd: ModuleType) -> None:
-    plane = new_lane(79_000).plane
-    assert isinstance(plane, SharedBackend)
-    plane.memory.least_bytes = 1
-    prepared = plane.prepare([5], Arithmetic(torch.float32, ReduceOp.SUM))
+    backend = new_queue(79_000).backend
+    assert isinstance(backend, SharedBackend)
+    backend.memory.least_bytes = 1
+    prepared = backend.prepare([5], Arithmetic(torch.float32, ReduceOp.SUM))
     tensor, kept = torch.ones(5), len(work_sync.kept)
-    routine = prepared.run([tensor.data_ptr()], True, [tensor])
-    next(routine)
-    routine.close()
+    coroutine = prepared.run([tensor.data_ptr()], True, [tensor])
+    next(coroutine)
+    coroutine.close()
     assert len(work_sync.kept) == kept + 1
     # It stays: a peer may be about to write there.
     assert work_sync.kept[-1][0] is tensor
@@ -232,12 +232,12 @@ def test_more_tensors_than_a_rank_can_post_are_staged(hvd: ModuleType) -> None:
 
 
 def test_ranks_with_other_tensors_are_told(hvd: ModuleType) -> None:
-    fabric, lane = current().fabric, new_lane(78_000)
-    assert isinstance(lane.plane, SharedBackend)
-    lane.plane.memory.least_bytes = 1
+    fabric, queue = current().fabric, new_queue(78_000)
+    assert isinstance(queue.backend, SharedBackend)
+    queue.backend.memory.least_bytes = 1
     packer = BucketPacker([None, None], Arithmetic(torch.float32, ReduceOp.SUM))
     tensors = [torch.ones(each) for each in ([5, 6] if hvd.rank() else [5, 7])]
     ended: list[Task[None]] = []
-    lane.submit(lambda plane: packer.allreduce(plane, tensors, active=True), ended.append, wake=False)
+    queue.submit(lambda backend: packer.allreduce(backend, tensors, active=True), ended.append, wake=False)
     assert fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, MismatchError)

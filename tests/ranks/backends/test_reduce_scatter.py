@@ -1,4 +1,4 @@
-"""reduce_scatter on every plane: each tensor reduced where it is wanted, everything else only read."""
+"""reduce_scatter on every backend: each tensor reduced where it is wanted, everything else only read."""
 
 from types import ModuleType
 
@@ -36,7 +36,7 @@ def test_each_tensor_on_its_owner(
     for _ in range(2):
         tensors = [values(hvd.rank(), length, dtype) for length in lengths]
         kept = [tensor.clone() for tensor in tensors]
-        run(lambda plane, tensors=tensors: plane.reduce_scatter(tensors, owners, arithmetic))
+        run(lambda backend, tensors=tensors: backend.reduce_scatter(tensors, owners, arithmetic))
         for tensor, before, owner in zip(tensors, kept, owners, strict=True):
             total = sum(values(rank, len(tensor), dtype).double() for rank in range(hvd.size()))
             assert torch.equal(tensor, torch.as_tensor(total).to(dtype) if owner == hvd.rank() else before)
@@ -45,7 +45,7 @@ def test_each_tensor_on_its_owner(
 def test_an_average_of_large_half_numbers_does_not_overflow(hvd: ModuleType, ranks_per_node: int | None) -> None:
     arithmetic = Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=hvd.size())
     tensors = [torch.full((1000,), 60000.0, dtype=torch.float16) for _ in range(hvd.size())]
-    run(lambda plane: plane.reduce_scatter(tensors, list(range(hvd.size())), arithmetic))
+    run(lambda backend: backend.reduce_scatter(tensors, list(range(hvd.size())), arithmetic))
     assert bool((tensors[hvd.rank()] == 60000.0).all())
 
 
@@ -54,9 +54,9 @@ def test_a_rank_that_owns_nothing_does_not_run_ahead(hvd: ModuleType, ranks_per_
     arithmetic = Arithmetic(torch.float32, ReduceOp.SUM)
     every = [[torch.full((length,), 1.0)] for length in range(1, 40)]
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         for tensors in every:
-            yield from plane.reduce_scatter(tensors, [0], arithmetic)
+            yield from backend.reduce_scatter(tensors, [0], arithmetic)
 
     run(job)
     if hvd.rank() == 0:

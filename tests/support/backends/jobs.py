@@ -1,4 +1,4 @@
-"""Running one job on the first lane of all ranks."""
+"""Running one job on the first queue of all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from hvlike.transport.loop.coroutine import Task
 
 
 def run(job: Callable[[Backend], Any]) -> None:
-    """Run `job(plane)` to its end. Collective."""
-    lane = current().set_state(None, "test").lanes.first
+    """Run `job(backend)` to its end. Collective."""
+    queue = current().find_set(None, "test").queues.first
     ended: list[Task[None]] = []
-    lane.submit(job, ended.append, wake=False)
+    queue.submit(job, ended.append, wake=False)
     assert current().fabric.loop.wait(lambda: bool(ended), 60.0)
     if ended[0].error is not None:
         raise ended[0].error

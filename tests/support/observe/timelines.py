@@ -11,7 +11,7 @@ from hvlike.observe.trace_reader import RankTrace, rank_traces
 Phase = tuple[str, str, float, float, dict[str, Any]]
 """Row, name, beginning and end in milliseconds, arguments."""
 
-STEP, LANE = "step of one", "set 0 lane 1"
+STEP, LANE = "step of one", "set 0 queue 1"
 
 
 def wait(step: int, start: float, end: float, row: str = STEP) -> Phase:

@@ -177,8 +177,8 @@ def in_flight() -> dict[str, int]:
     counts = [each.controller.in_flight() for each in set_states]
     return {
         **{what: sum(each[what] for each in counts) for what in ("requests", "pending", "waiting")},
-        "busy lanes": sum(not lane.idle for each in set_states for lane in each.lanes.all()),
-        "broken lanes": sum(lane.broken is not None for each in set_states for lane in each.lanes.all()),
+        "busy queues": sum(not queue.idle for each in set_states for queue in each.queues.all()),
+        "broken queues": sum(queue.broken is not None for each in set_states for queue in each.queues.all()),
     }
 
 
@@ -186,8 +186,8 @@ def main(count: int) -> None:
     hvd.init()
     program = Program()
     for _ in range(10):
-        # So many make the express way, which stays.
-        hvd.allreduce(torch.zeros(1), name="to open the express way")
+        # So many make the inline allreduce, which stays.
+        hvd.allreduce(torch.zeros(1), name="to open the inline allreduce")
     hvd.barrier()
     before = opened()
     warm = 0.0

@@ -1,6 +1,6 @@
 """Adasum on any number of ranks: the definition in float64 over a tree, and the laws that give it its name.
 
-The ranks are routines that take turns in one process, on a plane that is a table.
+The ranks are coroutines that take turns in one process, on a backend that is a table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ class Table:
 
 
 @dataclass
-class TablePlane:
-    """One rank's plane: lays its part on the table, waits for the others', takes what it needs."""
+class TableBackend:
+    """One rank's backend: lays its part on the table, waits for the others', takes what it needs."""
 
     table: Table
     rank: int
@@ -66,11 +66,11 @@ def reduce_over(inputs: list[list[Tensor]], prescale: float = 1.0, postscale: fl
     size = len(inputs)
     table = Table(size)
     work = [[tensor.clone() for tensor in tensors] for tensors in inputs]
-    routines: list[Any] = [
-        Adasum(rank, size, prescale, postscale).allreduce(TablePlane(table, rank), work[rank]) for rank in range(size)
+    coroutines: list[Any] = [
+        Adasum(rank, size, prescale, postscale).allreduce(TableBackend(table, rank), work[rank]) for rank in range(size)
     ]
-    while routines:
-        routines = [each for each in routines if next(each, "done") != "done"]
+    while coroutines:
+        coroutines = [each for each in coroutines if next(each, "done") != "done"]
     for tensors in work:
         for mine, first in zip(tensors, work[0], strict=True):
             assert torch.equal(mine.view(torch.uint8), first.view(torch.uint8))

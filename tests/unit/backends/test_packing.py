@@ -25,7 +25,7 @@ def test_small_tensors_are_found(lengths: list[int], expected: list[int]) -> Non
     assert small_ones(lengths, 4) == expected
 
 
-class RecordingPlane(SoloBackend):
+class RecordingBackend(SoloBackend):
     """Notes what it is asked to reduce."""
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class RecordingPlane(SoloBackend):
         yield from super().allreduce(tensors, arithmetic)
 
 
-def run(routine: Coroutine[None]) -> None:
-    for _ in routine:
+def run(coroutine: Coroutine[None]) -> None:
+    for _ in coroutine:
         pass
 
 
 def test_results_come_back_into_the_tensors_and_the_buffer_follows_changed_lengths() -> None:
-    plane, packer = RecordingPlane(), FusionBuffer()
+    backend, packer = RecordingBackend(), FusionBuffer()
     double = Arithmetic(torch.float32, ReduceOp.SUM, postscale=2.0)
     for lengths in ([3, 70_000, 5], [3, 70_000, 5], [4, 4]):
         tensors = [torch.full((length,), float(length)) for length in lengths]
-        run(packer.allreduce(plane, tensors, double))
+        run(packer.allreduce(backend, tensors, double))
         for tensor, length in zip(tensors, lengths, strict=True):
             assert torch.equal(tensor, torch.full((length,), 2.0 * length))
-    assert plane.lengths == [[8, 70_000], [8, 70_000], [8]]
+    assert backend.lengths == [[8, 70_000], [8, 70_000], [8]]

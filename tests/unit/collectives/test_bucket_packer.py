@@ -15,7 +15,7 @@ LARGE = 20_000
 """Elements of a float32 tensor that is not packed."""
 
 
-class RecordingPlane(SoloBackend):
+class RecordingBackend(SoloBackend):
     """Notes what it is asked to reduce."""
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class RecordingPlane(SoloBackend):
         return [tensor.numel() for tensor in self.seen]
 
 
-def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> RecordingPlane:
-    plane = RecordingPlane()
-    for _ in packer.allreduce(plane, tensors, active=True):
+def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> RecordingBackend:
+    backend = RecordingBackend()
+    for _ in packer.allreduce(backend, tensors, active=True):
         pass
-    return plane
+    return backend
 
 
 def doubling(dtype: torch.dtype = torch.float32) -> Arithmetic:
@@ -63,11 +63,11 @@ def test_any_layout_is_reduced_in_the_agreed_order(
     for _ in range(2):
         tensor, scalar = LAYOUTS[layout](values(shape)), torch.tensor(1.5)
         before = tensor.stride()
-        plane = reduce(packer, [tensor, scalar])
+        backend = reduce(packer, [tensor, scalar])
         assert torch.equal(tensor, 2 * values(shape))
         assert scalar.item() == 3.0
         assert tensor.stride() == before
-        sent = torch.cat([each.view(-1) for each in plane.seen])
+        sent = torch.cat([each.view(-1) for each in backend.seen])
         agreed = 2 * (values(shape) if strides is None else values(shape).t())
         assert torch.equal(sent[:-1], agreed.reshape(-1))
 
@@ -75,9 +75,9 @@ def test_any_layout_is_reduced_in_the_agreed_order(
 def test_large_ones_stay_in_their_memory_and_empty_ones_are_left_out() -> None:
     packer = BucketPacker([None] * 4, doubling())
     tensors = [torch.ones(5), torch.ones(0, 3), torch.ones(2, LARGE), torch.ones(2, 2)]
-    plane = reduce(packer, tensors)
-    assert plane.lengths == [9, 2 * LARGE]
-    assert plane.seen[1].data_ptr() == tensors[2].data_ptr()
+    backend = reduce(packer, tensors)
+    assert backend.lengths == [9, 2 * LARGE]
+    assert backend.seen[1].data_ptr() == tensors[2].data_ptr()
 
 
 def test_the_buffer_stays_and_follows_changed_shapes() -> None:
@@ -92,8 +92,8 @@ def test_the_buffer_stays_and_follows_changed_shapes() -> None:
 def test_a_buffer_of_another_dtype_casts() -> None:
     packer = BucketPacker([None] * 3, doubling(torch.bfloat16))
     tensors = [values((7,)), values((3, 3)), values((2, LARGE))]
-    plane = reduce(packer, tensors)
-    assert {tensor.dtype for tensor in plane.seen} == {torch.bfloat16}
+    backend = reduce(packer, tensors)
+    assert {tensor.dtype for tensor in backend.seen} == {torch.bfloat16}
     for tensor, shape in zip(tensors, ((7,), (3, 3), (2, LARGE)), strict=True):
         assert torch.equal(tensor, 2 * values(shape).bfloat16().float())
 

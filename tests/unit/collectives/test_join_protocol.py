@@ -57,7 +57,7 @@ def test_the_end_names_the_last_rank_and_aligns_the_counts() -> None:
     assert end.last == 4
     assert end.counts == {"allreduce": 5, "barrier": 1}
     assert end.plans == {2}
-    assert end.spare_lanes == {8}
+    assert end.spare_queues == {8}
     assert list(table.joined) == []
     assert table.pending == {}
 
@@ -70,14 +70,14 @@ def test_plans_made_after_a_rank_has_joined_are_its_own_too() -> None:
     assert response.extra.plans == {2}
 
 
-def test_a_lane_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and_once() -> None:
+def test_a_queue_is_taken_while_ranks_have_joined_only_if_it_is_spare_on_them_and_once() -> None:
     table = MessageTable((0, 1, 2))
     table.join(0, joins(spare=(3, 4)))
     table.join(1, joins(spare=(4,)))
-    assert table.joins.take_lane(3) == -1
-    assert table.joins.take_lane(4) == 4
-    assert table.joins.take_lane(4) == -1
-    assert MessageTable((0, 1)).joins.take_lane(5) == 5, "nobody has joined: the others have agreed"
+    assert table.joins.take_queue(3) == -1
+    assert table.joins.take_queue(4) == 4
+    assert table.joins.take_queue(4) == -1
+    assert MessageTable((0, 1)).joins.take_queue(5) == 5, "nobody has joined: the others have agreed"
 
 
 def leave(spare: tuple[int, ...] = (), *, failed: bool = False, **counts: int) -> RequestSpec:
@@ -97,14 +97,14 @@ def test_who_stands_in_for_plans_alone_asks_for_all_else() -> None:
     assert response.error is None
 
 
-def test_a_lane_is_agreed_without_a_rank_that_knows_it() -> None:
+def test_a_queue_is_agreed_without_a_rank_that_knows_it() -> None:
     table = MessageTable((0, 1))
     table.join(0, RequestSpec("join", detail=JoinRequest({}, frozenset(), marks={"known": Mark()})))
-    lane = RequestSpec("lane", detail=QueueProposal((("length", "3"),), ""))
-    known = table.submit(1, ("lane", "known"), lane)
+    queue = RequestSpec("queue", detail=QueueProposal((("length", "3"),), ""))
+    known = table.submit(1, ("queue", "known"), queue)
     assert known is not None
     assert (known.error, known.extra.serial) == (None, 1)
-    unknown = table.submit(1, ("lane", "unknown"), lane)
+    unknown = table.submit(1, ("queue", "unknown"), queue)
     assert unknown is not None
     assert "has to be made on all ranks" in str(unknown.error)
 

@@ -37,15 +37,15 @@ def report(limits: StallLimits, asked: list[int]) -> tuple[MissingRanksReport, S
 def inspect(
     late: MissingRanksReport, query: StatusQuery, missing: list[int], clock: Clock, answers: dict[int, str]
 ) -> StalledError | None:
-    routine = late.inspect(lambda: missing)
-    next(routine)
+    coroutine = late.inspect(lambda: missing)
+    next(coroutine)
     for rank, place in answers.items():
         query.hear(rank, (query.asked, place))
     try:
         if len(answers) < len(missing):
-            next(routine)
+            next(coroutine)
             clock.now += 100
-        next(routine)
+        next(coroutine)
     except StopIteration as stop:
         error: StalledError | None = stop.value
         return error
@@ -83,11 +83,11 @@ def test_who_has_come_meanwhile_is_not_reported(clock: Clock, caplog: pytest.Log
     late, _ = report(StallLimits(1.0, 2.0), [])
     clock.now += 50
     missing = [1]
-    routine = late.inspect(lambda: missing)
-    next(routine)
+    coroutine = late.inspect(lambda: missing)
+    next(coroutine)
     missing.clear()
     with pytest.raises(StopIteration) as stop:
-        next(routine)
+        next(coroutine)
     assert stop.value.value is None
     assert caplog.text == ""
 

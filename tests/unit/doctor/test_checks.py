@@ -88,9 +88,9 @@ def tried(status: int | None, *sizes: int) -> Case:
     return case(trial=Trial("mpirun -n 2 python ...", status, sizes, ("what it said",)))
 
 
-def timed(plane: str, **changes: Any) -> Case:
-    """A job in which a plane took so long."""
-    way = Timing(Way(plane, (0, 1)), rows(**changes))
+def timed(backend: str, **changes: Any) -> Case:
+    """A job in which a backend took so long."""
+    way = Timing(Way(backend, (0, 1)), rows(**changes))
     return came(timings=Timings((way,), 4e-3))
 
 

@@ -1,4 +1,4 @@
-"""hvlike with tensors that count as those of a device, and a plane that takes them: staged, or a NCCL that is none."""
+"""hvlike with tensors that count as those of a device, and a backend for them: staged, or a NCCL that is none."""
 
 import dataclasses
 import pickle
@@ -67,7 +67,7 @@ class Late(SimpleNamespace):
     hvd: ModuleType
     device: LateDevice
     nccl: FakeNccl
-    plane: str
+    backend: str
 
 
 @pytest.fixture(params=["staged", "nccl"], scope="module")
@@ -76,7 +76,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
     from mpi4py import MPI
 
     context = current()
-    set_state = context.set_state(None, "test")
+    set_state = context.find_set(None, "test")
     executor, site = set_state.executor, set_state.executor._site
     device = LateDevice()
     comm = MPI.COMM_WORLD
@@ -99,23 +99,23 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
             patch.setitem(sys.modules, name, nccl)
         patch.setitem(runtime.KINDS, "cpu", lambda: device)
         patch.setattr(Loop, "_advance", host_work)
-        # The express way takes tensors of the host before anybody asks where they are.
-        patch.setattr(set_state, "express", None)
+        # The inline allreduce takes tensors of the host before anybody asks where they are.
+        patch.setattr(set_state, "inline", None)
         patch.delitem(inline_allreduces, 0, raising=False)
         patch.setattr(executor, "_opening", None)
         knobs = dataclasses.replace(site.knobs, cuda_plane=request.param)
         patch.setattr(site, "knobs", knobs)
         patch.setattr(site, "_devices", None)
         hvd.barrier()
-        yield Late(hvd=hvd, device=device, nccl=nccl, plane=request.param)
+        yield Late(hvd=hvd, device=device, nccl=nccl, backend=request.param)
         # What nobody has asked for, the last step of ranks that have joined, must not be in a meeting that is closed.
         device.finish()
         hvd.barrier()
         site.close()
     runtime.forget("cpu")
-    for lane in set_state.lanes.all():
-        if lane.device is not None:
-            lane.device.close()
-            lane.device = None
+    for queue in set_state.queues.all():
+        if queue.device is not None:
+            queue.device.close()
+            queue.device = None
     for meeting in meetings:
         meeting.close()

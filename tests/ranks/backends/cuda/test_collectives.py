@@ -86,7 +86,7 @@ def test_what_is_written_has_been_read_before(late: Late) -> None:
         tensor = torch.arange(100.0) + rank
         before = tensor.clone()
         late.hvd.broadcast_(tensor, root, name="overwritten")
-    # Whatever comes first, the last of the plane's streams for one.
+    # Whatever comes first, the last of the backend's streams for one.
     for stream in [each for each in reversed(device.streams) if each is not producer] + [producer]:
         device.drain(stream)
     assert torch.equal(before, torch.arange(100.0) + rank)

@@ -12,9 +12,9 @@ from hvlike.errors import HorovodInternalError
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_lane_follows(late: Late) -> None:
-    if late.plane != "nccl":
-        pytest.skip("the other planes have no communicator")
+def test_an_error_of_nccl_is_raised_on_every_rank_and_a_new_queue_follows(late: Late) -> None:
+    if late.backend != "nccl":
+        pytest.skip("the other backends have no communicator")
     hvd = late.hvd
     reducer = PlannedReducer([Entry("p", (4,), torch.float32, torch.device("cpu"))], name="failing", op=Sum)
     gradient = torch.ones(4)

@@ -69,7 +69,7 @@ def test_a_hook_begins_its_bucket_and_does_not_wait(late: Late) -> None:
         assert device.waits_of_the_host == waits
         reducer.mark_ready(2, gradients[2])
         ended = [len(link.calls) for link in late.nccl.links]
-    if size > 1 and late.plane == "nccl":
+    if size > 1 and late.backend == "nccl":
         # Of three buckets the first is begun with its last gradient; the third waits for the second, then both begin.
         assert (sum(begun) - sum(before), sum(ended) - sum(before)) == (1, 3)
     with device.use(producer):
@@ -96,7 +96,7 @@ def test_gradients_that_never_arrived_are_reduced_in_finish(late: Late) -> None:
     reducer.close()
 
 
-def test_a_timeline_shows_the_plane_of_the_device(late: Late, tmp_path: Path) -> None:
+def test_a_timeline_shows_the_backend_of_the_device(late: Late, tmp_path: Path) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
     reducer = PlannedReducer(entries(), name="recorded", op=Sum)
     path = tmp_path / f"timeline {rank}.json"
@@ -117,4 +117,4 @@ def test_a_timeline_shows_the_plane_of_the_device(late: Late, tmp_path: Path) ->
     reducer.close()
     text = "".join(each.read_text() for each in tmp_path.iterdir())
     # A rank that is alone has nothing to reduce.
-    assert size == 1 or f"{late.plane.upper()}_ALLREDUCE" in text
+    assert size == 1 or f"{late.backend.upper()}_ALLREDUCE" in text

@@ -27,14 +27,14 @@ def failing(late: Late, monkeypatch: pytest.MonkeyPatch) -> Late:
     return late
 
 
-def planes(wanted: str) -> DeviceBackends:
-    group = current().set_state(None, "test").group
+def backends(wanted: str) -> DeviceBackends:
+    group = current().find_set(None, "test").group
     # As if every rank had a host of its own: here they share the device.
     return DeviceBackends(group, dataclasses.replace(Config(), cuda_plane=wanted), f"host {group.rank}")
 
 
-def test_where_any_plane_will_do_host_memory_serves(failing: Late) -> None:
-    devices, opened = planes("auto"), []
+def test_where_any_backend_will_do_host_memory_serves(failing: Late) -> None:
+    devices, opened = backends("auto"), []
 
     def job(host: Backend) -> Coroutine[None]:
         opened.append((yield from devices.open(host, failing.device, None)))
@@ -42,15 +42,15 @@ def test_where_any_plane_will_do_host_memory_serves(failing: Late) -> None:
     run(job)
     assert type(opened[0]) is StagedBackend
     assert devices.choice is not None
-    assert devices.choice.plane == "staged"
+    assert devices.choice.backend == "staged"
     assert "NCCL_ERROR_SYSTEM_ERROR" in devices.choice.reason
 
 
 def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
-    """Beside the lanes, which an error would break for the tests that follow."""
+    """Beside the queues, which an error would break for the tests that follow."""
     late.nccl.fails = late.hvd.rank() == 0
     caught = []
-    devices = planes("nccl")
+    devices = backends("nccl")
 
     def job(host: Backend) -> Coroutine[None]:
         try:
@@ -64,8 +64,8 @@ def test_where_only_nccl_will_do_every_rank_gets_the_error(late: Late) -> None:
     assert "rank 0: RuntimeError: NCCL_ERROR_SYSTEM_ERROR" in caught[0]
 
 
-def test_lanes_split_one_communicator(late: Late) -> None:
-    devices, links = planes("nccl"), late.nccl.links
+def test_queues_split_one_communicator(late: Late) -> None:
+    devices, links = backends("nccl"), late.nccl.links
     before = len(links)
 
     def job(host: Backend) -> Coroutine[None]:
@@ -80,14 +80,14 @@ def test_lanes_split_one_communicator(late: Late) -> None:
     assert not any(each.aborted.is_set() for each in split)
 
 
-def test_the_job_goes_on_where_the_plane_that_is_wanted_cannot_serve(
+def test_the_job_goes_on_where_the_backend_that_is_wanted_cannot_serve(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if late.plane != "nccl":
-        pytest.skip("any plane will do there")
-    hvd, set_state = late.hvd, current().set_state(None, "test")
+    if late.backend != "nccl":
+        pytest.skip("any backend will do there")
+    hvd, set_state = late.hvd, current().find_set(None, "test")
     with monkeypatch.context() as patch:
-        patch.setattr(set_state.lanes.first, "device", None)
+        patch.setattr(set_state.queues.first, "device", None)
         patch.setattr(set_state.executor._site, "_devices", None)
         patch.setattr(late.nccl, "fails", hvd.rank() == 0)
         with pytest.raises(LaunchError, match="no communicator could be made"):

@@ -1,4 +1,4 @@
-"""An allreduce on the express way gives what the ordinary way gives; whatever is not alike on all ranks takes that."""
+"""An inline allreduce gives what the ordinary way gives; whatever is not alike on all ranks takes that."""
 
 import threading
 import time
@@ -25,40 +25,40 @@ OF_EACH_KIND = (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.co
 
 
 @pytest.fixture
-def express(hvd):
-    """The express way of all ranks, open and not waiting after refusals."""
+def inline(hvd):
+    """The inline allreduce of all ranks, open and not waiting after refusals."""
     for _ in range(MOST_CALLS):
         way = inline_allreduces.get(0)
         before = 0 if way is None else way.served
-        hvd.allreduce_(torch.zeros(3), name="to open the express way")
+        hvd.allreduce_(torch.zeros(3), name="to open the inline allreduce")
         if way is not None and way.served > before:
             return way
     if hvd.local_size() == hvd.size():
-        pytest.fail("the express way is never taken")
+        pytest.fail("the inline allreduce is never taken")
     pytest.skip("the ranks are on several nodes")
 
 
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_results_are_those_of_the_ordinary_way(hvd, express, op, shape):
+def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
     for dtype in (each for each in (OF_EACH_KIND if shape is LARGE else DTYPES) if defined(op, each)):
         inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
         narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
         expected = reduced(op, inputs)
-        before = express.served
+        before = inline.served
         for attempt in range(MOST_CALLS):
             tensor = inputs[hvd.rank()].clone()
-            assert hvd.allreduce_(tensor, op=op, name=f"express {dtype}") is tensor
+            assert hvd.allreduce_(tensor, op=op, name=f"inline {dtype}") is tensor
             same(tensor, expected)
             # With more ranks than cores one may be late, and then some calls are spared.
-            if attempt >= 3 and (narrow_mean or express.served > before):
+            if attempt >= 3 and (narrow_mean or inline.served > before):
                 break
-        assert (express.served > before) is not narrow_mean, dtype
+        assert (inline.served > before) is not narrow_mean, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
-def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, dtype):
+def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, inline, shape, dtype):
     torch.manual_seed(hvd.rank())
     original = torch.randn(shape).to(dtype)
     ordinary = hvd.synchronize(hvd.allreduce_async(original, name="bits"))
@@ -66,27 +66,27 @@ def test_results_have_the_same_bits_as_on_the_ordinary_way(hvd, express, shape, 
         assert torch.equal(hvd.allreduce_(original.clone(), name="bits"), ordinary)
 
 
-def test_unnamed_calls_take_it_too_and_keep_their_numbers(hvd, express):
-    before = express.served
+def test_unnamed_calls_take_it_too_and_keep_their_numbers(hvd, inline):
+    before = inline.served
     for step in range(MOST_CALLS):
         mine = torch.full((4,), float(step))
         assert hvd.allreduce_(mine, op=hvd.Sum).tolist() == [float(step * hvd.size())] * 4
         if step % 10 == hvd.rank():
             time.sleep(0.002)
-        if step >= CALLS and express.served > before:
+        if step >= CALLS and inline.served > before:
             break
-    assert express.served > before
+    assert inline.served > before
     assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
 
 
-def test_a_late_rank_takes_part_on_the_ordinary_way(hvd, express):
+def test_a_late_rank_takes_part_on_the_ordinary_way(hvd, inline):
     hvd.allreduce_(torch.ones(2), name="late")
     if hvd.rank() == hvd.size() - 1:
         time.sleep(0.2)
     assert hvd.allreduce_(torch.ones(2), op=hvd.Sum, name="late").tolist() == [float(hvd.size())] * 2
 
 
-def test_ranks_with_other_orders_get_their_results(hvd, express):
+def test_ranks_with_other_orders_get_their_results(hvd, inline):
     names = [f"order {index}" for index in range(hvd.size())]
     for repetition in range(10):
         first = names[(hvd.rank() + repetition) % len(names)]
@@ -101,28 +101,28 @@ def test_ranks_with_other_orders_get_their_results(hvd, express):
             assert hvd.synchronize(handle)[0] == names.index(name) * hvd.size()
 
 
-def test_other_shapes_are_an_error_on_all_ranks_and_it_goes_on(hvd, express):
+def test_other_shapes_are_an_error_on_all_ranks_and_it_goes_on(hvd, inline):
     for _ in range(5):
         hvd.allreduce_(torch.ones(6), name="shape")
         hvd.allreduce_(torch.ones(7), name="shape")
     with pytest.raises(MismatchError, match="shape"):
         hvd.allreduce_(torch.ones(6 if hvd.rank() else 7), name="shape")
-    before = express.served
+    before = inline.served
     for step in range(MOST_CALLS):
         assert hvd.allreduce_(torch.ones(6), name="shape").tolist() == [1.0] * 6
-        if step >= CALLS and express.served > before:
+        if step >= CALLS and inline.served > before:
             break
-    assert express.served > before
+    assert inline.served > before
 
 
-def test_other_ops_are_an_error_on_all_ranks(hvd, express):
+def test_other_ops_are_an_error_on_all_ranks(hvd, inline):
     for op in (hvd.Sum, hvd.Max) * 3:
         hvd.allreduce_(torch.ones(6), op=op, name="op")
     with pytest.raises(MismatchError, match="Sum"):
         hvd.allreduce_(torch.ones(6), op=hvd.Max if hvd.rank() else hvd.Sum, name="op")
 
 
-def test_threads_do_not_disturb_each_other(hvd, express):
+def test_threads_do_not_disturb_each_other(hvd, inline):
     failures = []
 
     def work(thread):
@@ -139,19 +139,19 @@ def test_threads_do_not_disturb_each_other(hvd, express):
     assert not failures
 
 
-def test_it_goes_on_after_a_join(hvd, express):
+def test_it_goes_on_after_a_join(hvd, inline):
     for step in range(1 + hvd.rank()):
         hvd.allreduce_(torch.ones(4), op=hvd.Sum, name=f"until {step}")
     hvd.join()
-    before = express.served
+    before = inline.served
     for step in range(MOST_CALLS):
         assert hvd.allreduce_(torch.ones(4), op=hvd.Sum, name="until 0").tolist() == [float(hvd.size())] * 4
-        if step >= CALLS and express.served > before:
+        if step >= CALLS and inline.served > before:
             break
-    assert express.served > before
+    assert inline.served > before
 
 
-def test_special_tensors_are_reduced_right(hvd, express):
+def test_special_tensors_are_reduced_right(hvd, inline):
     for _ in range(4):
         hvd.allreduce_(torch.ones(4, 6), op=hvd.Sum, name="special")
     transposed = torch.ones(6, 4).t()
@@ -165,7 +165,7 @@ def test_special_tensors_are_reduced_right(hvd, express):
         assert bool((tensor == hvd.size()).all())
 
 
-def test_sums_that_overflow_warn_of_nothing(hvd, express):
+def test_sums_that_overflow_warn_of_nothing(hvd, inline):
     for _ in range(4):
         total = hvd.allreduce_(torch.full((4,), 3e38), op=hvd.Sum, name="overflow")
         assert bool(total.isinf().all())

@@ -73,9 +73,9 @@ def test_a_named_operation_has_a_row_with_its_phases(hvd: ModuleType, record: Ca
         negotiation = next(event for event in timeline.row("allreduce.x") if event["ph"] == "B")
         expected = {"process_set": 0, "bytes": 48, "dtype": "float32", "shape": [[3, 4]], "op": "Sum"}
         assert negotiation["args"] == expected
-        lane = timeline.phases("set 0 lane 0")
-        assert lane.index("ALLREDUCE") < lane.index("BROADCAST")
-        assert any(phase.endswith("_ALLREDUCE") for phase in lane)
+        queue = timeline.phases("set 0 queue 0")
+        assert queue.index("ALLREDUCE") < queue.index("BROADCAST")
+        assert any(phase.endswith("_ALLREDUCE") for phase in queue)
 
 
 def test_the_coordinator_shows_who_was_ready_and_its_cycles(
@@ -122,11 +122,11 @@ def test_small_tensors_show_the_way_through_the_fusion_buffer(
         hvd.grouped_allreduce([torch.ones(3), torch.ones(4)], name="pair")
 
     for timeline in record(work):
-        lane = timeline.phases("set 0 lane 0")
-        start = lane.index("MEMCPY_IN_FUSION_BUFFER")
-        assert lane[start - 1] == "ALLREDUCE"
-        assert lane[start + 1].endswith("_ALLREDUCE")
-        assert lane[start + 2] == "MEMCPY_OUT_FUSION_BUFFER"
+        queue = timeline.phases("set 0 queue 0")
+        start = queue.index("MEMCPY_IN_FUSION_BUFFER")
+        assert queue[start - 1] == "ALLREDUCE"
+        assert queue[start + 1].endswith("_ALLREDUCE")
+        assert queue[start + 2] == "MEMCPY_OUT_FUSION_BUFFER"
 
 
 def test_unnamed_operations_share_rows(hvd: ModuleType, record: Callable[..., list[Timeline]]) -> None:
@@ -169,10 +169,12 @@ def test_the_steps_of_an_optimizer_show_buckets_and_waits(
         assert len(waits) == 1
         assert timeline.phases(waits[0]) == ["WAIT"] * 3
         assert [event["args"]["step"] for event in timeline.row(waits[0]) if event["ph"] == "B"] == [0, 1, 2]
-        lanes = [title for title in timeline.titles.values() if title.startswith("set 0 lane ") and title[-2:] != " 0"]
-        buckets = [event for event in timeline.row(lanes[0]) if event.get("name") == "BUCKET 0"]
+        queues = [
+            title for title in timeline.titles.values() if title.startswith("set 0 queue ") and title[-2:] != " 0"
+        ]
+        buckets = [event for event in timeline.row(queues[0]) if event.get("name") == "BUCKET 0"]
         assert [event["args"]["bytes"] for event in buckets] == [4 * 8] * 3
-        timeline.phases(lanes[0])
+        timeline.phases(queues[0])
 
 
 def test_it_may_start_and_stop_while_operations_are_in_flight(

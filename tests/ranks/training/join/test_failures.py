@@ -253,17 +253,17 @@ class Planner(Joinable):
     def __init__(self) -> None:
         super().__init__()
         self.stood_in = 0
-        self.lane = PlannedQueue("Planner")
-        self.lane.stand_in = self.stand_in
-        self.lane.agree()
+        self.queue = PlannedQueue("Planner")
+        self.queue.stand_in = self.stand_in
+        self.queue.agree()
 
     def __call__(self) -> int:
-        return self.lane.run(self.count(active=True))
+        return self.queue.run(self.count(active=True))
 
     def count(self, *, active: bool) -> CountingJob:
-        def run(plane: Backend) -> Coroutine[int]:
-            plane.begin_count(active=active)
-            return (yield from plane.end_count())
+        def run(backend: Backend) -> Coroutine[int]:
+            backend.begin_count(active=active)
+            return (yield from backend.end_count())
 
         return run
 

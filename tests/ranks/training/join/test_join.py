@@ -111,19 +111,19 @@ def test_parameters_that_change_while_a_rank_has_joined(hvd: ModuleType) -> None
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
-def test_no_lanes_pile_up_over_epochs(hvd: ModuleType) -> None:
+def test_no_queues_pile_up_over_epochs(hvd: ModuleType) -> None:
     rank, size = hvd.rank(), hvd.size()
     model = model_of(0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    lanes = []
+    queues = []
     for epoch in range(6):
         for step in range(steps_of(rank, epoch, size)):
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             optimizer.step()
         hvd.join()
-        lanes.append(len(current().set_state(None, "test").lanes.all()))
-    assert lanes[-1] == lanes[2]
+        queues.append(len(current().find_set(None, "test").queues.all()))
+    assert queues[-1] == queues[2]
 
 
 def test_join_between_backward_and_step_is_refused(hvd: ModuleType) -> None:

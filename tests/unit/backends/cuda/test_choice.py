@@ -1,4 +1,4 @@
-"""Which plane serves CUDA tensors follows from what the ranks say, and is the same on all of them."""
+"""Which backend serves CUDA tensors follows from what the ranks say, and is the same on all of them."""
 
 import pytest
 
@@ -26,8 +26,8 @@ OLD = DeviceFacts("one", "gpu-d", 21801, "")
         ([A, B], "nccl", "nccl"),
     ],
 )
-def test_the_plane(facts: list[DeviceFacts], wanted: str, expected: str) -> None:
-    assert choose_backend(facts, range(len(facts)), wanted).plane == expected
+def test_the_backend(facts: list[DeviceFacts], wanted: str, expected: str) -> None:
+    assert choose_backend(facts, range(len(facts)), wanted).backend == expected
 
 
 @pytest.mark.parametrize(

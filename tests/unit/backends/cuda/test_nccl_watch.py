@@ -25,30 +25,30 @@ class Alone:
 
 
 class Setting:
-    """A plane of one rank, and what it stands on."""
+    """A backend of one rank, and what it stands on."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self.device = LateDevice()
         self.nccl = FakeNccl(self.device, lambda number, rank, size: Alone())
         self.link = self.nccl.join(Alone(), 0, 1)
         communicator = Communicator(Nccl(self.nccl), self.link)
-        self.plane = NcclBackend(SoloBackend(), self.device, self.device.home(), (0, 1), communicator, limit)
+        self.backend = NcclBackend(SoloBackend(), self.device, self.device.home(), (0, 1), communicator, limit)
 
     def reduce(self, tensor: torch.Tensor) -> None:
         """Begin a reduction."""
-        job = self.plane.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM, postscale=3.0))
-        assert list(self.plane.run(job)) == []
+        job = self.backend.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM, postscale=3.0))
+        assert list(self.backend.run(job)) == []
 
 
 def test_a_call_that_takes_too_long_is_an_error() -> None:
     setting = Setting()
     setting.reduce(torch.ones(3))
     now = time.monotonic()
-    assert setting.plane.watch(now) is None
+    assert setting.backend.watch(now) is None
     # The device may still have been asked for nothing: the second question sets it off.
     late = Setting()
     late.reduce(torch.ones(3))
-    error = late.plane.watch(now + 2 * LIMIT + 100)
+    error = late.backend.watch(now + 2 * LIMIT + 100)
     assert isinstance(error, StalledError)
     assert "HVLIKE_NCCL_TIMEOUT_SECONDS" in str(error)
 
@@ -56,35 +56,35 @@ def test_a_call_that_takes_too_long_is_an_error() -> None:
 def test_without_a_limit_it_may_take_any_time() -> None:
     setting = Setting(limit=0.0)
     setting.reduce(torch.ones(3))
-    assert setting.plane.watch(time.monotonic() + 1e9) is None
+    assert setting.backend.watch(time.monotonic() + 1e9) is None
 
 
 def test_what_has_ended_is_not_late() -> None:
     setting = Setting()
     tensor = torch.ones(3)
     setting.reduce(tensor)
-    setting.device.drain(setting.plane.stream)
+    setting.device.drain(setting.backend.stream)
     assert torch.equal(tensor, torch.full((3,), 3.0))
-    assert setting.plane.watch(time.monotonic() + 100 * LIMIT) is None
+    assert setting.backend.watch(time.monotonic() + 100 * LIMIT) is None
 
 
 def test_an_error_of_nccl_is_found_once_and_told_with_advice() -> None:
     setting = Setting()
     setting.link.failure = RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
-    error = setting.plane.watch(time.monotonic())
+    error = setting.backend.watch(time.monotonic())
     assert isinstance(error, HorovodInternalError)
     assert "unhandled cuda error" in str(error)
     assert "NCCL_DEBUG=INFO" in str(error)
-    setting.plane.abort(error)
-    assert setting.plane.watch(time.monotonic()) is None
+    setting.backend.abort(error)
+    assert setting.backend.watch(time.monotonic()) is None
 
 
 def test_after_an_abort_everybody_gets_the_error() -> None:
     setting = Setting()
-    fence = setting.plane.fence()
+    fence = setting.backend.fence()
     error = HorovodInternalError("rank 1 has gone")
-    setting.plane.abort(error)
-    setting.plane.abort(HorovodInternalError("and later something else"))
+    setting.backend.abort(error)
+    setting.backend.abort(HorovodInternalError("and later something else"))
     assert setting.link.aborted.wait(60.0)
     with pytest.raises(HorovodInternalError, match="rank 1 has gone"):
         fence()

@@ -1,4 +1,4 @@
-"""A planned lane: one agreement, then steps without a message; a rank that has joined stands in for its part."""
+"""A planned queue: one agreement, then steps without a message; a rank that has joined stands in for its part."""
 
 from types import ModuleType
 
@@ -19,27 +19,27 @@ def adding(tensor: torch.Tensor, size: int, *, active: bool) -> CountingJob:
     """A job that sums a tensor up over the ranks."""
     arithmetic = arithmetic_of(tensor.dtype, ReduceOp.SUM, size, 1.0, 1.0)
 
-    def run(plane: Backend) -> Coroutine[int]:
-        plane.begin_count(active=active)
-        yield from plane.allreduce([tensor], arithmetic)
-        return (yield from plane.end_count())
+    def run(backend: Backend) -> Coroutine[int]:
+        backend.begin_count(active=active)
+        yield from backend.allreduce([tensor], arithmetic)
+        return (yield from backend.end_count())
 
     return run
 
 
 class Adder:
-    """A planned lane that sums up ones."""
+    """A planned queue that sums up ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.seen: list[torch.Tensor] = []
-        self.lane = PlannedQueue("Adder", described={"length": 3})
-        self.lane.stand_in = self.stand_in
-        self.lane.agree()
+        self.queue = PlannedQueue("Adder", described={"length": 3})
+        self.queue.stand_in = self.stand_in
+        self.queue.agree()
 
     def step(self) -> int:
         tensor = torch.ones(3)
-        active = self.lane.run(adding(tensor, self.size, active=True))
+        active = self.queue.run(adding(tensor, self.size, active=True))
         assert tensor.tolist() == [active] * 3
         return active
 
@@ -52,7 +52,7 @@ class Adder:
 def test_a_rank_that_has_joined_sees_what_the_others_do(hvd: ModuleType) -> None:
     rank, size = hvd.rank(), hvd.size()
     adder = Adder(size)
-    lanes = []
+    queues = []
     for _ in range(3):
         # Rank r makes r steps: the rank 0 makes none, and agrees anew with the others without a call of its own.
         counts = [adder.step() for _ in range(rank)]
@@ -62,18 +62,18 @@ def test_a_rank_that_has_joined_sees_what_the_others_do(hvd: ModuleType) -> None
         # The last step has nobody.
         assert seen == [size - 1 - step for step in range(rank, size)]
         adder.seen.clear()
-        lanes.append(len(current().set_state(None, "test").lanes.all()))
-    assert lanes[-1] == lanes[0]
+        queues.append(len(current().find_set(None, "test").queues.all()))
+    assert queues[-1] == queues[0]
 
 
 def test_several_steps_may_be_under_way(hvd: ModuleType) -> None:
     size = hvd.size()
     adder = Adder(size)
     tensors = [torch.full((3,), float(number)) for number in range(5)]
-    steps = [adder.lane.start(adding(tensor, size, active=True)) for tensor in tensors]
+    steps = [adder.queue.start(adding(tensor, size, active=True)) for tensor in tensors]
     assert [step.result() for step in steps] == [size] * 5
     assert [tensor[0].item() for tensor in tensors] == [number * size for number in range(5)]
-    assert not adder.lane.busy
+    assert not adder.queue.busy
 
 
 @pytest.mark.mpi(min_size=2)
@@ -81,33 +81,33 @@ def test_what_differs_is_named_on_every_rank(hvd: ModuleType) -> None:
     rank = hvd.rank()
     text = r"Mismatched shape of 'w' in 'Thing\.\d+': rank 0 has \[3\], rank 1 has \[4\]\. Shape it alike\."
     described = {"shape of 'v'": [2], "shape of 'w'": [3 if rank == 0 else 4]}
-    lane = PlannedQueue("Thing", described=described, advice="Shape it alike.")
+    queue = PlannedQueue("Thing", described=described, advice="Shape it alike.")
     with pytest.raises(MismatchError, match=text):
-        lane.agree()
+        queue.agree()
     order = ["a", "b"] if rank == 0 else ["b", "a"]
     with pytest.raises(MismatchError, match=r"Mismatched order .* rank 0 lists a, b, rank 1 lists b, a\."):
         PlannedQueue("Thing", described=dict.fromkeys(order, 1)).agree()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_after_an_error_the_next_step_opens_another_lane(hvd: ModuleType) -> None:
+def test_after_an_error_the_next_step_opens_another_queue(hvd: ModuleType) -> None:
     adder = Adder(hvd.size())
     adder.step()
 
-    def failing(plane: Backend) -> Coroutine[int]:
+    def failing(backend: Backend) -> Coroutine[int]:
         yield Wait.AGAIN
         raise ZeroDivisionError("in the job")
 
     with pytest.raises(ZeroDivisionError, match="in the job"):
-        adder.lane.run(failing)
+        adder.queue.run(failing)
     assert adder.step() == hvd.size()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_lane_that_cannot_stand_in_refuses_the_join_on_every_rank(hvd: ModuleType) -> None:
-    lane = PlannedQueue("Rigid")
-    lane.agree()
+def test_a_queue_that_cannot_stand_in_refuses_the_join_on_every_rank(hvd: ModuleType) -> None:
+    queue = PlannedQueue("Rigid")
+    queue.agree()
     with pytest.raises(ValueError, match=r"'Rigid\.\d+' is in use"):
         hvd.join()
-    lane.stand_in = lambda: adding(torch.zeros(1), hvd.size(), active=False)
+    queue.stand_in = lambda: adding(torch.zeros(1), hvd.size(), active=False)
     hvd.join()

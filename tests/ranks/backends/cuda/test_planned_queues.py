@@ -1,4 +1,4 @@
-"""A planned lane on a device: its jobs run on the plane's stream, and whoever takes the result waits in his own."""
+"""A planned queue on a device: its jobs run on the backend's stream, and whoever takes the result waits in his own."""
 
 import torch
 from ranks.backends.cuda.conftest import Late
@@ -10,37 +10,37 @@ from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.transport.loop.coroutine import Coroutine
 
 
-def test_jobs_of_a_lane_on_a_device(late: Late) -> None:
+def test_jobs_of_a_queue_on_a_device(late: Late) -> None:
     device, rank, size = late.device, late.hvd.rank(), late.hvd.size()
-    lane = PlannedQueue("test of a device", device=device.home())
+    queue = PlannedQueue("test of a device", device=device.home())
     producer, user = device.new_stream(device.home()), device.new_stream(device.home())
     parts: list[list[torch.Tensor]] = []
 
     def share(mine: torch.Tensor) -> CountingJob:
-        def job(plane: Backend) -> Coroutine[int]:
-            assert home_of(plane) == device.home()
-            plane.begin_count(active=rank > 0)
+        def job(backend: Backend) -> Coroutine[int]:
+            assert home_of(backend) == device.home()
+            backend.begin_count(active=rank > 0)
             parts.append([torch.empty_like(mine) for _ in range(size)])
             parts[-1][rank].copy_(mine)
-            yield from plane.gather([part.view(torch.uint8) for part in parts[-1]], range(size))
-            return (yield from plane.end_count())
+            yield from backend.gather([part.view(torch.uint8) for part in parts[-1]], range(size))
+            return (yield from backend.end_count())
 
         return job
 
     for step in range(3):
         with device.use(producer):
-            started = lane.start(share(torch.full((2000,), 10.0 * step + rank)))
+            started = queue.start(share(torch.full((2000,), 10.0 * step + rank)))
         with device.use(user):
             assert started.result() == size - 1
             seen = [each.clone() for each in parts[-1]]
         device.drain(user)
         for sender, found in enumerate(seen):
             assert torch.equal(found, torch.full((2000,), 10.0 * step + sender))
-    lane.close()
+    queue.close()
 
 
 def test_hosts_may_talk_in_between(late: Late) -> None:
-    lane = PlannedQueue("talk", device=late.device.home())
+    queue = PlannedQueue("talk", device=late.device.home())
     flags = torch.zeros(late.hvd.size(), dtype=torch.uint8)
     flags[late.hvd.rank()] = late.hvd.rank() + 1
 
@@ -49,8 +49,8 @@ def test_hosts_may_talk_in_between(late: Late) -> None:
         yield from host.gather(list(flags.split(1)), range(late.hvd.size()))
         return flags.tolist()
 
-    def job(plane: Backend) -> Coroutine[int]:
-        return sum((yield from beside(plane, talk)))
+    def job(backend: Backend) -> Coroutine[int]:
+        return sum((yield from beside(backend, talk)))
 
-    assert lane.run(job) == sum(range(1, late.hvd.size() + 1))
-    lane.close()
+    assert queue.run(job) == sum(range(1, late.hvd.size() + 1))
+    queue.close()

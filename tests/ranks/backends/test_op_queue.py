@@ -1,6 +1,6 @@
-"""OpQueues on every plane: right sums, bitwise alike on all ranks, any dtype, many jobs in flight.
+"""OpQueues on every backend: right sums, bitwise alike on all ranks, any dtype, many jobs in flight.
 
-The ranks of this machine are also grouped into pretended nodes, so that the network and hierarchical planes run too.
+The ranks of this machine are also grouped into pretended nodes, so that the network and hierarchical backends run too.
 """
 
 from types import ModuleType
@@ -21,12 +21,12 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(length, generator=generator) * 8).to(dtype)
 
 
-def test_the_plane_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    plane = current().set_state(None, "test").lanes.first.plane
+def test_the_backend_is_the_one_for_the_topology(hvd: ModuleType, ranks_per_node: int | None) -> None:
+    backend = current().find_set(None, "test").queues.first.backend
     if hvd.size() == 1:
         return
     several_nodes = ranks_per_node is not None and hvd.size() > ranks_per_node
-    assert isinstance(plane, HierarchicalBackend if several_nodes else SharedBackend)
+    assert isinstance(backend, HierarchicalBackend if several_nodes else SharedBackend)
     assert hvd.local_size() <= (ranks_per_node or hvd.size())
 
 
@@ -38,7 +38,7 @@ def test_sums_are_right_and_bitwise_alike(
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.0)
     for _ in range(2):
         tensors = [values(hvd.rank(), length, dtype) for length in lengths]
-        run(lambda plane, tensors=tensors: plane.allreduce(tensors, Arithmetic(dtype, ReduceOp.SUM)))
+        run(lambda backend, tensors=tensors: backend.allreduce(tensors, Arithmetic(dtype, ReduceOp.SUM)))
         for tensor, length in zip(tensors, lengths, strict=True):
             expected = sum(values(rank, length, dtype).double() for rank in range(hvd.size()))
             # Between nodes a 16-bit sum of one node is rounded once more.
@@ -50,7 +50,7 @@ def test_sums_are_right_and_bitwise_alike(
 def test_factors_apply_once_whatever_the_way(hvd: ModuleType, ranks_per_node: int | None) -> None:
     arithmetic = Arithmetic(torch.float32, ReduceOp.AVERAGE, divisor=hvd.size(), prescale=0.5, postscale=3.0)
     tensors = [torch.full((300_000,), 4.0), torch.full((3,), 4.0)]
-    run(lambda plane: plane.allreduce(tensors, arithmetic))
+    run(lambda backend: backend.allreduce(tensors, arithmetic))
     for tensor in tensors:
         torch.testing.assert_close(tensor, torch.full_like(tensor, 6.0))
 
@@ -62,23 +62,23 @@ def test_gather_brings_every_owners_bytes_to_all(hvd: ModuleType, ranks_per_node
         torch.full((length + index,), index if owner == hvd.rank() else 255, dtype=torch.uint8)
         for index, owner in enumerate(owners)
     ]
-    run(lambda plane: plane.gather(tensors, owners))
+    run(lambda backend: backend.gather(tensors, owners))
     for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full((length + index,), index, dtype=torch.uint8))
 
 
 def test_jobs_run_one_by_one_in_the_order_they_came(hvd: ModuleType, ranks_per_node: int | None) -> None:
-    lane = current().set_state(None, "test").lanes.first
+    queue = current().find_set(None, "test").queues.first
     tensors = [torch.full((1 + 997 * number,), float(number)) for number in range(30)]
     order: list[int] = []
     for number, tensor in enumerate(tensors):
-        lane.submit(
-            lambda plane, tensor=tensor: plane.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)),
+        queue.submit(
+            lambda backend, tensor=tensor: backend.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)),
             lambda task, number=number: order.append(number),
         )
     assert current().fabric.loop.wait(lambda: len(order) == 30, 60.0)
     assert order == list(range(30))
-    assert lane.idle
+    assert queue.idle
     for number, tensor in enumerate(tensors):
         assert bool((tensor == number * hvd.size()).all())
     hvd.barrier()
@@ -91,6 +91,6 @@ def test_a_sum_does_not_depend_on_how_the_work_was_cut(hvd: ModuleType, ranks_pe
     parts = [part.clone() for part in whole.split([7, 70_000, 79_993])]
     for _ in range(hvd.size()):  # whoever owns the first chunk
         again = whole.clone()
-        run(lambda plane, again=again: plane.allreduce([again], Arithmetic(torch.float32, ReduceOp.SUM)))
-    run(lambda plane: plane.allreduce(parts, Arithmetic(torch.float32, ReduceOp.SUM)))
+        run(lambda backend, again=again: backend.allreduce([again], Arithmetic(torch.float32, ReduceOp.SUM)))
+    run(lambda backend: backend.allreduce(parts, Arithmetic(torch.float32, ReduceOp.SUM)))
     assert torch.equal(torch.cat(parts), again)

@@ -19,16 +19,16 @@ def test_all_ranks_hear_how_many_are_active(hvd: ModuleType, ranks_per_node: int
     rank, size = hvd.rank(), hvd.size()
     heard = []
 
-    def job(plane: Backend) -> Coroutine[None]:
+    def job(backend: Backend) -> Coroutine[None]:
         for census in range(6):
             for _ in range((rank + census) % 3):
                 yield Wait.AGAIN
-            plane.begin_count(active=rank >= census)
+            backend.begin_count(active=rank >= census)
             if work:
                 tensor = torch.ones(work)
-                yield from plane.allreduce([tensor], SUM)
+                yield from backend.allreduce([tensor], SUM)
                 assert torch.equal(tensor, torch.full((work,), float(size)))
-            heard.append((yield from plane.end_count()))
+            heard.append((yield from backend.end_count()))
 
     run(job)
     assert heard == [max(size - census, 0) for census in range(6)]
