@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.views import AddressView
-from hvlike.backends.shared_memory.region import ADDRESSES, Region
+from hvlike.backends.shared_memory.region import ADDRESSES, AddressView, Region
 from hvlike.backends.shared_memory.schedule import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
 from hvlike.backends.shared_memory.work_stealing import WorkStealing
 from hvlike.transport.memory.dtypes import Array

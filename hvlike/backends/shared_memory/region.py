@@ -27,8 +27,8 @@ Every counter has one writer and only grows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from hvlike.backends.arithmetic.scratch import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
-from hvlike.transport.memory.dtypes import Array
+from hvlike.transport.memory.dtypes import Array, bytes_at
 from hvlike.transport.memory.segment import Segment, words
 
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
@@ -92,6 +92,23 @@ class Slots(NamedTuple):
     """For each owner: where its results are taken from."""
 
 
+class Turns:
+    """How many chunks each rank of the node has owned so far; the same on every rank at the same point.
+
+    The turn of a chunk, modulo SLOTS, is the number of its slot.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.counts = [0] * ranks
+
+    def advance(self, counts: Sequence[int]) -> list[int]:
+        """Count this many chunks of each rank; returns the turns of their first ones."""
+        first = self.counts[:]
+        for owner, count in enumerate(counts):
+            self.counts[owner] += count
+        return first
+
+
 class Region:
     """One rank's view of the region; `rank` and `ranks` count within the node."""
 
@@ -118,7 +135,6 @@ class Region:
         """The counters of the peers."""
         self._segment = segment
         self._slots_start = ranks * _counter_bytes(ranks)
-        self._bells = bells
         self.fence = fence
         self._tables: dict[torch.dtype, Slots] = {}
         self._scratch = np.empty(chunk, np.uint8)
@@ -126,6 +142,7 @@ class Region:
         self.sleepers = [bells[peer] for peer in self.peers]
         """The bells of the peers."""
         self.order = order_by(fence)
+        self.turns = Turns(ranks)
 
     def byte_slots(self, stager: int, owner: int) -> list[Array]:
         """The slots in which `stager` stages for `owner`, by turn modulo SLOTS; owner == stager: for everybody."""
@@ -162,12 +179,13 @@ class Region:
         place = self.mine.words[word]
         return all(counters.words[word] == place for counters in self.others)
 
-    def notify_if_sleeping(self, ranks: Iterable[int]) -> None:
-        """Wake those of `ranks` that sleep, after counters they may wait for were advanced."""
-        self.fence()
-        bells = self._bells
-        for rank in ranks:
-            bells[rank].notify_if_sleeping()
+    def notify_if_sleeping(self) -> None:
+        """Wake the peers that sleep, after counters they may wait for were advanced."""
+        with self.fence.barrier:
+            pass
+        for bell in self.sleepers:
+            if bell.asleep[0]:
+                bell.notify_if_sleeping()
 
 
 def first_peer(owner: int) -> int:
@@ -199,7 +217,7 @@ class ActiveRankCount:
         """Write down whether this rank is active in the next count. Does not wait."""
         self._number += 1
         self._region.mine.votes[self._number % 2] = 2 * self._number + yes
-        self._region.notify_if_sleeping(self._region.peers)
+        self._region.notify_if_sleeping()
 
     def count(self) -> int | None:
         """How many ranks are active in the count begun last; None while a rank has not begun it."""
@@ -207,3 +225,55 @@ class ActiveRankCount:
         if any(vote >> 1 != self._number for vote in votes):
             return None
         return sum(vote & 1 for vote in votes)
+
+
+_FIRST_ADDRESS = 4096
+_EVERYTHING = bytes_at(_FIRST_ADDRESS, 1 << 56)
+"""All that could be this process's memory: a slice of it costs a tenth of what it costs to view a tensor anew."""
+
+
+class AddressView:
+    """Slices keep none of the memory: the caller holds the tensors that lie there."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self._itemsize = arithmetic.itemsize
+        self._everything = arithmetic.over(_EVERYTHING)
+
+    def elements(self, address: int, count: int) -> Piece:
+        """So many elements from an address on."""
+        first, odd = divmod(address - _FIRST_ADDRESS, self._itemsize)
+        if odd:
+            return self._arithmetic.over(bytes_at(address, count * self._itemsize))
+        return self._everything[first : first + count]
+
+    def chunks(self, addresses: Sequence[int], *tables: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[Any]]:
+        """The elements of tables of chunks of runs (tensor, start, stop) of tensors that begin at these addresses.
+
+        A chunk of several runs is a list of pieces.
+        """
+        itemsize, everything = self._itemsize, self._everything
+        firsts, found = [], []
+        for address in addresses:
+            first, odd = divmod(address - _FIRST_ADDRESS, itemsize)
+            if odd:
+                return [self._odd_chunks(addresses, table) for table in tables]
+            firsts.append(first)
+        for table in tables:
+            chunks: list[Any] = []
+            for runs in table:
+                if len(runs) == 1:
+                    ((tensor, start, stop),) = runs
+                    chunks.append(everything[firsts[tensor] + start : firsts[tensor] + stop])
+                else:
+                    chunks.append([everything[firsts[tensor] + a : firsts[tensor] + b] for tensor, a, b in runs])
+            found.append(chunks)
+        return found
+
+    def _odd_chunks(self, addresses: Sequence[int], table: Sequence[Sequence[tuple[int, int, int]]]) -> list[Any]:
+        """The same where an address is no multiple of the size of an element."""
+        pieces = [
+            [self.elements(addresses[tensor] + start * self._itemsize, stop - start) for tensor, start, stop in runs]
+            for runs in table
+        ]
+        return [each if len(each) > 1 else each[0] for each in pieces]

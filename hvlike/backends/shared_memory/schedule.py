@@ -108,20 +108,3 @@ def assign(lengths: Sequence[int], owners: Sequence[int], elements: int) -> list
         ordered.append((counts.setdefault(owner, 0), owner, tensor, start, stop))
         counts[owner] += 1
     return [Chunk(((tensor, start, stop),), owner) for _, owner, tensor, start, stop in sorted(ordered)]
-
-
-class Turns:
-    """How many chunks each rank of the node has owned so far; the same on every rank at the same point.
-
-    The turn of a chunk, modulo SLOTS, is the number of its slot.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.counts = [0] * ranks
-
-    def advance(self, counts: Sequence[int]) -> list[int]:
-        """Count this many chunks of each rank; returns the turns of their first ones."""
-        first = self.counts[:]
-        for owner, count in enumerate(counts):
-            self.counts[owner] += count
-        return first

@@ -17,7 +17,7 @@ from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
 from hvlike.backends.shared_memory.inline_reduction import InlineReduction
 from hvlike.backends.shared_memory.prepared import PreparedReduction
 from hvlike.backends.shared_memory.region import ActiveRankCount, Region
-from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, Turns, assign, deal
+from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, assign, deal
 from hvlike.backends.shared_memory.staging import Results, StagedReduction
 from hvlike.backends.shared_memory.transfer import SlotAlltoall, SlotGather, SlotTransfer
 from hvlike.backends.shared_memory.work_sync import WorkSync
@@ -45,7 +45,6 @@ class SharedBackend:
         self.memory = memory
         """Decides which work is done by cross-memory attach."""
         self._sync = WorkSync(region)
-        self._turns = Turns(region.ranks)
         self._active = ActiveRankCount(region)
         self._prepared: dict[object, PreparedReduction] = {}
         self._known: dict[object, tuple[StagedReduction, list[Chunk]]] = {}
@@ -86,7 +85,7 @@ class SharedBackend:
     def inline(self, arithmetic: Arithmetic, length: int, stamp: int) -> InlineReduction:
         """What reduces one tensor of this length, on which all ranks agree elsewhere; stamp: of this kind of call."""
         chunks = self._deal([length], arithmetic)
-        staged = StagedReduction(self._sync, self._turns, arithmetic, chunks, compares=False)
+        staged = StagedReduction(self._sync, arithmetic, chunks, compares=False)
         return InlineReduction(self._sync, self._allocations, staged, arithmetic, length, stamp)
 
     def reduce_partially(
@@ -119,7 +118,7 @@ class SharedBackend:
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Send `sends[i]` to rank i of the node and fill `receives[i]` from it; the own part is copied."""
-        yield from self._transfer(SlotAlltoall(self._region, self._turns.counts, sends, receives))
+        yield from self._transfer(SlotAlltoall(self._region, self._region.turns.counts, sends, receives))
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -135,7 +134,7 @@ class SharedBackend:
 
     def _stage(self, lengths: Sequence[int], arithmetic: Arithmetic) -> StagedReduction:
         """What stages tensors of these lengths, all results to all ranks."""
-        return StagedReduction(self._sync, self._turns, arithmetic, self._deal(lengths, arithmetic))
+        return StagedReduction(self._sync, arithmetic, self._deal(lengths, arithmetic))
 
     def _reduce_for(
         self,
@@ -157,7 +156,7 @@ class SharedBackend:
                 chunks = self._deal(lengths, arithmetic, short=0)
             else:
                 chunks = assign(lengths, owners, self._region.chunk // arithmetic.itemsize)
-            staged = StagedReduction(self._sync, self._turns, arithmetic, chunks, results)
+            staged = StagedReduction(self._sync, arithmetic, chunks, results)
             known = self._known[key] = staged, chunks
         self._sync.begin(_stamp_of(lengths, arithmetic), 0)
         addresses = list(map(arithmetic.address, tensors))

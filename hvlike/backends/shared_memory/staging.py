@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.views import AddressView
-from hvlike.backends.shared_memory.region import FAILED, LEFT, REDUCED, first_peer
-from hvlike.backends.shared_memory.schedule import SLOTS, Chunk, Turns
+from hvlike.backends.shared_memory.region import FAILED, LEFT, REDUCED, AddressView, first_peer
+from hvlike.backends.shared_memory.schedule import SLOTS, Chunk
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
@@ -68,20 +67,18 @@ class StagedReduction:
     def __init__(
         self,
         sync: WorkSync,
-        turns: Turns,
         arithmetic: Arithmetic,
         chunks: Sequence[Chunk],
         results: Results = Results.TO_ALL,
         *,
         compares: bool = True,
     ) -> None:
-        """turns: of all reductions of the region. chunks: none longer than a slot.
+        """chunks: none longer than a slot.
 
         compares: before this rank adds anything it makes sure that its peers are at the same work.
         """
         region = self._region = sync.region
         self._sync = sync
-        self._turns = turns
         self._compare = sync.compare if compares else None
         self._checks = region.spin.counter_checks
         self._arithmetic = arithmetic
@@ -138,7 +135,7 @@ class StagedReduction:
             self._addresses = []
             self._elements = self._memory.chunks(addresses, self._own_runs, self._foreign_runs)
             self._addresses = addresses[:]
-        return self._move(self._turns.advance(self._counts))
+        return self._move(self._region.turns.advance(self._counts))
 
     def _until_received(self) -> Coroutine[None]:
         """Wait until the peers have what an alltoall has put into this rank's slots."""
@@ -221,7 +218,7 @@ class StagedReduction:
                         yield Wait.AGAIN
                 elif looks % self._checks == 0:
                     # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
-                    region.notify_if_sleeping(region.peers)
+                    region.notify_if_sleeping()
                     self._sync.check_peers()
                     yield Wait.NOTIFY
         except GeneratorExit:
@@ -232,7 +229,7 @@ class StagedReduction:
             mine.words[FAILED] = mine.words[FAILED] or LEFT
             raise
         finally:
-            region.notify_if_sleeping(region.peers)
+            region.notify_if_sleeping()
 
 
 def scatter(targets: Sequence[Any], parts: Sequence[Piece]) -> None:

@@ -94,7 +94,7 @@ class SlotTransfer:
                 self.copy_own()
                 pending, moved = False, True
             if moved:
-                region.notify_if_sleeping(region.peers)
+                region.notify_if_sleeping()
                 passes += 1
                 if passes % PASSES == 0:
                     yield Wait.AGAIN

@@ -84,7 +84,7 @@ class WorkSync:
         """Wait until all ranks are at the work of this number. Raises: MismatchError where a peer is at other work."""
         region = self.region
         counters, peers = region.counters, region.peers
-        region.notify_if_sleeping(peers)
+        region.notify_if_sleeping()
         while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(self._checks)):
             self.check_peers()
             yield Wait.NOTIFY
@@ -97,7 +97,7 @@ class WorkSync:
         region = self.region
         region.order()
         region.mine.words[DEPARTED] = number
-        region.notify_if_sleeping(region.peers)
+        region.notify_if_sleeping()
         for counters in region.others:
             words = counters.words
             while words[DEPARTED] < number:
@@ -152,7 +152,7 @@ class WorkSync:
         others = [peer for peer in region.peers if region.counters[peer].words[word] != self._stamp]
         if others:
             region.mine.words[FAILED] = APART
-            region.notify_if_sleeping(region.peers)
+            region.notify_if_sleeping()
             raise MismatchError(
                 f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
                 f"{region.rank}: a planned reduction must have the same tensors, dtypes and "

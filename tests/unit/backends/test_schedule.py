@@ -2,11 +2,11 @@
 
 import pytest
 
+from hvlike.backends.shared_memory.region import Turns
 from hvlike.backends.shared_memory.schedule import (
     CHUNK_BYTES,
     SMALLEST_CHUNK_BYTES,
     Chunk,
-    Turns,
     assign,
     chunk_bytes,
     cut,

@@ -12,7 +12,7 @@ from support.backends.node import addresses_of, odd, on_all, play, regions
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.shared_memory.region import Region
-from hvlike.backends.shared_memory.schedule import Chunk, Turns, assign, deal
+from hvlike.backends.shared_memory.schedule import Chunk, assign, deal
 from hvlike.backends.shared_memory.staging import Results, StagedReduction
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.errors import HorovodInternalError, MismatchError
@@ -35,7 +35,7 @@ def reductions(
         sync = WorkSync(region)
         if stamps is not None:
             sync.begin(stamps[region.rank], 0)
-        return StagedReduction(sync, Turns(region.ranks), SUM, chunks, results, compares=stamps is not None)
+        return StagedReduction(sync, SUM, chunks, results, compares=stamps is not None)
 
     return on_all(everybody, make)
 
