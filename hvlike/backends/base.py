@@ -1,13 +1,15 @@
-"""What every backend can do, and the backend of a rank that is alone."""
+"""What every backend can do, the backend of a rank that is alone, and one that records its calls in the timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
 
 
@@ -25,6 +27,9 @@ class Prepared(Protocol):
 
 class Backend(Protocol):
     """Reduces and moves flat contiguous tensors among the ranks of a group, one call at a time, in the same order."""
+
+    name: str
+    """In the timeline."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
@@ -49,11 +54,8 @@ class Backend(Protocol):
         Tensors of bytes, of any length, also 0; what one position sends is as long as what the other receives.
         """
 
-    def begin_count(self, *, active: bool) -> None:
-        """Say whether this rank is active, for `end_count` after other work. Does not wait."""
-
-    def end_count(self) -> Coroutine[int]:
-        """How many ranks are active, as they said at `begin_count`."""
+    def count_active(self, active: bool) -> Coroutine[int]:
+        """How many ranks say that they are active; all call it at the same point."""
 
     def close(self) -> None:
         """Give back what the backend holds."""
@@ -62,13 +64,12 @@ class Backend(Protocol):
 class SoloBackend:
     """A group of one rank: only the factors are left to apply."""
 
-    _active = False
+    name = "SOLO"
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """See Backend: there is nothing to prepare."""
+        """There is nothing to prepare."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Apply the factors in place."""
         for tensor in tensors:
             arithmetic.combine(arithmetic.view(tensor), [])
         yield from ()
@@ -76,26 +77,76 @@ class SoloBackend:
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        """Apply the factors in place: all is owned here."""
         yield from self.allreduce(tensors, arithmetic)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        """Nobody else wants it."""
         yield from ()
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """Copy the own part."""
         receives[0].copy_(sends[0])
         yield from ()
 
-    def begin_count(self, *, active: bool) -> None:
-        """Remember it."""
-        self._active = active
-
-    def end_count(self) -> Coroutine[int]:
-        """1 or 0."""
+    def count_active(self, active: bool) -> Coroutine[int]:
         yield from ()
-        return int(self._active)
+        return int(active)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _traced(method: str) -> Callable[..., Coroutine[None]]:
+    """A method of TracedBackend: the backend's own, in a phase that is named after both."""
+
+    def call(self: TracedBackend, tensors: Sequence[torch.Tensor], *others: Any) -> Coroutine[None]:
+        with self.phase(f"{self.name}_{method.upper()}", total_bytes(tensors)):
+            yield from getattr(self.backend, method)(tensors, *others)
+
+    return call
+
+
+class TracedBackend:
+    """Does what the backend does; each call is a phase in one row of the timeline, SHARED_ALLREDUCE for example."""
+
+    def __init__(self, backend: Backend, recorder: Recorder, row: int) -> None:
+        self.backend = backend
+        self.name = backend.name
+        # Whoever runs what was prepared records that.
+        self.prepare = backend.prepare
+        self.close = backend.close
+        self._recorder = recorder
+        self._row = row
+
+    def over(self, backend: Backend) -> TracedBackend:
+        """Another backend in the same row."""
+        return TracedBackend(backend, self._recorder, self._row)
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int) -> Iterator[None]:
+        """What is done meanwhile is a phase of this name."""
+        self._recorder.begin(self._row, name, {"bytes": nbytes})
+        try:
+            yield
+        finally:
+            self._recorder.end(self._row)
+
+    allreduce = _traced("allreduce")
+    reduce_scatter = _traced("reduce_scatter")
+    gather = _traced("gather")
+    alltoall = _traced("alltoall")
+
+    def count_active(self, active: bool) -> Coroutine[int]:
+        with self.phase("COUNT_ACTIVE_RANKS", 0):
+            return (yield from self.backend.count_active(active))
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def phase(backend: Backend, name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """A phase in the row of `backend`, if it has one; nothing otherwise."""
+    return backend.phase(name, total_bytes(tensors)) if isinstance(backend, TracedBackend) else _NOTHING
+
+
+def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The size of all tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend
-from hvlike.backends.tracing import phase
+from hvlike.backends.base import Backend, phase
 from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024

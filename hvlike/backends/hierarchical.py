@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -62,17 +62,18 @@ SHARD_BYTES = 256 << 10
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
 
-@dataclass
-class Wave:
+class Wave(NamedTuple):
     """Tensors on their way through the three steps."""
 
     tensors: list[torch.Tensor]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk]
     """Who owns what on this node; nothing where this rank is alone on it."""
 
 
 class HierarchicalBackend:
     """A group on several nodes."""
+
+    name = "HIERARCHICAL"
 
     def __init__(self, group: Group, shared: SharedBackend | None, cross: Network | None, whole: Network) -> None:
         """shared: None on a node with one member; cross: None where another rank crosses for this one."""
@@ -80,23 +81,16 @@ class HierarchicalBackend:
         self._shared = shared
         self._cross = cross
         self._whole = whole
-        self._active = False
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """See Backend: not the way of this one."""
+        """Not the way of this one."""
 
-    def begin_count(self, *, active: bool) -> None:
-        """See Backend."""
-        self._active = active
-
-    def end_count(self) -> Coroutine[int]:
-        """See Backend; a reduction of one number."""
-        count = torch.tensor([int(self._active)], dtype=torch.int32, device="cpu")
+    def count_active(self, active: bool) -> Coroutine[int]:
+        count = torch.tensor([int(active)], dtype=torch.int32, device="cpu")
         yield from self.allreduce([count], _COUNT)
         return int(count)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Reduce flat contiguous CPU tensors in place."""
         if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
             yield from self._cross.allreduce(tensors, arithmetic)
             return
@@ -111,24 +105,30 @@ class HierarchicalBackend:
             ]
         )
 
-    def _waves(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> list[Wave]:
+    def _waves(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> list[list[torch.Tensor]]:
         """Cut tensors into waves, the same on all nodes."""
         crossing = self._group.local_size if self._group.homogeneous else 1
         runs = [Run(piece, 0, len(tensor)) for piece, tensor in enumerate(tensors)]
         wave_bytes = SHARD_BYTES * len(self._group.nodes) * crossing
         cuts = messages(runs, wave_bytes // arithmetic.itemsize)
-        return [Wave([tensors[piece][start:stop] for piece, start, stop in each]) for each in cuts]
+        return [[tensors[piece][start:stop] for piece, start, stop in each] for each in cuts]
 
-    def _reduce_inside(self, waves: Sequence[Wave], reduced: deque[Wave], arithmetic: Arithmetic) -> Coroutine[None]:
+    def _reduce_inside(
+        self, waves: Sequence[list[torch.Tensor]], reduced: deque[Wave], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
         owner = None if self._group.homogeneous else 0
-        for wave in waves:
+        for tensors in waves:
+            chunks: list[Chunk] = []
             if self._shared is not None:
-                wave.chunks = yield from self._shared.reduce_partially(wave.tensors, arithmetic, owner)
+                chunks = yield from self._shared.reduce_partially(tensors, arithmetic, owner)
             else:
-                # On other nodes the contributions are prescaled when they are reduced, so here too.
-                for tensor in wave.tensors:
-                    arithmetic.accumulate(arithmetic.view(tensor), [])
-            reduced.append(wave)
+                self._prescale(tensors, arithmetic)
+            reduced.append(Wave(tensors, chunks))
+
+    def _prescale(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> None:
+        """On other nodes the contributions are prescaled when they are reduced, so on a node with one member too."""
+        for tensor in tensors:
+            arithmetic.combine(arithmetic.view(tensor), [], partial=True)
 
     def _take_across(
         self, count: int, reduced: deque[Wave], crossed: deque[Wave], arithmetic: Arithmetic
@@ -182,8 +182,7 @@ class HierarchicalBackend:
             yield from self._shared.reduce_scatter(work, crossers, arithmetic, partial=True)
             rest = arithmetic.continuation
         elif any(len(node) > 1 for node in self._group.nodes):
-            for index in mine:
-                arithmetic.accumulate(arithmetic.view(work[index]), [])
+            self._prescale([work[index] for index in mine], arithmetic)
             rest = arithmetic.continuation
         if self._cross is not None:
             targets = [self._place_across(owners[index]) for index in mine]

@@ -13,13 +13,11 @@ import torch
 
 from hvlike.backends.arithmetic.kernels import (
     ArrayKernel,
-    BoolKernel,
     DirectHalfKernel,
     Factors,
     FloatKernel,
     HalfKernel,
     IntegerKernel,
-    Kernel,
     KernelCall,
     direct_contributions,
 )
@@ -32,7 +30,7 @@ Piece: TypeAlias = Array | torch.Tensor
 """A flat run of elements in the kernel's representation: a numpy array, or a tensor for the 16-bit floats."""
 
 _KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
-    Kind.BOOL: BoolKernel,
+    Kind.BOOL: ArrayKernel,
     Kind.INTEGER: IntegerKernel,
     Kind.HALF: HalfKernel,
     Kind.FLOAT: FloatKernel,
@@ -63,8 +61,8 @@ class Arithmetic:
     float16, bfloat16, float32 and complex64. Integers: each scaling goes through double and truncates toward zero;
     with postscale 1 the division is exact. Min and Max of floats propagate NaN. Overflow is silent, as in torch.
 
-    A reduction that goes on elsewhere (on another node) is `accumulate` here, `continuation` there. Partial results
-    of float16 and bfloat16 carry the power of two in postscale / divisor already: a sum that an average would
+    A reduction that goes on elsewhere (on another node) is combined partially here, by `continuation` there. Partial
+    results of float16 and bfloat16 carry the power of two in postscale / divisor already: a sum that an average would
     divide later must not overflow float16 on its way.
     """
 
@@ -77,9 +75,7 @@ class Arithmetic:
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> None:
-        """Prepare the kernel.
-
-        Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
+        """Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
         given for bool, when a factor of an integer reduction is not finite, or when the divisor is below 1.
         """
         check_supported(op, dtype)
@@ -90,14 +86,19 @@ class Arithmetic:
         self.factors = factors
         self.element = element_of(dtype)
         self.itemsize = self.element.itemsize
-        self._kernel: Kernel[Any] = _KERNELS[self.element.kind](self.element, op, factors)
+        kernel: Any = _KERNELS[self.element.kind](self.element, op, factors)
+        self._kernel = self._direct = kernel
+        self.over: Callable[[Array], Piece] = kernel.over
+        """(buffer): view raw memory (1-D, aligned, a whole number of elements) as a piece, without a copy."""
+        self.copy: Callable[[Piece, Piece], None] = kernel.copy
+        """(target, source): copy pieces of equal length."""
+        self.accumulator: Callable[[int], Piece | None] = kernel.accumulator
+        """(length): memory in which a reduction of up to so many elements can go on between calls, if it needs any."""
         self._is_array = self.element.kind is not Kind.HALF
-        self._direct: Kernel[Any] = self._kernel
         self._direct_contributions = -1
         if self.element.kind is Kind.HALF:
             self._direct = DirectHalfKernel(self.element, op, factors)
             self._direct_contributions = direct_contributions(dtype, op, factors)
-        kernel = self._kernel
         self.joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
         """The kernel, where a sum can be scaled while it is copied, a pass less; its caller silences numpy."""
         self._block = BLOCK_BYTES // self.itemsize
@@ -105,7 +106,7 @@ class Arithmetic:
 
     @functools.cached_property
     def continuation(self) -> Arithmetic:
-        """What is left to do with the partial results that `accumulate` made."""
+        """What is left to do with partial results."""
         factors = self.factors
         if factors.prescale == 1 and self._early == 1:
             return self
@@ -138,50 +139,48 @@ class Arithmetic:
             self.view(tensor)
         return tensor.data_ptr()
 
-    def over(self, buffer: Array) -> Piece:
-        """View raw memory (1-D, aligned to the element, a whole number of them) as a piece, without a copy."""
-        piece: Piece = self._kernel.over(buffer)
-        return piece
-
-    def copy(self, target: Piece, source: Piece) -> None:
-        """Copy `source` to `target`, of equal length."""
-        self._kernel.copy(target, source)
-
     def steps(self, *, partial: bool = False) -> Steps:
-        """What a reduction of chunks is made of; partial: `continuation` or `finish` goes on with its results."""
+        """What a reduction of chunks is made of; partial: `continuation` goes on with its results."""
         gather = np.concatenate if self._is_array else torch.cat
         kernel = self.joining
         if partial:
-            return Steps(gather, self._join_partially, self.copy, None)
+            return Steps(gather, functools.partial(self._join, partial=True), self.copy, None)
         if kernel is None:
             return Steps(gather, self._join, None, None)
         plain = kernel.copies or kernel.factor is not None
         return Steps(gather, kernel.join, None if plain else kernel.deliver, kernel.factor)
 
-    def _join(self, rank: int, own: Piece, copies: Sequence[Piece]) -> None:
-        first, others = in_order(rank, own, copies)
-        self.combine(first, others, [copies[0] if first is own else own])
+    def _join(self, rank: int, own: Piece, copies: Sequence[Piece], *, partial: bool = False) -> None:
+        """The order of the ranks, on whichever rank; the first two may be swapped.
 
-    def _join_partially(self, rank: int, own: Piece, copies: Sequence[Piece]) -> None:
-        first, others = in_order(rank, own, copies)
-        self.accumulate(first, others)
-        if first is not own:
-            self.copy(own, first)
+        Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise
+        gives the same bits.
+        """
+        if rank > 1:
+            self.combine(copies[0], [*copies[1:rank], own, *copies[rank:]], [own], partial=partial)
+        else:
+            self.combine(own, copies, () if partial else copies[:1], partial=partial)
 
-    def combine(self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = ()) -> None:
+    def combine(
+        self, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece] = (), *, partial: bool = False
+    ) -> None:
         """Reduce `own` and `others`, apply all factors, leave the result in `own` and copy it to `outputs`.
 
         All pieces have the length of `own`. An output may be one of the others: it is written after all were
         read. `others` that are no outputs are left as they are. The order of `others` is the order of the sum.
+        partial: do the first half only; `continuation` goes on with the result.
         """
-        kernel = self._direct if len(others) <= self._direct_contributions else self._kernel
+        kernel = self._direct if len(others) <= self._direct_contributions and not partial else self._kernel
         with np.errstate(all="ignore"):
             for block in self._blocks(len(own)):
                 mine = own[block]
                 accumulator = kernel.load(mine, None)
                 for other in others:
                     kernel.fold(accumulator, other[block])
-                kernel.finish(accumulator)
+                if not partial:
+                    kernel.finish(accumulator)
+                elif self._early != 1:
+                    accumulator.mul_(self._early)
                 kernel.store(accumulator, mine)
                 for output in outputs:
                     kernel.copy(output[block], mine)
@@ -201,39 +200,6 @@ class Arithmetic:
         """
         self.copy(own, copies[0])
         self.combine(own, copies[1:])
-
-    def accumulate(self, own: Piece, others: Sequence[Piece]) -> None:
-        """Do the first half of `combine`: the partial result stays in `own`, for `continuation` or `finish`."""
-        kernel = self._kernel
-        with np.errstate(all="ignore"):
-            for block in self._blocks(len(own)):
-                mine = own[block]
-                accumulator = kernel.load(mine, None)
-                for other in others:
-                    kernel.fold(accumulator, other[block])
-                if self._early != 1:
-                    accumulator.mul_(self._early)
-                kernel.store(accumulator, mine)
-
-    def finish(self, own: Piece, outputs: Sequence[Piece] = ()) -> None:
-        """Do the second half of `combine`: apply divisor and postscale to `own` and copy it to `outputs`.
-
-        `own` holds the reduction of all partial results, by the bare op without factors.
-        """
-        kernel = self.continuation._kernel
-        with np.errstate(all="ignore"):
-            for block in self._blocks(len(own)):
-                mine = own[block]
-                accumulator = kernel.load(mine, None)
-                kernel.finish(accumulator)
-                kernel.store(accumulator, mine)
-                for output in outputs:
-                    kernel.copy(output[block], mine)
-
-    def accumulator(self, length: int) -> Piece | None:
-        """Return memory in which a reduction of up to `length` elements can go on between calls, if it needs any."""
-        memory: Piece | None = self._kernel.accumulator(length)
-        return memory
 
     def begin(self, own: Piece, memory: Piece | None) -> Piece:
         """Start a reduction that goes on between calls: return its accumulator, holding the own contribution."""
@@ -260,17 +226,6 @@ class Arithmetic:
             return
         for start in range(0, length, self._block):
             yield slice(start, min(start + self._block, length))
-
-
-def in_order(rank: int, own: Piece, copies: Sequence[Piece]) -> tuple[Piece, Sequence[Piece]]:
-    """The first piece and the others, in the order of the ranks, on whichever rank; the first two may be swapped.
-
-    Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise gives
-    the same bits.
-    """
-    if rank > 1:
-        return copies[0], [*copies[1:rank], own, *copies[rank:]]
-    return own, copies
 
 
 def early_factor(op: ReduceOp, post: float) -> float:

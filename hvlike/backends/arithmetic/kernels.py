@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ import torch
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.arithmetic.scratch import SCRATCH, ordinary_tensor
 from hvlike.transport.memory.dtypes import Array, Element
-
-P = TypeVar("P")
 
 KernelCall: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function and what it is called with."""
@@ -41,63 +38,56 @@ class Factors:
         return self.postscale / self.divisor
 
 
-class Kernel(ABC, Generic[P]):
-    """Arithmetic on pieces of one dtype under one op. Pieces are flat, of equal length, and sliceable."""
+_FUNCTIONS = {
+    ReduceOp.AVERAGE: "add",
+    ReduceOp.SUM: "add",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+    ReduceOp.PRODUCT: "multiply",
+}
+"""What numpy and torch call the reductions."""
+
+
+class Kernel:
+    """Arithmetic on pieces of one dtype under one op. Pieces are flat, of equal length, and sliceable.
+
+    over(buffer)               the typed piece over the bytes of a buffer (uint8, aligned to the element)
+    accumulator(length)        memory for an accumulator that outlives a call; None where the own piece serves
+    load(own, accumulator)     the accumulator, holding the prescaled own contribution (None: in scratch or in place)
+    fold(accumulator, other)   reduce one more contribution, prescaled, into it
+    finish(accumulator)        apply divisor and postscale
+    store(accumulator, own)    write it into the own piece, rounded once
+    copy(target, source)       copy a piece
+    """
+
+    library: Any
 
     def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
         self.element = element
         self.op = op
         self.factors = factors
-
-    @abstractmethod
-    def over(self, buffer: Array) -> P:
-        """Return the typed piece over the bytes of `buffer` (uint8, aligned to the element)."""
-
-    @abstractmethod
-    def accumulator(self, length: int) -> P | None:
-        """Return memory for an accumulator that outlives this call, or None where the own piece serves."""
-
-    @abstractmethod
-    def load(self, own: P, accumulator: P | None) -> P:
-        """Return the accumulator, holding the prescaled own contribution (None: in scratch or in place)."""
-
-    @abstractmethod
-    def fold(self, accumulator: P, other: P) -> None:
-        """Reduce one more contribution, prescaled, into the accumulator."""
-
-    @abstractmethod
-    def finish(self, accumulator: P) -> None:
-        """Apply divisor and postscale to the accumulator."""
-
-    @abstractmethod
-    def store(self, accumulator: P, own: P) -> None:
-        """Write the accumulator into the own piece, rounded once."""
-
-    @abstractmethod
-    def copy(self, target: P, source: P) -> None:
-        """Copy a piece."""
+        self._reduce = getattr(self.library, _FUNCTIONS[op])
 
 
-class ArrayKernel(Kernel[Array]):
-    """The types numpy computes: accumulates in place. Subclasses define how factors are applied."""
+class ArrayKernel(Kernel):
+    """The types numpy computes: accumulates in place. Subclasses apply factors.
 
-    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
-        ReduceOp.AVERAGE: np.add,
-        ReduceOp.SUM: np.add,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.PRODUCT: np.multiply,
-    }
+    As it is it serves truth values, whose factors are refused before: numpy's add and maximum are "or", multiply and
+    minimum are "and".
+    """
+
+    library = np
 
     def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
         super().__init__(element, op, factors)
-        self._reduce = self.reductions[op]
-        self._finishes = factors.postscale != 1 or factors.divisor != 1
-        self._finishes_joined = self._finishes
+        self._finishes_joined = factors.postscale != 1 or factors.divisor != 1
+        self._factor: Any = None
+        """What `deliver` multiplies the real numbers of a result with."""
         self.factor: Any = None
-        """What `deliver` multiplies with on the way, where that is all it does."""
+        """The same, where that is all it does."""
         self.copies = True
         """Whether `deliver` only copies, where there is no such factor."""
+        self._real = element.storage
 
     def over(self, buffer: Array) -> Array:
         view: Array = buffer.view(self.element.storage)
@@ -118,11 +108,18 @@ class ArrayKernel(Kernel[Array]):
             other = scaled
         self._reduce(accumulator, other, out=accumulator)
 
+    def finish(self, accumulator: Array) -> None:
+        pass
+
     def store(self, accumulator: Array, own: Array) -> None:
         pass  # the accumulator is the own piece
 
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
+
+    def scale(self, source: Array, out: Array) -> None:
+        """Write prescale * source to `out`, which may be `source`."""
+        np.copyto(out, source)
 
     # All in one frame: a call between chunks, which empty the caches, costs more than a statement.
     def join(self, rank: int, own: Array, copies: Sequence[Array]) -> None:
@@ -150,28 +147,15 @@ class ArrayKernel(Kernel[Array]):
 
     def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall] | None:
         """The calls that make `join` and `deliver` of these to `own`; None where they are not known beforehand."""
-        if self._finishes:
+        if self._finishes_joined:
             return None
-        return self._joining_calls(copies, own)
-
-    def _joining_calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall]:
         first, second, *others = copies
         out = {"out": own}
-        return [(self._reduce, (first, second), out), *((self._reduce, (own, other), out) for other in others)]
-
-    @abstractmethod
-    def scale(self, source: Array, out: Array) -> None:
-        """Write prescale * source to `out`, which may be `source`."""
-
-
-class BoolKernel(ArrayKernel):
-    """Truth values: numpy's add and maximum are "or", multiply and minimum are "and". Factors are refused before."""
-
-    def scale(self, source: Array, out: Array) -> None:
-        np.copyto(out, source)
-
-    def finish(self, accumulator: Array) -> None:
-        pass
+        calls = [(self._reduce, (first, second), out), *((self._reduce, (own, other), out) for other in others)]
+        if self._factor is not None:
+            real = own.view(self._real)
+            calls.append((np.multiply, (real, self._factor), {"out": real}))
+        return calls
 
 
 class IntegerKernel(ArrayKernel):
@@ -214,8 +198,7 @@ class FloatKernel(ArrayKernel):
             self._post = self._real.type(factors.post)
         self._finishes_joined = False
         self._factor = None if factors.post == 1 else self._post
-        is_complex = element.storage.kind == "c"
-        self.factor = None if is_complex else self._factor
+        self.factor = None if element.storage.kind == "c" else self._factor
         self.copies = self._factor is None
 
     def scale(self, source: Array, out: Array) -> None:
@@ -227,33 +210,16 @@ class FloatKernel(ArrayKernel):
         else:
             np.multiply(source.view(self._real), self._factor, out=target.view(self._real))
 
-    def calls(self, copies: Sequence[Array], own: Array) -> list[KernelCall]:
-        calls = self._joining_calls(copies, own)
-        if self._factor is not None:
-            real = own.view(self._real)
-            calls.append((np.multiply, (real, self._factor), {"out": real}))
-        return calls
-
     def finish(self, accumulator: Array) -> None:
         if self.factors.post != 1:
             real = accumulator.view(self._real)
             np.multiply(real, self._post, out=real)
 
 
-class HalfKernel(Kernel[torch.Tensor]):
+class HalfKernel(Kernel):
     """float16 and bfloat16: everything is computed in float32 and rounded once, by torch."""
 
-    reductions: ClassVar[dict[ReduceOp, Callable[..., Any]]] = {
-        ReduceOp.AVERAGE: torch.add,
-        ReduceOp.SUM: torch.add,
-        ReduceOp.MIN: torch.minimum,
-        ReduceOp.MAX: torch.maximum,
-        ReduceOp.PRODUCT: torch.mul,
-    }
-
-    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
-        super().__init__(element, op, factors)
-        self._reduce = self.reductions[op]
+    library = torch
 
     def over(self, buffer: Array) -> torch.Tensor:
         return ordinary_tensor(buffer, self.element.dtype)
@@ -288,9 +254,6 @@ class HalfKernel(Kernel[torch.Tensor]):
 
 class DirectHalfKernel(HalfKernel):
     """float16 and bfloat16 in place, at half the cost: where that gives the same bits, see `direct_contributions`."""
-
-    def accumulator(self, length: int) -> None:
-        return None
 
     def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
         return own

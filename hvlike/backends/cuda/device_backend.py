@@ -1,53 +1,76 @@
-r"""A backend for tensors of a GPU: jobs run on its stream, and callers wait there, not here.
+r"""Backends for tensors of a GPU: jobs run on a stream, callers wait there, and the tensors travel through host memory.
 
     the caller's stream    ... gradient | event                         wait | uses the result
                                           \                             /
     the backend's stream                      wait | pack | reduce | unpack | event
 
-No thread waits for the device, except the staged backend for what the host has to read. A job is a coroutine like any
-other; each of its steps is taken with the backend's stream as the current one, so that whatever torch does there,
-copies,
-casts, memory, belongs to that stream.
+Whoever begins a call only puts the first copies into a stream; all else is done in the loop, which waits for nothing
+but what the host has to read. A job is a coroutine like any other; each of its steps is taken with the backend's stream
+as the current one, so that whatever torch does there, copies, casts, memory, belongs to that stream.
+
+    stream of the backend   pack |                                     | unpack
+    stream down                | piece 0 | piece 1 | piece 2 |       |
+    host                                 | reduce 0 | reduce 1 | reduce 2
+    stream up                                       | piece 0 | piece 1 | piece 2
+
+For ranks that share a GPU, and where there is no NCCL. The pieces of one call overlap each other, and those of a bucket
+of gradients the rest of the backward pass.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, Prepared
+from hvlike.backends.base import Backend
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event, Stream
+from hvlike.backends.network.partition import Message, Run, message_length, messages
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 T = TypeVar("T")
 
+SMALLEST = 64 << 10
 
-class DeviceBackend(ABC):
-    """What the backends of a device have in common. Tensors in host memory (flags, counts) go the host's way."""
+PIECE_BYTES = 4 << 20
+"""What is copied at once: at 20 GB/s it takes 0.2 ms, many times what it costs to begin a copy."""
 
+AHEAD = 8
+"""Pieces of one call that are on their way to the host before the first is reduced."""
+
+Work = Callable[[Message, list[torch.Tensor]], Coroutine[None]]
+"""Done with the copies of some runs, in host memory."""
+
+
+class DeviceBackend:
+    """Stages tensors of a device in pinned host memory. Tensors in host memory (flags, counts) go the host's way."""
+
+    name = "STAGED"
     launches = False
     """The first step of a job begins all of it: nothing is left for the loop to do."""
 
-    def __init__(
-        self, host: Backend, runtime: DeviceRuntime, device: torch.device, stream: Stream | None = None
-    ) -> None:
-        """host: the backend of the same op queue for host memory; stream: where jobs run, None for one of its own."""
+    def __init__(self, host: Backend, runtime: DeviceRuntime, device: torch.device, rank: int) -> None:
+        """host: the backend of the same op queue for host memory; rank: of this process in the group."""
         self.host = host
         self.runtime = runtime
-        self.home: torch.device = device
+        self.home = device
         """Where the tensors have to be."""
-        self.stream: Stream = runtime.new_stream(device) if stream is None else stream
+        self.stream: Stream = runtime.new_stream(device)
         self.broken: BaseException | None = None
+        self._rank = rank
+        self._down = runtime.new_stream(device)
+        self._up = runtime.new_stream(device)
+        self._pool = PinnedPool(runtime)
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
-        """See Backend: not the way of this one."""
-        return None
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+        """Not the way of this one."""
 
     # -- the way in and out ---------------------------------------------------------------------
 
@@ -87,9 +110,21 @@ class DeviceBackend(ABC):
             if tensor.device.type == self.runtime.kind:
                 self.runtime.keep(tensor, self.stream)
 
-    def fence(self, result: Any = None) -> StreamFence:
-        """What a caller passes before it uses the result; `result`: tensors, perhaps in lists, made on the stream."""
-        return StreamFence(self, self.runtime.record(self.stream), list(tensors_in(result)))
+    def fence(self, result: Any = None) -> Callable[[], None]:
+        """What a caller calls before it uses the result; `result`: tensors, perhaps in lists, made on the stream.
+
+        The caller's stream waits, the caller does not. Raises what has gone wrong on the device meanwhile.
+        """
+        event, tensors, runtime = self.runtime.record(self.stream), list(tensors_in(result)), self.runtime
+
+        def wait() -> None:
+            self.check()
+            stream = runtime.current_stream(self.home)
+            runtime.wait(stream, event)
+            for tensor in tensors:
+                runtime.keep(tensor, stream)
+
+        return wait
 
     def check(self) -> None:
         """Raise what has gone wrong on the device, if anything has."""
@@ -107,90 +142,208 @@ class DeviceBackend(ABC):
     # -- what a backend does ----------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """See Backend."""
-        if self._is_elsewhere(tensors):
-            yield from self.beside(self.host.allreduce(tensors, arithmetic))
-        else:
-            yield from self._allreduce(tensors, arithmetic)
+        return self._where_they_are("allreduce", tensors, arithmetic)
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        """See Backend."""
-        if self._is_elsewhere(tensors):
-            yield from self.beside(self.host.reduce_scatter(tensors, owners, arithmetic))
-        else:
-            yield from self._reduce_scatter(tensors, owners, arithmetic)
+        return self._where_they_are("reduce_scatter", tensors, owners, arithmetic)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        """See Backend."""
-        if self._is_elsewhere(tensors):
-            yield from self.beside(self.host.gather(tensors, owners))
-        else:
-            yield from self._gather(tensors, owners)
+        return self._where_they_are("gather", tensors, owners)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """See Backend."""
-        if self._is_elsewhere(sends):
-            yield from self.beside(self.host.alltoall(sends, receives))
+        return self._where_they_are("alltoall", sends, receives)
+
+    def _where_they_are(self, method: str, tensors: Sequence[torch.Tensor], *others: Any) -> Coroutine[None]:
+        """Call the host's method for tensors that are not on the device, else the one with an underscore."""
+        if tensors and tensors[0].device != self.home:
+            yield from self.beside(getattr(self.host, method)(tensors, *others))
         else:
-            yield from self._alltoall(sends, receives)
+            yield from getattr(self, f"_{method}")(tensors, *others)
 
-    def begin_count(self, *, active: bool) -> None:
-        """See Backend; hosts count."""
-        with self.runtime.aside():
-            self.host.begin_count(active=active)
-
-    def end_count(self) -> Coroutine[int]:
-        """See Backend."""
-        return (yield from self.beside(self.host.end_count()))
+    def count_active(self, active: bool) -> Coroutine[int]:
+        return (yield from self.beside(self.host.count_active(active)))
 
     def close(self) -> None:
         """Give back what belongs to the device; the host's backend has its own end."""
         self.abort(RuntimeError("the backend was closed"))
 
-    def _is_elsewhere(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return bool(tensors) and tensors[0].device != self.home
-
-    @abstractmethod
     def on_host(
         self, tensors: Sequence[torch.Tensor], work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]]
     ) -> Coroutine[None]:
         """Run `work(host backend, copies in host memory)`, then bring the copies back into the tensors."""
 
-    @abstractmethod
-    def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]: ...
+        def whole(runs: Message, copies: list[torch.Tensor]) -> Coroutine[None]:
+            yield from work(self.host, copies)
 
-    @abstractmethod
+        everything = range(len(tensors))
+        yield from self._through(tensors, [_whole_runs(tensors)], everything, everything, whole)
+
+    def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        def reduce(runs: Message, copies: list[torch.Tensor]) -> Coroutine[None]:
+            # They lie one after another.
+            whole = copies[0].as_strided((sum(map(len, copies)),), (1,))
+            yield from self.host.allreduce([whole], arithmetic)
+
+        everything = range(len(tensors))
+        yield from self._through(tensors, pieces_of(tensors), everything, everything, reduce)
+
     def _reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
-    ) -> Coroutine[None]: ...
+    ) -> Coroutine[None]:
+        def reduce(runs: Message, copies: list[torch.Tensor]) -> Coroutine[None]:
+            yield from self.host.reduce_scatter(copies, [owners[run.piece] for run in runs], arithmetic)
 
-    @abstractmethod
-    def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]: ...
+        own = {index for index, owner in enumerate(owners) if owner == self._rank}
+        yield from self._through(tensors, pieces_of(tensors), range(len(tensors)), own, reduce)
 
-    @abstractmethod
-    def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]: ...
+    def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        def write(runs: Message, copies: list[torch.Tensor]) -> Coroutine[None]:
+            yield from self.host.gather(copies, [owners[run.piece] for run in runs])
+
+        own = {index for index, owner in enumerate(owners) if owner == self._rank}
+        yield from self._through(tensors, pieces_of(tensors), own, set(range(len(tensors))) - own, write)
+
+    def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        def exchange(runs: Message, copies: list[torch.Tensor]) -> Coroutine[None]:
+            yield from self.host.alltoall(copies[: len(sends)], copies[len(sends) :])
+
+        # What goes to one rank is as long as what comes from another, so it cannot be cut alike everywhere.
+        tensors = [*sends, *receives]
+        writes = range(len(sends), len(tensors))
+        yield from self._through(tensors, [_whole_runs(tensors)], range(len(sends)), writes, exchange)
+
+    # -- down, work, up -------------------------------------------------------------------------
+
+    def _through(
+        self,
+        tensors: Sequence[torch.Tensor],
+        pieces: Sequence[Message],
+        reads: Collection[int],
+        writes: Collection[int],
+        work: Work,
+    ) -> Coroutine[None]:
+        """Bring pieces to the host, have them worked on, and bring back what was written.
+
+        reads, writes: the tensors whose values the work needs, and those that it changes.
+        """
+        # Also what is only written here: it may be in use until now. Each piece is waited for before it goes up.
+        self.runtime.wait(self._down, self.runtime.record(self.stream))
+        waiting = iter(pieces)
+        loaded = deque(self._load(tensors, piece, reads) for piece in islice(waiting, AHEAD))
+        # What follows is the loop's: the host's backend may only be used there.
+        yield Wait.AGAIN
+        while loaded:
+            piece = loaded.popleft()
+            while not self.runtime.has_passed(piece.ready):
+                yield Wait.POLL
+            yield from self.beside(work(piece.runs, piece.copies))
+            with self.runtime.use(self._up):
+                for target, copy in piece.places(tensors, writes):
+                    self.runtime.copy(target, copy)
+            self._pool.give_back(piece.buffer, self.runtime.record(self._up))
+            loaded.extend(self._load(tensors, each, reads) for each in islice(waiting, 1))
+        self.runtime.wait(self.stream, self.runtime.record(self._up))
+
+    def _load(self, tensors: Sequence[torch.Tensor], runs: Message, reads: Collection[int]) -> _Piece:
+        dtype = tensors[runs[0].piece].dtype if runs else torch.uint8
+        buffer = self._pool.take(max(1, message_length(runs) * dtype.itemsize))
+        piece = _Piece(runs, buffer, dtype)
+        with self.runtime.use(self._down):
+            for source, copy in piece.places(tensors, reads):
+                self.runtime.copy(copy, source)
+        piece.ready = self.runtime.record(self._down)
+        return piece
 
 
-class StreamFence:
-    """Between a backend and a caller that uses its results: the caller's stream waits, the caller does not."""
+class _Piece:
+    """Some runs, and their copies one after another in pinned memory."""
 
-    __slots__ = ("_backend", "_event", "_tensors")
+    def __init__(self, runs: Message, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        self.runs = runs
+        self.buffer = buffer
+        flat = buffer[: message_length(runs) * dtype.itemsize].view(dtype)
+        self.copies = list(torch.split(flat, [run.stop - run.start for run in runs]))
+        self.ready: Event = None
+        """Where the copies hold the values."""
 
-    def __init__(self, backend: DeviceBackend, event: Event, tensors: list[torch.Tensor]) -> None:
-        self._backend = backend
-        self._event = event
-        self._tensors = tensors
+    def places(
+        self, tensors: Sequence[torch.Tensor], chosen: Collection[int]
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of the chosen tensors that lie in this piece, each with its copy."""
+        for (index, start, stop), copy in zip(self.runs, self.copies, strict=True):
+            if index in chosen and len(copy):
+                yield tensors[index][start:stop], copy
 
-    def __call__(self) -> None:
-        """Make the current stream of this thread wait. Raises: what has gone wrong on the device meanwhile."""
-        backend = self._backend
-        backend.check()
-        stream = backend.runtime.current_stream(backend.home)
-        backend.runtime.wait(stream, self._event)
-        for tensor in self._tensors:
-            backend.runtime.keep(tensor, stream)
+
+class PinnedPool:
+    """Buffers of a few sizes, powers of two; those that are given back serve the next that asks. Any thread."""
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+        self._free: dict[int, deque[tuple[torch.Tensor, Event]]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A buffer of at least `nbytes` bytes; the device does nothing with it any more."""
+        size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            free = self._free.get(size)
+            # Given back in the order in which the device uses them, so the first is the first to be free.
+            if free and self._runtime.has_passed(free[0][1]):
+                return free.popleft()[0]
+        return self._runtime.pinned(size)
+
+    def give_back(self, buffer: torch.Tensor, after: Event) -> None:
+        """Let others have a buffer that `take` gave, once the device has come by `after`."""
+        with self._lock:
+            self._free.setdefault(buffer.numel(), deque()).append((buffer, after))
+
+
+class SoloDeviceBackend(DeviceBackend):
+    """Nothing leaves the device, except what has to be computed by the host."""
+
+    name = "SOLODEVICE"
+    launches = True
+
+    def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        factors = arithmetic.factors
+        scale_(tensors, factors.prescale)
+        scale_(tensors, factors.postscale / factors.divisor)
+        yield from ()
+
+    def _reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        yield from self._allreduce(tensors, arithmetic)
+
+    def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        yield from ()
+
+    def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        receives[0].copy_(sends[0])
+        yield from ()
+
+
+def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply flat tensors of one dtype in place; 16-bit floats in float32, integers in double, toward zero."""
+    if factor == 1 or not tensors:
+        return
+    if tensors[0].dtype.is_floating_point or tensors[0].dtype.is_complex:
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.copy_(tensor.double().mul_(factor).trunc_())
+
+
+def pieces_of(tensors: Sequence[torch.Tensor]) -> list[Message]:
+    """Cut tensors of one dtype into pieces, the same on all ranks."""
+    return messages(_whole_runs(tensors), PIECE_BYTES // tensors[0].element_size()) if tensors else []
+
+
+def _whole_runs(tensors: Sequence[torch.Tensor]) -> Message:
+    return [Run(index, 0, len(tensor)) for index, tensor in enumerate(tensors)]
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:

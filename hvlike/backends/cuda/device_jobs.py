@@ -7,11 +7,10 @@ from typing import TypeVar
 
 import torch
 
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, TracedBackend
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job, OpQueue
-from hvlike.backends.tracing import TracedBackend
 from hvlike.transport.loop.coroutine import Coroutine
 
 T = TypeVar("T")

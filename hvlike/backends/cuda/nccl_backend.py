@@ -10,28 +10,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend, scale_
 from hvlike.backends.cuda.nccl import Communicator
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event
-from hvlike.backends.cuda.staged_backend import StagedBackend, scale_
 from hvlike.errors import HorovodInternalError, StalledError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
 
 _NAMES = {
     ReduceOp.SUM: "sum",
-    ReduceOp.AVERAGE: "avg",
+    ReduceOp.AVERAGE: "sum",
     ReduceOp.MIN: "min",
     ReduceOp.MAX: "max",
     ReduceOp.PRODUCT: "prod",
 }
-_NO_INTEGERS = (torch.int16,)
 
 
 class Recipe(NamedTuple):
@@ -57,8 +56,7 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
         return Recipe("max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min", 1.0, 1.0, torch.uint8)
     if kind is Kind.INTEGER:
         plain = before == after == factors.divisor == 1
-        name = "sum" if op is ReduceOp.AVERAGE else _NAMES[op]
-        return Recipe(name, 1.0, 1.0) if plain and arithmetic.dtype not in _NO_INTEGERS else None
+        return Recipe(_NAMES[op], 1.0, 1.0) if plain and arithmetic.dtype is not torch.int16 else None
     seen_as = None
     if kind is Kind.COMPLEX:
         if op is ReduceOp.PRODUCT:
@@ -66,17 +64,18 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
         seen_as = torch.float32 if arithmetic.dtype is torch.complex64 else torch.float64
     if factors.divisor == size and op is ReduceOp.AVERAGE:
         return Recipe("avg", before, after, seen_as)
-    name = "sum" if op is ReduceOp.AVERAGE else _NAMES[op]
-    return Recipe(name, before, after / factors.divisor, seen_as)
+    return Recipe(_NAMES[op], before, after / factors.divisor, seen_as)
 
 
-NcclCall = tuple[Callable[..., None], tuple[int, ...]]
-"""A function of a communicator, and all it is given but the stream."""
+def _in_place(call: Callable[..., None], tensor: torch.Tensor, *others: int) -> tuple[Any, ...]:
+    """A call that reads a flat tensor and writes it."""
+    return (call, tensor.data_ptr(), tensor.data_ptr(), len(tensor), *others)
 
 
-class NcclBackend(StagedBackend):
+class NcclBackend(DeviceBackend):
     """See the head of this file. Calls of one backend are made in the same order on all ranks."""
 
+    name = "NCCL"
     launches = True
 
     def __init__(
@@ -98,7 +97,6 @@ class NcclBackend(StagedBackend):
         self._lock = threading.Lock()
 
     def watch(self, now: float) -> HorovodInternalError | None:
-        """See DeviceBackend."""
         if self.broken is not None:
             return None
         failure = self._communicator.error()
@@ -118,7 +116,7 @@ class NcclBackend(StagedBackend):
         return None
 
     def abort(self, error: BaseException) -> None:
-        """See DeviceBackend; ends kernels that wait for other ranks."""
+        """As everywhere; ends kernels that wait for other ranks."""
         super().abort(error)
         self._communicator.abort()
 
@@ -129,13 +127,8 @@ class NcclBackend(StagedBackend):
             return
         flats = [recipe.view(tensor) for tensor in tensors if len(tensor)]
         scale_(flats, recipe.before)
-        op, dtype = self._numbers(recipe, flats)
-        self._begin(
-            [
-                (self._communicator.link.allReduce, (each.data_ptr(), each.data_ptr(), len(each), dtype, op))
-                for each in flats
-            ]
-        )
+        numbers = self._numbers(recipe, flats)
+        self._begin([_in_place(self._communicator.link.allReduce, each, *numbers) for each in flats])
         scale_(flats, recipe.after)
 
     def _reduce_scatter(
@@ -150,58 +143,44 @@ class NcclBackend(StagedBackend):
             # Those of others are only read.
             parts = [(flat if owner == self._rank else flat.clone(), owner) for flat, owner in parts]
             scale_([flat for flat, _ in parts], recipe.before)
-        op, dtype = self._numbers(recipe, [flat for flat, _ in parts])
-        self._begin(
-            [
-                (self._communicator.link.reduce, (flat.data_ptr(), flat.data_ptr(), len(flat), dtype, op, owner))
-                for flat, owner in parts
-            ]
-        )
+        numbers = self._numbers(recipe, [flat for flat, _ in parts])
+        link = self._communicator.link
+        self._begin([_in_place(link.reduce, flat, *numbers, owner) for flat, owner in parts])
         scale_([flat for flat, owner in parts if owner == self._rank], recipe.after)
 
     def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
         byte = self._number_of(torch.uint8)
-        self._begin(
-            [
-                (self._communicator.link.broadcast, (tensor.data_ptr(), tensor.data_ptr(), len(tensor), byte, owner))
-                for tensor, owner in zip(tensors, owners, strict=True)
-                if len(tensor)
-            ]
-        )
+        parts, call = zip(tensors, owners, strict=True), self._communicator.link.broadcast
+        self._begin([_in_place(call, tensor, byte, owner) for tensor, owner in parts if len(tensor)])
         yield from ()
 
     def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         byte, link = self._number_of(torch.uint8), self._communicator.link
         receives[self._rank].copy_(sends[self._rank])
         others = [peer for peer in range(len(sends)) if peer != self._rank]
-        self._begin(
-            [(link.send, (sends[peer].data_ptr(), len(sends[peer]), byte, peer)) for peer in others if len(sends[peer])]
-            + [
-                (link.recv, (receives[peer].data_ptr(), len(receives[peer]), byte, peer))
-                for peer in others
-                if len(receives[peer])
-            ]
-        )
+        moves = [(link.send, sends[peer], peer) for peer in others]
+        moves += [(link.recv, receives[peer], peer) for peer in others]
+        self._begin([(call, part.data_ptr(), len(part), byte, peer) for call, part, peer in moves if len(part)])
         yield from ()
 
     def _numbers(self, recipe: Recipe, flats: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """NCCL's numbers of the reduction and of the dtype."""
+        """NCCL's numbers of the dtype and of the reduction."""
         op = self._communicator.nccl.op(recipe.op)
         assert op is not None
-        return op, self._number_of(flats[0].dtype) if flats else 0
+        return self._number_of(flats[0].dtype) if flats else 0, op
 
     def _number_of(self, dtype: torch.dtype) -> int:
         number = self._communicator.nccl.dtype(dtype)
         assert number is not None
         return number
 
-    def _begin(self, calls: Sequence[NcclCall]) -> None:
-        """Put calls into the stream, as one group."""
+    def _begin(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Put calls (a function of the communicator, and all it is given but the stream) into it, as one group."""
         if not calls:
             return
         with self._lock:
             self.check()
             with self._communicator.nccl.group():
-                for call, arguments in calls:
+                for call, *arguments in calls:
                     call(*arguments, self._address)
             self._under_way.append((self.runtime.record(self.stream), time.monotonic()))

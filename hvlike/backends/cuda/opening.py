@@ -16,11 +16,10 @@ import torch
 
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda import nccl
-from hvlike.backends.cuda.device_backend import DeviceBackend
+from hvlike.backends.cuda.device_backend import DeviceBackend, SoloDeviceBackend
 from hvlike.backends.cuda.nccl_backend import NcclBackend
 from hvlike.backends.cuda.runtime import DeviceRuntime
 from hvlike.backends.cuda.selection import NCCL, SOLO, STAGED, Choice, DeviceFacts, choose_backend
-from hvlike.backends.cuda.staged_backend import SoloDeviceBackend, StagedBackend
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -61,11 +60,10 @@ class DeviceBackends:
             if communicator is not None:
                 place = (group.rank, group.size)
                 return NcclBackend(host, runtime, device, place, communicator, self._knobs.nccl_timeout)
-        kind = SoloDeviceBackend if self.choice.backend == SOLO else StagedBackend
+        kind = SoloDeviceBackend if self.choice.backend == SOLO else DeviceBackend
         return kind(host, runtime, device, group.rank)
 
     def close(self) -> None:
-        """Give back what all backends share."""
         if self._root is not None:
             self._root.abort()
             self._root = None

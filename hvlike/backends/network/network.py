@@ -1,13 +1,14 @@
 """The network backend: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
 
-Small reductions are one message each way between two nodes (swap.py); among more they are MPI's own, on one flat
-buffer, where MPI computes the type right. All others are a pairwise exchange (Exchange). 16-bit floats are summed
+Small reductions are one message each way between two nodes (swap); among more they are MPI's own, on one flat
+buffer, where MPI computes the type right. All others are a pairwise exchange. 16-bit floats are summed
 in float32 and rounded once in every way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.arithmetic.scratch import ordinary_tensor
-from hvlike.backends.network.pairwise_alltoall import PairwiseAlltoall
-from hvlike.backends.network.pairwise_reduction import PairwiseExchange, Swap
+from hvlike.backends.network.pairwise_alltoall import pairwise_alltoall
+from hvlike.backends.network.pairwise_reduction import PairwiseExchange, split, swap
 from hvlike.backends.network.partition import Run, message_elements, messages, shards
-from hvlike.backends.network.progress import BandwidthEstimator, BufferPool
+from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, drive
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, raw_view
 
@@ -79,8 +80,10 @@ class Network:
         size = sum(map(len, pieces)) * arithmetic.itemsize
         if self._size == 2 and size <= SWAP_BYTES:
             self._buffers.require(size)
-            swap = Swap(self._comm, self._natives, self._buffers, size)
-            yield from self._keep(swap.run(pieces, _bytes_of(pieces, tensors), arithmetic), lambda: swap.requests)
+            requests: list[Any] = []
+            raw = _bytes_of(pieces, tensors)
+            steps = swap(self._comm, self._natives.byte, self._buffers, arithmetic, pieces, raw, requests)
+            yield from self._keep(steps, requests)
             return
         half = arithmetic.element.kind is Kind.HALF
         wide = arithmetic.on(torch.float32) if half else arithmetic
@@ -117,14 +120,14 @@ class Network:
             for start in range(0, len(raw), BROADCAST_BYTES):
                 run = raw[start : start + BROADCAST_BYTES]
                 requests.append(self._comm.Ibcast([run, self._natives.byte], owner))
-        yield from self._keep(complete(requests), lambda: requests)
+        yield from self._keep(complete(requests), requests)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Send `sends[i]` to rank i and fill `receives[i]` from it; the own part is copied."""
         rank: int = self._comm.Get_rank()
         receives[rank].copy_(sends[rank])
-        transfer = PairwiseAlltoall(self._comm, self._natives, sends, receives)
-        yield from self._keep(transfer.run(), lambda: transfer.requests)
+        pipelines = pairwise_alltoall(self._comm, self._natives.byte, sends, receives)
+        yield from self._keep(drive(pipelines), *(each.requests for each in pipelines))
 
     def close(self) -> None:
         """Free the communicator, unless messages of a coroutine that was given up may still arrive on it."""
@@ -142,7 +145,7 @@ class Network:
         if len(self._flat) < size:
             self._flat = np.empty(size, np.uint8)
         flat = self._flat[:size].view(arithmetic.element.storage)
-        places = _split(flat, pieces)
+        places = split(flat, pieces)
         for place, piece in zip(places, pieces, strict=True):
             _convert(place, piece)
         yield from self._reduce_by_mpi(flat, arithmetic, datatype, op)
@@ -151,10 +154,10 @@ class Network:
 
     def _reduce_by_mpi(self, flat: Array, arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
         if arithmetic.factors.prescale != 1:
-            arithmetic.accumulate(flat, [])
+            arithmetic.combine(flat, [], partial=True)
         request = self._comm.Iallreduce(self._natives.in_place, [flat.view(np.uint8), len(flat), datatype], op)
-        yield from self._keep(complete([request]), lambda: [request])
-        arithmetic.finish(flat)
+        yield from self._keep(complete([request]), [request])
+        arithmetic.continuation.combine(flat, [])
 
     def _exchange(
         self,
@@ -176,7 +179,7 @@ class Network:
         window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
         exchange = PairwiseExchange(
             self._comm,
-            self._natives,
+            self._natives.byte,
             self._buffers,
             arithmetic,
             pieces,
@@ -186,9 +189,9 @@ class Network:
             self.bandwidth,
             share=share,
         )
-        yield from self._keep(exchange.run(), lambda: exchange.requests)
+        yield from self._keep(exchange.run(), *(each.requests for each in exchange.pipelines))
 
-    def _keep(self, coroutine: Coroutine[None], requests: Callable[[], Sequence[Any]]) -> Coroutine[None]:
+    def _keep(self, coroutine: Coroutine[None], *requests: Iterable[Any]) -> Coroutine[None]:
         """Run `coroutine`; if it is given up or fails, keep its requests and their memory for ever."""
         ended = False
         try:
@@ -196,7 +199,7 @@ class Network:
             ended = True
         finally:
             if not ended:
-                _ABANDONED.extend(requests())
+                _ABANDONED.extend(chain(*requests))
                 self._broken = True
 
 
@@ -206,16 +209,6 @@ def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[
         piece.view(np.uint8) if isinstance(piece, np.ndarray) else raw_view(tensor)
         for piece, tensor in zip(pieces, tensors, strict=True)
     ]
-
-
-def _split(flat: Array, pieces: Sequence[Piece]) -> list[Array]:
-    """Places in `flat` for the pieces, one after the other."""
-    places = []
-    offset = 0
-    for piece in pieces:
-        places.append(flat[offset : offset + len(piece)])
-        offset += len(piece)
-    return places
 
 
 def _convert(target: Piece, source: Piece) -> None:

@@ -12,7 +12,6 @@ Every counter has one writer and only grows:
     passed[o]     chunks this rank has put into its slots for o alone (alltoall)
     received[o]   chunks put there by o for this rank that it has copied out
     stamps[2]     hash of the work this rank is at, by parity of the work's number
-    votes[2]      whether this rank is active in a count, by parity of its number (ActiveRankCount)
     failed        why this rank has given the region up: APART or LEFT; 0: it has not
     arrived       number of the newest work this rank has entered
     departed      number of the newest work that is not staged of which this rank has done its part
@@ -61,13 +60,13 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (5 * ranks + 2 + _WORDS + ADDRESSES) // _LINE) * _LINE
+    return -(-8 * (5 * ranks + _WORDS + ADDRESSES) // _LINE) * _LINE
 
 
 class RankCounters:
     """The counters of one rank; see the head of this file."""
 
-    __slots__ = ("addresses", "fetched", "passed", "received", "staged", "taken", "votes", "words")
+    __slots__ = ("addresses", "fetched", "passed", "received", "staged", "taken", "words")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
@@ -76,9 +75,8 @@ class RankCounters:
         self.fetched = words(segment, first + 16 * ranks, ranks)
         self.passed = words(segment, first + 24 * ranks, ranks)
         self.received = words(segment, first + 32 * ranks, ranks)
-        self.votes = words(segment, first + 40 * ranks, 2)
-        self.words = words(segment, first + 40 * ranks + 16, _WORDS)
-        self.addresses = words(segment, first + 40 * ranks + 16 + 8 * _WORDS, ADDRESSES)
+        self.words = words(segment, first + 40 * ranks, _WORDS)
+        self.addresses = words(segment, first + 40 * ranks + 8 * _WORDS, ADDRESSES)
 
 
 class Slots(NamedTuple):
@@ -196,35 +194,6 @@ def first_peer(owner: int) -> int:
 def order_by(fence: Fence) -> Callable[[], object]:
     """What keeps stores, and loads, in their order on this machine: nothing on x86, at the cost of a C call."""
     return ().__len__ if X86 else fence
-
-
-class ActiveRankCount:
-    """Counts the active ranks of a node beside other work: a word of shared memory for each rank, no wait of its own.
-
-    begin    write down the number of the count, and yes or no
-    ...      other work on the same region
-    count    all peers have written theirs by now, or will when they begin
-
-    Counts alternate between two words. A rank that has ended count n may begin n + 1 while a peer still reads n. It
-    cannot begin n + 2: count n + 1 ends only after that peer has begun it. All ranks take part in every count.
-    """
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._number = 0
-
-    def begin(self, *, yes: bool) -> None:
-        """Write down whether this rank is active in the next count. Does not wait."""
-        self._number += 1
-        self._region.mine.votes[self._number % 2] = 2 * self._number + yes
-        self._region.notify_if_sleeping()
-
-    def count(self) -> int | None:
-        """How many ranks are active in the count begun last; None while a rank has not begun it."""
-        votes = [counters.votes[self._number % 2] for counters in self._region.counters]
-        if any(vote >> 1 != self._number for vote in votes):
-            return None
-        return sum(vote & 1 for vote in votes)
 
 
 _FIRST_ADDRESS = 4096

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,12 +17,14 @@ from hvlike.backends.shared_memory.cma import CmaMemory, CmaReduction
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
 from hvlike.backends.shared_memory.inline_reduction import InlineReduction
 from hvlike.backends.shared_memory.prepared import PreparedReduction
-from hvlike.backends.shared_memory.region import ActiveRankCount, Region
+from hvlike.backends.shared_memory.region import ACTIVE, Region
 from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, assign, deal
 from hvlike.backends.shared_memory.staging import Results, StagedReduction
-from hvlike.backends.shared_memory.transfer import SlotAlltoall, SlotGather, SlotTransfer
+from hvlike.backends.shared_memory.transfer import alltoall, gather
 from hvlike.backends.shared_memory.work_sync import WorkSync
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine
+
+T = TypeVar("T")
 
 STAGED_CHUNK_BYTES = 128 << 10
 """Half a slot: with more chunks the ranks wait less for the first one."""
@@ -36,7 +39,7 @@ MOST_KNOWN = 64
 class SharedBackend:
     """Collectives among the ranks of one node; every call in the same order on all of them."""
 
-    bundling: None = None
+    name = "SHARED"
 
     def __init__(self, region: Region, allocations: SharedAllocations, memory: CmaMemory) -> None:
         """memory: of the ranks, where the system lets them reach each other."""
@@ -45,23 +48,16 @@ class SharedBackend:
         self.memory = memory
         """Decides which work is done by cross-memory attach."""
         self._sync = WorkSync(region)
-        self._active = ActiveRankCount(region)
         self._prepared: dict[object, PreparedReduction] = {}
-        self._known: dict[object, tuple[StagedReduction, list[Chunk]]] = {}
+        self._partial: dict[object, tuple[StagedReduction, list[Chunk]]] = {}
 
-    def begin_count(self, *, active: bool) -> None:
-        """See Backend."""
-        self._active.begin(yes=active)
-
-    def end_count(self) -> Coroutine[int]:
-        """See Backend."""
-        while (total := self._active.count()) is None:
-            self._sync.check_peers()
-            yield Wait.NOTIFY
-        return total
+    def count_active(self, active: bool) -> Coroutine[int]:
+        """Work of which nothing is left to do once all ranks have arrived."""
+        number = self._sync.begin(0, 0, active=active)
+        yield from self._sync.arrive(number)
+        return sum(counters.words[ACTIVE + number % 2] for counters in self._region.counters)
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
-        """See Backend."""
         stamp = _stamp_of(lengths, arithmetic)
         cma = None
         if self.memory.suits([length * arithmetic.itemsize for length in lengths]):
@@ -77,9 +73,7 @@ class SharedBackend:
         key = (*lengths, arithmetic.dtype, arithmetic.op, arithmetic.factors)
         prepared = self._prepared.get(key)
         if prepared is None:
-            if len(self._prepared) >= MOST_KNOWN:
-                self._prepared.clear()
-            prepared = self._prepared[key] = self.prepare(lengths, arithmetic)
+            prepared = _keep(self._prepared, key, self.prepare(lengths, arithmetic))
         yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
 
     def inline(self, arithmetic: Arithmetic, length: int, stamp: int) -> InlineReduction:
@@ -109,22 +103,19 @@ class SharedBackend:
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
         """Write each tensor of bytes from the rank `owners[i]` of the node to all others."""
-        yield from self._transfer(SlotGather(self._region, zip(tensors, owners, strict=True)))
+        yield from gather(self._region, zip(tensors, owners, strict=True), self._sync.check_peers)
 
     def gather_chunks(self, tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> Coroutine[None]:
         """Write every chunk, with elements of one tensor, from its owner to all other ranks of the node."""
         parts = [(tensors[tensor][start:stop], chunk.owner) for chunk in chunks for tensor, start, stop in chunk.runs]
-        yield from self._transfer(SlotGather(self._region, parts))
+        yield from gather(self._region, parts, self._sync.check_peers)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Send `sends[i]` to rank i of the node and fill `receives[i]` from it; the own part is copied."""
-        yield from self._transfer(SlotAlltoall(self._region, self._region.turns.counts, sends, receives))
+        yield from alltoall(self._region, sends, receives, self._sync.check_peers)
 
     def close(self) -> None:
         """Nothing is held but memory."""
-
-    def _transfer(self, transfer: SlotTransfer) -> Coroutine[None]:
-        return transfer.run(self._sync.check_peers)
 
     def _deal(self, lengths: Sequence[int], arithmetic: Arithmetic, *, short: int = SHORT_BYTES) -> list[Chunk]:
         itemsize = arithmetic.itemsize
@@ -148,20 +139,25 @@ class SharedBackend:
         if not any(lengths):
             return []
         key = (*lengths, owners and tuple(owners), arithmetic.dtype, arithmetic.op, arithmetic.factors, results)
-        known = self._known.get(key)
+        known = self._partial.get(key)
         if known is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
             if owners is None:
                 chunks = self._deal(lengths, arithmetic, short=0)
             else:
                 chunks = assign(lengths, owners, self._region.chunk // arithmetic.itemsize)
             staged = StagedReduction(self._sync, arithmetic, chunks, results)
-            known = self._known[key] = staged, chunks
+            known = _keep(self._partial, key, (staged, chunks))
         self._sync.begin(_stamp_of(lengths, arithmetic), 0)
         addresses = list(map(arithmetic.address, tensors))
         yield from self._region.quiet.drive(known[0].run(addresses))
         return known[1]
+
+
+def _keep(known: dict[object, T], key: object, made: T) -> T:
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = made
+    return made
 
 
 def _stamp_of(lengths: Sequence[int], arithmetic: Arithmetic) -> int:

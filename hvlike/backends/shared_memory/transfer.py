@@ -30,9 +30,7 @@ class _Stream:
     def __init__(
         self, region: Region, stager: int, owner: int, mine: Counter, others: Sequence[tuple[Counter, int]]
     ) -> None:
-        """mine: counts the chunks that this rank has moved. others: the counters that it waits for, and how far each
-        may be behind the chunk to be moved.
-        """
+        """mine: counts the chunks moved here. others: what it waits for, and how far each may be behind the chunk."""
         self.chunks: deque[Array] = deque()
         self._slots = region.byte_slots(stager, owner)
         self._order = region.order
@@ -64,108 +62,84 @@ class _Stream:
         return True
 
 
-class SlotTransfer:
-    """Streams that go on until all their chunks have moved."""
+def gather(region: Region, parts: Iterable[tuple[torch.Tensor, int]], check: Callable[[], None]) -> Coroutine[None]:
+    """Bring each tensor of bytes from its owner, given by its local rank, to all other ranks of the node.
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self.streams: list[_Stream] = []
+    check: raises when a peer has given the region up.
+    """
+    rank, counters = region.rank, region.counters
+    streams: dict[int, _Stream] = {}
+    for tensor, owner in parts:
+        if owner not in streams:
+            if owner == rank:
+                waits = [((counters[peer].fetched, rank), SLOTS - 1) for peer in region.peers]
+                streams[owner] = _Stream(region, rank, rank, (region.mine.words, PUBLISHED), waits)
+            else:
+                waits = [((counters[owner].words, PUBLISHED), -1)]
+                streams[owner] = _Stream(region, owner, owner, (region.mine.fetched, owner), waits)
+        streams[owner].add(raw_view(tensor))
+    yield from _move(region, list(streams.values()), check)
 
-    def may_begin(self) -> bool:
-        """Whether the slots are free of what came before."""
-        return True
 
-    def copy_own(self) -> None:
-        """What this rank does by itself, while its peers have something to do already."""
+def alltoall(
+    region: Region, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], check: Callable[[], None]
+) -> Coroutine[None]:
+    """Bring `sends[i]` to rank i of the node, which has as much room for it; the own part is copied. Bytes."""
+    rank, mine, counters = region.rank, region.mine, region.counters
+    targets = [peer for peer in region.peers if len(sends[peer])]
+    streams = []
+    for peer in targets:
+        waits = [((counters[peer].received, rank), SLOTS - 1)]
+        streams.append(_Stream(region, rank, peer, (mine.passed, peer), waits))
+        streams[-1].add(raw_view(sends[peer]))
+    for peer in region.peers:
+        if len(receives[peer]):
+            streams.append(_Stream(region, peer, rank, (mine.received, peer), [((counters[peer].passed, rank), -1)]))
+            streams[-1].add(raw_view(receives[peer]))
+    reduced = region.turns.counts[:]
+    while not _are_free(region, targets, reduced):
+        check()
+        yield Wait.NOTIFY
+    yield from _move(region, streams, check, lambda: receives[rank].copy_(sends[rank]))
 
-    def run(self, check: Callable[[], None]) -> Coroutine[None]:
-        """Move everything; wakes the peers after each step. check: raises when a peer has given the region up."""
-        region, left = self._region, self.streams
-        passes, pending = 0, True
-        while not self.may_begin():
+
+def _are_free(region: Region, targets: Sequence[int], reduced: Sequence[int]) -> bool:
+    """Nobody looks any more at what was staged for reductions of those to which this rank sends: the same slots.
+
+    reduced: how many chunks each rank has been given to reduce so far.
+    """
+    for peer in targets:
+        needed = reduced[peer]
+        if region.counters[peer].words[REDUCED] < needed:
+            return False
+        if region.rank == first_peer(peer) and any(
+            each.taken[peer] < needed for rank, each in enumerate(region.counters) if rank != peer
+        ):
+            return False
+    return True
+
+
+def _move(
+    region: Region,
+    left: list[_Stream],
+    check: Callable[[], None],
+    copy_own: Callable[[], object] | None = None,
+) -> Coroutine[None]:
+    """Move all chunks; wakes the peers after each step. copy_own: done while the peers have something to do already."""
+    passes = 0
+    while left or copy_own:
+        left = [stream for stream in left if stream.chunks]
+        moved = False
+        for stream in left:
+            moved |= stream.step()
+        if copy_own:
+            copy_own()
+            copy_own, moved = None, True
+        if moved:
+            region.notify_if_sleeping()
+            passes += 1
+            if passes % PASSES == 0:
+                yield Wait.AGAIN
+        elif left:
             check()
             yield Wait.NOTIFY
-        while left or pending:
-            left = [stream for stream in left if stream.chunks]
-            moved = False
-            for stream in left:
-                moved |= stream.step()
-            if pending:
-                self.copy_own()
-                pending, moved = False, True
-            if moved:
-                region.notify_if_sleeping()
-                passes += 1
-                if passes % PASSES == 0:
-                    yield Wait.AGAIN
-            elif left:
-                check()
-                yield Wait.NOTIFY
-
-
-class SlotGather(SlotTransfer):
-    """Each tensor goes from its owner to all other ranks of the node."""
-
-    def __init__(self, region: Region, parts: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """parts: tensors of bytes and the local ranks of their owners."""
-        super().__init__(region)
-        rank, counters = region.rank, region.counters
-        streams: dict[int, _Stream] = {}
-        for tensor, owner in parts:
-            if owner not in streams:
-                if owner == rank:
-                    waits = [((counters[peer].fetched, rank), SLOTS - 1) for peer in region.peers]
-                    streams[owner] = _Stream(region, rank, rank, (region.mine.words, PUBLISHED), waits)
-                else:
-                    waits = [((counters[owner].words, PUBLISHED), -1)]
-                    streams[owner] = _Stream(region, owner, owner, (region.mine.fetched, owner), waits)
-            streams[owner].add(raw_view(tensor))
-        self.streams = list(streams.values())
-
-
-class SlotAlltoall(SlotTransfer):
-    """`sends[i]` goes to rank i of the node, which has as much room for it; the own part is copied."""
-
-    def __init__(
-        self,
-        region: Region,
-        reduced: Sequence[int],
-        sends: Sequence[torch.Tensor],
-        receives: Sequence[torch.Tensor],
-    ) -> None:
-        """sends, receives: bytes, a tensor per rank; reduced: chunks each rank has been given to reduce so far."""
-        super().__init__(region)
-        rank, mine = region.rank, region.mine
-        self._reduced = list(reduced)
-        self._own = (receives[rank], sends[rank])
-        self._targets = [peer for peer in region.peers if len(sends[peer])]
-        for peer in self._targets:
-            waits = [((region.counters[peer].received, rank), SLOTS - 1)]
-            stream = _Stream(region, rank, peer, (mine.passed, peer), waits)
-            stream.add(raw_view(sends[peer]))
-            self.streams.append(stream)
-        for peer in region.peers:
-            if len(receives[peer]):
-                stream = _Stream(
-                    region, peer, rank, (mine.received, peer), [((region.counters[peer].passed, rank), -1)]
-                )
-                stream.add(raw_view(receives[peer]))
-                self.streams.append(stream)
-
-    def may_begin(self) -> bool:
-        """Nobody looks any more at what was staged for reductions of those to which this rank sends: the same slots."""
-        region = self._region
-        for peer in self._targets:
-            needed = self._reduced[peer]
-            if region.counters[peer].words[REDUCED] < needed:
-                return False
-            if region.rank == first_peer(peer) and any(
-                each.taken[peer] < needed for rank, each in enumerate(region.counters) if rank != peer
-            ):
-                return False
-        return True
-
-    def copy_own(self) -> None:
-        """Copy what this rank sends to itself."""
-        target, source = self._own
-        target.copy_(source)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, TracedBackend, total_bytes
 from hvlike.backends.op_queue import Job, OpQueue
-from hvlike.backends.tracing import TracedBackend, total_bytes
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import Request, RequestKey, RequestSpec
 from hvlike.observe.recorder import Recorder

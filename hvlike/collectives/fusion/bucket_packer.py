@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, Prepared
+from hvlike.backends.base import Backend, Prepared, phase
 from hvlike.backends.cuda.device_jobs import home_of
 from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, small_ones
-from hvlike.backends.tracing import phase
 from hvlike.collectives.requests.reduction import Operand, is_dense, row_by_row
 from hvlike.transport.loop.coroutine import Coroutine
 

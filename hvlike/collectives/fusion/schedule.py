@@ -238,9 +238,8 @@ class Schedule:
                 yield from job(backend)
                 self.active = bucket.active
             else:
-                backend.begin_count(active=active)
                 yield from job(backend)
-                self.active = yield from backend.end_count()
+                self.active = yield from backend.count_active(active)
 
         return run
 

@@ -5,7 +5,7 @@
     stand_in()  makes the job of a rank that has joined (hvd.join, a Join context): it runs again and again, in the
                 loop, until a step has no active rank
 
-A job says at its beginning whether its rank is active (`begin_count`), and returns what `end_count` says.
+A job returns how many ranks were active in it (`Backend.count_active`).
 """
 
 from __future__ import annotations

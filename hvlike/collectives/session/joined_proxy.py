@@ -28,7 +28,7 @@ from hvlike.transport.fabric import PlanEpoch
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
 CountingJob = Callable[[Backend], Coroutine[int]]
-"""What a rank does on a queue in one step; returns how many ranks were active in it, as `end_count` says."""
+"""What a rank does on a queue in one step; returns how many ranks were active in it, as `Backend.count_active` says."""
 
 Keep = Callable[[Mapping[int, torch.Tensor], int], None]
 """Told, in the loop, the reduced tensors of a step by entry, and how many ranks were active in it."""

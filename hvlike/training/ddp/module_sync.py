@@ -89,8 +89,7 @@ class BufferSync:
         """Return the job of one forward; `owner` sends where all ranks are active."""
 
         def run(backend: Backend) -> Coroutine[int]:
-            backend.begin_count(active=active)
-            count = yield from backend.end_count()
+            count = yield from backend.count_active(active)
             if count:
                 source = owner if count == self._size else (yield from self._highest(backend, active))
                 # Writing through .data does not count as a change of the buffer.

@@ -227,9 +227,8 @@ class Steps:
 
     def _counted(self, backend: Backend, work: Coroutine[None], *, active: bool) -> Coroutine[int]:
         """Do the work and note whether a rank is absent; return the number of active ranks."""
-        backend.begin_count(active=active)
         yield from work
-        present = yield from backend.end_count()
+        present = yield from backend.count_active(active)
         if 0 < present < self._partition.ranks:
             self._incomplete = self._serial
         return present
@@ -237,8 +236,7 @@ class Steps:
     def _begin(self, backend: Backend, command: StepCommand) -> Coroutine[int]:
         """Begin a job that absent ranks run too; return the number of active ranks."""
         if not self._knows_absence:
-            backend.begin_count(active=True)
-            return (yield from backend.end_count())
+            return (yield from backend.count_active(True))
         there, _ = yield from self._exchange_command(backend, command)
         return len(there)
 

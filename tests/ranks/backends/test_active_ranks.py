@@ -1,4 +1,4 @@
-"""Ranks are counted beside other work: all hear the same number, whoever comes first and whatever lies between."""
+"""Ranks are counted after other work: all hear the same number, whoever comes first and whatever lies between."""
 
 from types import ModuleType
 
@@ -23,12 +23,11 @@ def test_all_ranks_hear_how_many_are_active(hvd: ModuleType, ranks_per_node: int
         for census in range(6):
             for _ in range((rank + census) % 3):
                 yield Wait.AGAIN
-            backend.begin_count(active=rank >= census)
             if work:
                 tensor = torch.ones(work)
                 yield from backend.allreduce([tensor], SUM)
                 assert torch.equal(tensor, torch.full((work,), float(size)))
-            heard.append((yield from backend.end_count()))
+            heard.append((yield from backend.count_active(rank >= census)))
 
     run(job)
     assert heard == [max(size - census, 0) for census in range(6)]

@@ -202,10 +202,10 @@ def test_two_halves_make_the_whole(dtype: torch.dtype, op: ReduceOp) -> None:
     arithmetic = Arithmetic(dtype, op, divisor=divisor_of(op, 4), prescale=2.0, postscale=0.5)
     expected = combined(arithmetic, tensors)
     first, second, third, fourth = [arithmetic.view(tensor) for tensor in tensors]
-    arithmetic.accumulate(first, [second])
-    arithmetic.accumulate(third, [fourth])
-    arithmetic.continuation.accumulate(first, [third])
-    arithmetic.finish(first, [fourth])
+    arithmetic.combine(first, [second], partial=True)
+    arithmetic.combine(third, [fourth], partial=True)
+    arithmetic.continuation.combine(first, [third], partial=True)
+    arithmetic.continuation.combine(first, [], [fourth])
     torch.testing.assert_close(tensors[0], expected)
     assert torch.equal(tensors[3], tensors[0])
 
@@ -231,8 +231,8 @@ def test_partial_averages_of_float16_do_not_overflow(divisor: int) -> None:
     arithmetic = Arithmetic(torch.float16, ReduceOp.AVERAGE, divisor=divisor, prescale=2.0, postscale=divisor / 4)
     tensors = [torch.full((3,), 30000.0, dtype=torch.float16) for _ in range(4)]
     first, second, third, fourth = map(arithmetic.view, tensors)
-    arithmetic.accumulate(first, [second])
-    arithmetic.accumulate(third, [fourth])
+    arithmetic.combine(first, [second], partial=True)
+    arithmetic.combine(third, [fourth], partial=True)
     assert tensors[0].isfinite().all()
     arithmetic.continuation.combine(first, [third])
     assert tensors[0].tolist() == [60000.0] * 3

@@ -7,7 +7,7 @@ import torch
 from support.backends.node import on_all, play, regions
 
 from hvlike.backends.shared_memory.region import Region
-from hvlike.backends.shared_memory.transfer import SlotAlltoall, SlotGather
+from hvlike.backends.shared_memory.transfer import alltoall, gather
 
 pytestmark = pytest.mark.pure
 
@@ -39,7 +39,7 @@ def test_what_an_owner_has_all_have(ranks: int, seed: int) -> None:
         play(
             draw,
             [
-                SlotGather(region, zip(mine, owners, strict=True)).run(check)
+                gather(region, zip(mine, owners, strict=True), check)
                 for region, mine in zip(everybody, each, strict=True)
             ],
         )
@@ -56,10 +56,7 @@ def test_everybody_has_what_was_sent_to_it(ranks: int, seed: int) -> None:
         receives = [[torch.zeros(lengths[a][b], dtype=torch.uint8) for a in range(ranks)] for b in range(ranks)]
         play(
             draw,
-            [
-                SlotAlltoall(region, [0] * ranks, sends[region.rank], receives[region.rank]).run(check)
-                for region in everybody
-            ],
+            [alltoall(region, sends[region.rank], receives[region.rank], check) for region in everybody],
         )
         assert all(torch.equal(receives[b][a], sends[a][b]) for a in range(ranks) for b in range(ranks))
 
@@ -67,8 +64,8 @@ def test_everybody_has_what_was_sent_to_it(ranks: int, seed: int) -> None:
 def test_an_alltoall_leaves_slots_in_which_a_reduction_is_under_way() -> None:
     everybody = regions(2, CHUNK)
     sends = [torch.ones(5, dtype=torch.uint8) for _ in range(2)]
-    transfer = SlotAlltoall(everybody[0], [0, 1], sends, [torch.zeros(5, dtype=torch.uint8) for _ in range(2)])
-    running = transfer.run(check)
+    everybody[0].turns.advance([0, 1])
+    running = alltoall(everybody[0], sends, [torch.zeros(5, dtype=torch.uint8) for _ in range(2)], check)
     for _ in range(5):
         next(running)
     assert list(everybody[0].mine.passed) == [0, 0]

@@ -23,7 +23,6 @@ NOT_LOADED = {
     "hvlike.nn",
     "hvlike.optim",
     "hvlike.backends.cuda.opening",
-    "hvlike.backends.cuda.staged_backend",
     "hvlike.backends.cuda.nccl",
     "hvlike.rpc",
     "hvlike.training.autotune",

@@ -5,7 +5,7 @@ import torch
 from ranks.backends.cuda.conftest import Late
 from support.backends.streams import across_streams
 
-from hvlike.backends.cuda import staged_backend
+from hvlike.backends.cuda import device_backend
 from hvlike.collectives.requests import reduction
 from hvlike.transport.memory.dtypes import TABLE
 
@@ -66,11 +66,11 @@ def test_factors(late: Late) -> None:
 
 
 def test_a_large_tensor_goes_in_pieces(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_backend, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(device_backend, "PIECE_BYTES", 4 << 10)
     rank, size = late.hvd.rank(), late.hvd.size()
     whole = torch.arange(30_000.0)
-    pieces = -(-whole.nbytes // staged_backend.PIECE_BYTES)
-    assert pieces > 2 * staged_backend.AHEAD
+    pieces = -(-whole.nbytes // device_backend.PIECE_BYTES)
+    assert pieces > 2 * device_backend.AHEAD
     (seen,) = across_streams(
         late,
         lambda: whole * (rank + 1),

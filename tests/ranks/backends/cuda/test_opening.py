@@ -8,8 +8,8 @@ from ranks.backends.cuda.conftest import Late
 from support.backends.jobs import run
 
 from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.opening import DeviceBackends
-from hvlike.backends.cuda.staged_backend import StagedBackend
 from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import current
@@ -40,7 +40,7 @@ def test_where_any_backend_will_do_host_memory_serves(failing: Late) -> None:
         opened.append((yield from devices.open(host, failing.device, None)))
 
     run(job)
-    assert type(opened[0]) is StagedBackend
+    assert type(opened[0]) is DeviceBackend
     assert devices.choice is not None
     assert devices.choice.backend == "staged"
     assert "NCCL_ERROR_SYSTEM_ERROR" in devices.choice.reason

@@ -19,11 +19,10 @@ def test_jobs_of_a_queue_on_a_device(late: Late) -> None:
     def share(mine: torch.Tensor) -> CountingJob:
         def job(backend: Backend) -> Coroutine[int]:
             assert home_of(backend) == device.home()
-            backend.begin_count(active=rank > 0)
             parts.append([torch.empty_like(mine) for _ in range(size)])
             parts[-1][rank].copy_(mine)
             yield from backend.gather([part.view(torch.uint8) for part in parts[-1]], range(size))
-            return (yield from backend.end_count())
+            return (yield from backend.count_active(rank > 0))
 
         return job
 

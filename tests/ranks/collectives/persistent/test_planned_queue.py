@@ -20,9 +20,8 @@ def adding(tensor: torch.Tensor, size: int, *, active: bool) -> CountingJob:
     arithmetic = arithmetic_of(tensor.dtype, ReduceOp.SUM, size, 1.0, 1.0)
 
     def run(backend: Backend) -> Coroutine[int]:
-        backend.begin_count(active=active)
         yield from backend.allreduce([tensor], arithmetic)
-        return (yield from backend.end_count())
+        return (yield from backend.count_active(active))
 
     return run
 

@@ -262,8 +262,7 @@ class Planner(Joinable):
 
     def count(self, *, active: bool) -> CountingJob:
         def run(backend: Backend) -> Coroutine[int]:
-            backend.begin_count(active=active)
-            return (yield from backend.end_count())
+            return (yield from backend.count_active(active))
 
         return run
 
