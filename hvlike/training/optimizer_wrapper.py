@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.training.gradients.gradients import Gradients
 
 
 class DelegatingOptimizer(Optimizer):
@@ -29,6 +30,7 @@ class DelegatingOptimizer(Optimizer):
     """Attributes of this object. LRScheduler replaces `step` on the object it is given."""
 
     _wrapped: Optimizer
+    _gradients: Gradients
 
     @property
     def wrapped(self) -> Optimizer:
@@ -38,20 +40,66 @@ class DelegatingOptimizer(Optimizer):
     def before_groups_are_read(self) -> None:
         """Called when `param_groups` is read, two frames below the reader."""
 
-    def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what must be equal on all ranks beside the wrapped optimizer's state; `call` asks, for errors."""
-        return None
-
-    def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take over another rank's `shared_memory`."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer. Source: torch.optim.Optimizer.state_dict."""
-        return self._wrapped.state_dict()
+        """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
+
+        Other optimizers ignore that key. It holds the errors of this rank alone: for an exact continuation every rank
+        saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
+
+        Source: torch.optim.Optimizer.state_dict.
+        """
+        state = self._wrapped.state_dict()
+        memory = self._gradients.reduction.memory
+        remembered = {} if memory is None else memory.state_dict()
+        return state | {"compression": remembered} if remembered else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this or of a plain optimizer. Source: torch.optim.Optimizer.load_state_dict."""
+        """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
+
+        A rank takes the errors that the same rank of a job of the same size has saved, and starts without where there
+        are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
+
+        Args:
+            state_dict: What state_dict() of this or of the wrapped optimizer has returned.
+
+        Raises:
+            UsageError: Between backward and step, with a compressor that remembers something.
+
+        Source: torch.optim.Optimizer.load_state_dict.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            self._gradients.memory_changed("optimizer.load_state_dict()")
+            memory.load_state_dict(state_dict.get("compression", {}))
         self._wrapped.load_state_dict(state_dict)
+
+    def shared_memory(self, call: str) -> dict[str, Any] | None:
+        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local.
+
+        Args:
+            call: The name of the function that asks, for errors.
+
+        Returns:
+            The state by name; None where there is nothing.
+
+        Raises:
+            UsageError: Between backward and step.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is None:
+            return None
+        self._gradients.memory_changed(call)
+        return memory.shared_state()
+
+    def load_shared_memory(self, state: dict[str, Any]) -> None:
+        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local.
+
+        Args:
+            state: What shared_memory() has returned there.
+        """
+        memory = self._gradients.reduction.memory
+        if memory is not None:
+            memory.load_shared(state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.errors import DataParallelError, UsageError, WrongTypeError
-from hvlike.training import usage_errors
 from hvlike.training.gradients.reduction import registered_set
 
 _MEBI = 1 << 20
@@ -42,7 +41,9 @@ def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
         name: parameter for name, parameter in module.named_parameters() if name not in ignored
     }
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise DataParallelError(usage_errors.DDP_NOT_NEEDED)
+        raise DataParallelError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
     lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         raise DataParallelError(

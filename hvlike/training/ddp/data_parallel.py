@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from hvlike.training.ddp.arguments import (
 from hvlike.training.ddp.comm_hooks import compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook
-from hvlike.training.ddp.module_gradients import DataParallelJoinHook, ModuleGradients
-from hvlike.training.ddp.module_sync import BufferSync, broadcast_module, verify_and_broadcast
+from hvlike.training.ddp.module_gradients import ModuleGradients
+from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction
-from hvlike.training.join.join import Join
-from hvlike.training.join.joinable import Joinable, JoinConfig
+from hvlike.training.join.join import Join, JoinContext
+from hvlike.training.join.joinable import BuiltInHook, Joinable, JoinConfig
+from hvlike.training.state.broadcast import broadcast_tensors
 from hvlike.training.usage_errors import warn_user
 
 OWNER = "DistributedDataParallel"
@@ -290,7 +292,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs: Any) -> DataParallelJoinHook:
+    def join_hook(self, **kwargs: Any) -> BuiltInHook:
         """Return the hook for one Join context.
 
         Args:
@@ -299,10 +301,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         Returns:
             The hook.
         """
-        divide_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        return DataParallelJoinHook(
-            self._gradients, self._take_over, self._reduces_now, divide_by_active=divide_by_active
-        )
+        gradients, divides_by_active = self._gradients, not kwargs.get("divide_by_initial_world_size", True)
+        begin = partial(gradients.join_begins, divides_by_active=divides_by_active)
+        main = None if gradients.hook is None else self._reduce_zeros
+        return BuiltInHook(begin, abandon=gradients.join_fails, take_over=self._take_over, main=main)
 
     @property
     def join_device(self) -> torch.device:
@@ -314,10 +316,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         """See Joinable."""
         return self.process_set
 
-    def _take_over(self, root_rank: int) -> None:
-        """Give all ranks the module of one, after a Join context. Collective over the process set; blocks."""
+    def _reduce_zeros(self) -> None:
+        """Take part in a reduction by the user's hook, if this iteration of a Join context has one."""
+        if self._reduces_now(False):
+            self._gradients.reduce_zeros()
+
+    def _take_over(self, context: JoinContext) -> None:
+        """Give all ranks the module of one that has made all steps."""
+        self._gradients.divides_by_active = False
         buffers = dict(self._named_buffers()) if self.forward_sync_buffers else {}
-        broadcast_module(self._parameters_to_train(), buffers, root_rank, self._gradients.reduction.process_set)
+        module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set
+        broadcast_tensors(OWNER, module, context.authority, ranks)
         # Ranks that have left early do not know what the last forward was.
         self.require_forward_param_sync = True
 

@@ -21,14 +21,13 @@ from hvlike.collectives.compression import CompressorLike
 from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
-from hvlike.errors import UsageError
-from hvlike.training import usage_errors
+from hvlike.errors import DataParallelError, UsageError
 from hvlike.training.ddp.end_of_backward import Collected, EndOfBackward, collection, is_inside_backward
 from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
-from hvlike.training.join.joinable import BuiltInHook
+from hvlike.training.usage_errors import changed_while_reducing, list_names
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -104,7 +103,10 @@ class ModuleGradients(Gradients):
     def set_static_graph(self) -> None:
         """Expect a static graph. Local. Raises DataParallelError after the first forward."""
         if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
-            raise usage_errors.too_late_for_static_graph()
+            raise DataParallelError(
+                "_set_static_graph() was called after the first forward: whether a graph is static is known before it. "
+                "Call it right after the constructor, or pass static_graph=True to DistributedDataParallel."
+            )
         self.static_graph = self.find_unused = True
 
     def before_forward(self) -> None:
@@ -120,7 +122,15 @@ class ModuleGradients(Gradients):
         missing, self._missing = self._missing, None
         self._pending = True
         if (missing and not self.find_unused) or not ended:
-            raise usage_errors.not_finished(rank(), [slot.name for slot in missing or {}], ended=ended)
+            cause = "" if ended else " Its backward pass was interrupted by an error."
+            raise DataParallelError(
+                "Expected to have finished reduction in the prior iteration before starting a new one."
+                f"{cause} Parameters that have received no gradient on rank {rank()}: "
+                f"{list_names([slot.name for slot in missing or ()])}. (1) Pass find_unused_parameters=True to "
+                "DistributedDataParallel where a module does not use all of its parameters in every iteration; (2) let "
+                "all outputs of forward take part in the loss. The reduction was completed with zeros in their places, "
+                "so all ranks can go on with this iteration."
+            )
 
     def after_forward(self, output: Any) -> None:
         """Let every backward pass that comes through these outputs reduce the gradients. Local."""
@@ -190,8 +200,23 @@ class ModuleGradients(Gradients):
     def _ended(self) -> None:
         """Reduce at the end of a backward pass. Collective; blocks."""
         twice = self._complete()
-        if twice:
-            raise (usage_errors.graph_changed if self.static_graph else usage_errors.ready_twice)(twice)
+        if not twice:
+            return
+        names = list_names(twice)
+        if self.static_graph:
+            text = (
+                "Your training graph has changed in this iteration, which is not compatible with static_graph=True: "
+                f"the gradients of {names} have arrived more often than in the first one. Pass static_graph=False to "
+                "DistributedDataParallel."
+            )
+        else:
+            text = (
+                f"Expected to mark a variable ready only once. The gradients of {names} have arrived several times in "
+                "one backward pass: parameters that are used in several reentrant checkpoints do so. Pass "
+                "static_graph=True to DistributedDataParallel if every iteration uses them in the same way, or "
+                "use_reentrant=False to the checkpoints."
+            )
+        raise DataParallelError(f"{text} The reduction was completed, so all ranks can go on with the next iteration.")
 
     def _complete(self) -> list[str]:
         """Reduce all gradients; return the names of those that have arrived too often."""
@@ -255,7 +280,7 @@ class ModuleGradients(Gradients):
     def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
         """Let the planned reduction compress, or the user's hook reduce; all ranks alike. Local."""
         if self._under_way:
-            raise usage_errors.changed_while_reducing("register_comm_hook()")
+            raise changed_while_reducing("register_comm_hook()")
         if compression is not None:
             self.reduction = replace(self.reduction, compression=compression)
         self.hook = hook
@@ -314,52 +339,3 @@ def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
             owner.arm()
 
     return output_is_reached
-
-
-class DataParallelJoinHook(BuiltInHook):
-    """Proxies take part in reductions and buffers of other ranks; afterwards all ranks take over one rank's module.
-
-    Where the user's own hook reduces, it is called with zeros in each iteration.
-    """
-
-    def __init__(
-        self,
-        gradients: ModuleGradients,
-        take_over: Callable[[int], None],
-        reduces_now: Callable[[bool], bool],
-        *,
-        divide_by_active: bool,
-    ) -> None:
-        """Local.
-
-        Args:
-            gradients: Those of the module.
-            take_over: Gives all ranks the module of one, by its rank in the job.
-            reduces_now: Returns whether the backward pass of this iteration reduces on any rank.
-            divide_by_active: Average over the ranks that have inputs, else over all.
-        """
-        self._gradients = gradients
-        self._take_over = take_over
-        self._reduces_now = reduces_now
-        self._divide_by_active = divide_by_active
-        self.needs_heartbeat = gradients.hook is not None
-
-    def begin(self) -> None:
-        """See BuiltInHook."""
-        self._gradients.prepare()
-        self._gradients.divides_by_active = self._divide_by_active
-
-    def main_hook(self) -> None:
-        """Take part in a reduction by the user's hook, if this iteration has one."""
-        if self._gradients.hook is not None and self._reduces_now(False):
-            self._gradients.reduce_zeros()
-
-    def abandon(self) -> None:
-        """See BuiltInHook."""
-        self._gradients.divides_by_active = False
-        self._gradients.abandon()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the parameters and buffers of one that has made all steps. Collective; blocks."""
-        self._gradients.divides_by_active = False
-        self._take_over(self.context.authority)

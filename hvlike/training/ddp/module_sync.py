@@ -36,13 +36,6 @@ def verify_and_broadcast(
     forms = {f"parameter {name}": _describe(tensor) for name, tensor in parameters.items()}
     forms |= {f"buffer {name}": str(TensorForm.of(tensor)) for name, tensor in buffers.items()}
     check_same(f"{_CALL} expects same model across all ranks", forms, root_rank, process_set, MismatchError)
-    broadcast_module(parameters, buffers, root_rank, process_set)
-
-
-def broadcast_module(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None
-) -> None:
-    """Copy the root's parameters and buffers into those of all ranks. Collective over the process set; blocks."""
     broadcast_tensors(_CALL, {**parameters, **buffers}, root_rank, process_set)
 
 

@@ -1,11 +1,7 @@
-"""State, ObjectState and TorchState: what a training run returns to after an error, and what all ranks start from.
-
-A StateHandler saves, restores and synchronises one object that is more than a value: a model, an optimizer, a sampler.
-"""
+"""State, ObjectState and TorchState: what a training run returns to after an error, and what all ranks start from."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
@@ -16,6 +12,7 @@ from torch.optim import Optimizer
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.errors import UsageError
+from hvlike.training.checkpoint import is_stateful
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -127,8 +124,8 @@ def check_names(state: type, names: Iterable[str]) -> None:
             raise UsageError(f"{state.__name__}: {name!r} cannot be the name of a value; the state uses it itself.")
 
 
-class StateHandler(ABC):
-    """Saves, restores and synchronises the contents of one object of a state."""
+class StatePart:
+    """Saves, restores and synchronises one object that is more than a value, by its state dict."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -142,73 +139,35 @@ class StateHandler(ABC):
 
     def restore(self) -> None:
         """Load what was saved. Local."""
+        if isinstance(self.value, DistributedOptimizer):
+            # Forgets a step that the error has interrupted.
+            self.value.abandon()
         # Optimizers keep the tensors they are given.
         self.value.load_state_dict(deepcopy(self._saved))
 
-    @abstractmethod
     def sync(self) -> None:
         """Load the state of rank 0. Collective; blocks."""
-
-
-class ModelStateHandler(StateHandler):
-    """A model: parameters and buffers."""
-
-    def sync(self) -> None:
-        """Broadcast the tensors in place, other entries of the state dict as objects."""
-        state = self.value.state_dict()
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in state.items() if name not in tensors}
-        broadcast_parameters(tensors, root_rank=0)
-        others = broadcast_object(others, root_rank=0, name=f"elastic.{self.name}")
-        if others:
-            self.value.load_state_dict({**tensors, **others})
-
-
-class OptimizerStateHandler(StateHandler):
-    """A torch optimizer, wrapped or not; gradients are not part of the state."""
-
-    def restore(self) -> None:
-        """Load what was saved, and forget a step that the error has interrupted."""
-        if isinstance(self.value, DistributedOptimizer):
-            self.value.abandon()
-        super().restore()
-
-    def sync(self) -> None:
-        """Broadcast state and options."""
-        broadcast_optimizer_state(self.value, root_rank=0)
-
-
-class SamplerStateHandler(StateHandler):
-    """An ElasticSampler: the indices that the ranks together have processed."""
-
-    def sync(self) -> None:
-        """Merge the indices that the ranks have processed in the epoch of rank 0."""
-        states = allgather_object(self.value.state_dict(), name=f"elastic.{self.name}")
-        epoch = states[0]["epoch"]
-        processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
-        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
-
-
-class StatefulHandler(StateHandler):
-    """Anything with state_dict and load_state_dict: a learning rate scheduler, a GradScaler."""
-
-    def sync(self) -> None:
-        """Load the state dict of rank 0."""
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0, name=f"elastic.{self.name}"))
-
-
-def handler_for(name: str, value: Any) -> StateHandler | None:
-    """Return the handler of a value; None for a plain object."""
-    if isinstance(value, nn.Module):
-        return ModelStateHandler(name, value)
-    # A DistributedOptimizer may say that it is only of the class it wraps.
-    if isinstance(value, (DistributedOptimizer, Optimizer)):
-        return OptimizerStateHandler(name, value)
-    if isinstance(value, ElasticSampler):
-        return SamplerStateHandler(name, value)
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return StatefulHandler(name, value)
-    return None
+        value, name = self.value, f"elastic.{self.name}"
+        # A DistributedOptimizer may say that it is only of the class it wraps.
+        if isinstance(value, (DistributedOptimizer, Optimizer)):
+            broadcast_optimizer_state(value, root_rank=0)
+        elif isinstance(value, ElasticSampler):
+            # What the ranks together have processed in the epoch of rank 0.
+            states = allgather_object(value.state_dict(), name=name)
+            epoch = states[0]["epoch"]
+            processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
+            value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+        elif isinstance(value, nn.Module):
+            # Tensors in place, other entries of the state dict as objects.
+            state = value.state_dict()
+            tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+            broadcast_parameters(tensors, root_rank=0)
+            others = {key: each for key, each in state.items() if key not in tensors}
+            others = broadcast_object(others, root_rank=0, name=name)
+            if others:
+                value.load_state_dict({**tensors, **others})
+        else:
+            value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
 
 
 class TorchState(ObjectState):
@@ -240,8 +199,7 @@ class TorchState(ObjectState):
         given = {"model": model, "optimizer": optimizer}
         objects = {**{name: value for name, value in given.items() if value is not None}, **objects}
         check_names(type(self), objects)
-        parts = {name: handler_for(name, value) for name, value in objects.items()}
-        self._parts: dict[str, StateHandler] = {name: part for name, part in parts.items() if part is not None}
+        self._parts = {name: StatePart(name, value) for name, value in objects.items() if is_stateful(value)}
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
 
     def save(self) -> None:
@@ -279,10 +237,9 @@ class TorchState(ObjectState):
         if name not in self.__dict__.get("_parts", {}):
             super().__setattr__(name, value)
             return
-        part = handler_for(name, value)
-        if part is None:
+        if not is_stateful(value):
             raise UsageError(
                 f"{type(self).__name__}.{name} was a {type(self._parts[name].value).__name__} and cannot become a "
                 f"plain {type(value).__name__}. Use another name for the value."
             )
-        self._parts[name] = part
+        self._parts[name] = StatePart(name, value)

@@ -25,7 +25,7 @@ from hvlike.training.gradients.parameters import Grouped, ParamGroupDiff, check_
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
-    from hvlike.training.autotune.tuner import Tuner
+    from hvlike.training.autotune import Tuner
 
 
 _handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
@@ -188,6 +188,16 @@ class Gradients:
         """
         self.refresh()
         self._ready_reducer()
+
+    def join_begins(self, *, divides_by_active: bool) -> None:
+        """The body of a Join context begins. Local."""
+        self.prepare()
+        self.divides_by_active = divides_by_active
+
+    def join_fails(self) -> None:
+        """The context was left in the middle of a step. Local."""
+        self.divides_by_active = False
+        self.abandon()
 
     def discard(self) -> None:
         """Forget local sums: zero_grad(). Raises: UsageError while gradients are being reduced."""
@@ -426,7 +436,7 @@ class Gradients:
         reducer.start = start
         if context.knobs.autotune:
             # Few programs tune: what does it is loaded for them alone.
-            from hvlike.training.autotune.tuner import tune
+            from hvlike.training.autotune import tune
 
             self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
         return reducer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from hvlike.collectives.requests.process_set import ProcessSet
 
 if TYPE_CHECKING:
-    from hvlike.training.join.context import JoinContext
+    from hvlike.training.join.join import JoinContext
 
 
 class JoinConfig(NamedTuple):
@@ -44,26 +46,33 @@ class JoinHook:
         """
 
 
+def _nothing(*_: object) -> None: ...
+
+
+@dataclass(eq=False)
 class BuiltInHook(JoinHook):
-    """The hook of hvlike's own joinables. Their reductions are planned, so proxies take part without a message.
+    """The hook of hvlike's own joinables. Their reductions are planned, so proxies take part without a message."""
 
-    The main hook has nothing to do.
-    """
+    begin: Callable[[], object] = _nothing
+    """The body begins. Local."""
+    leave: Callable[[], object] = _nothing
+    """The body has ended well. Local. Raises UsageError where a step is half done."""
+    abandon: Callable[[], object] = _nothing
+    """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
+    take_over: Callable[[JoinContext], object] = _nothing
+    """All ranks take over one rank's state. Collective; blocks."""
+    main: Callable[[], object] | None = None
+    """What is not planned of an iteration, so that the context needs a heartbeat."""
+    context: JoinContext = field(init=False)
 
-    needs_heartbeat = False
-    """Some operation of an iteration is not planned."""
+    def main_hook(self) -> None:
+        """See JoinHook."""
+        if self.main is not None:
+            self.main()
 
-    context: JoinContext
-    """Set before `begin`."""
-
-    def begin(self) -> None:
-        """The body begins. Local."""
-
-    def leave(self) -> None:
-        """The body has ended well. Local. Raises UsageError where a step is half done."""
-
-    def abandon(self) -> None:
-        """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """See JoinHook."""
+        self.take_over(self.context)
 
 
 class Joinable(ABC):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvlike.training import usage_errors
+from hvlike.errors import UsageError
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
@@ -51,7 +51,10 @@ def clip_grad_norm_(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     if not isinstance(optimizer, DistributedOptimizer):
-        raise usage_errors.not_distributed("hvlike.clip_grad_norm_", optimizer)
+        raise UsageError(
+            "hvlike.clip_grad_norm_ expects the optimizer that hvd.DistributedOptimizer returned, got "
+            f"{type(optimizer).__name__}. For one that is not distributed use torch.nn.utils.clip_grad_norm_."
+        )
     optimizer.synchronize_for("hvlike.clip_grad_norm_")
     parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

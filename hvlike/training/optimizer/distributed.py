@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo as untraced
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.compression import Compression, CompressorLike
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import current
@@ -20,12 +23,18 @@ from hvlike.training import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.parameters import check_all_named, check_groups, check_named_parameters
+from hvlike.training.gradients.parameters import (
+    check_all_named,
+    check_groups,
+    check_named_parameters,
+    copy_options,
+    options_of,
+)
 from hvlike.training.gradients.reduction import Reduction, registered_set
-from hvlike.training.join.join import Join
-from hvlike.training.join.joinable import Joinable
-from hvlike.training.optimizer.join_hook import OptimizerJoinHook
+from hvlike.training.join.join import Join, JoinContext
+from hvlike.training.join.joinable import BuiltInHook, Joinable
 from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
+from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 
 # What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 
@@ -209,7 +218,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         Source: horovod.torch.DistributedOptimizer.skip_synchronize.
         """
         if self._gradients.reduction.of_deltas:
-            raise usage_errors.nothing_to_skip()
+            raise UsageError(
+                "optimizer.skip_synchronize() is not supported with op=hvd.Adasum: what the step has changed is "
+                "reduced after it, so there is no earlier synchronization to skip. Call optimizer.step() outside of "
+                "it; gradients may be clipped or unscaled before the step without synchronize()."
+            )
         before, self._skipping = self._skipping, True
         try:
             yield
@@ -298,67 +311,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._wrapped.add_param_group(param_group)
         self._gradients.refresh()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer and, under "compression", what a compressor remembers. Local.
-
-        Other optimizers ignore that key. It holds the errors of this rank alone: for an exact continuation every rank
-        saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
-
-        Source: torch.optim.Optimizer.state_dict.
-        """
-        state = self._wrapped.state_dict()
-        memory = self._gradients.reduction.memory
-        remembered = {} if memory is None else memory.state_dict()
-        return state | {"compression": remembered} if remembered else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this or of a plain optimizer; without "compression" in it, compression starts anew.
-
-        A rank takes the errors that the same rank of a job of the same size has saved, and starts without where there
-        are none. Local; all ranks load before the next step, or one does and broadcast_optimizer_state follows.
-
-        Args:
-            state_dict: What state_dict() of this or of the wrapped optimizer has returned.
-
-        Raises:
-            UsageError: Between backward and step, with a compressor that remembers something.
-
-        Source: torch.optim.Optimizer.load_state_dict.
-        """
-        memory = self._gradients.reduction.memory
-        if memory is not None:
-            self._gradients.memory_changed("optimizer.load_state_dict()")
-            memory.load_state_dict(state_dict.get("compression", {}))
-        self._wrapped.load_state_dict(state_dict)
-
-    def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local.
-
-        Args:
-            call: The name of the function that asks, for errors.
-
-        Returns:
-            The state by name; None where there is nothing.
-
-        Raises:
-            UsageError: Between backward and step.
-        """
-        memory = self._gradients.reduction.memory
-        if memory is None:
-            return None
-        self._gradients.memory_changed(call)
-        return memory.shared_state()
-
-    def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local.
-
-        Args:
-            state: What shared_memory() has returned there.
-        """
-        memory = self._gradients.reduction.memory
-        if memory is not None:
-            memory.load_shared(state)
-
     def before_groups_are_read(self) -> None:
         """A GradScaler that reads the groups finds reduced gradients. Collective then; local for other readers."""
         if self._gradients.phase is not Phase.SYNCHRONIZED and is_read_by_grad_scaler():
@@ -371,7 +323,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         names = gradients.given_names
         return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
 
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> OptimizerJoinHook:
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> BuiltInHook:
         """Return the hook for one Join context. Local.
 
         Args:
@@ -382,7 +334,32 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         Returns:
             A new hook.
         """
-        return OptimizerJoinHook(self, self._gradients, divide_by_active=not divide_by_initial_world_size)
+        gradients = self._gradients
+        divides = not divide_by_initial_world_size
+        begin = partial(gradients.join_begins, divides_by_active=divides)
+        return BuiltInHook(begin, self._leave_join, gradients.join_fails, self._take_over)
+
+    def _leave_join(self) -> None:
+        if self._gradients.phase is Phase.REDUCING:
+            raise UsageError(
+                "The body of the Join context ended after loss.backward() but before optimizer.step(): some gradients "
+                f"are being reduced. Call optimizer.step() in the same iteration, on every rank. {usage_errors.DROP}"
+            )
+
+    def _take_over(self, context: JoinContext) -> None:
+        """Give all ranks the parameters, state and options of one that has made all steps."""
+        self._gradients.divides_by_active = False
+        if not context.absent:
+            return
+        root, process_set, groups = context.authority, self._gradients.reduction.process_set, self._wrapped.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        initialised = [each for each in parameters if not isinstance(each, UninitializedParameter)]
+        broadcast_tensors("Join", named_tensors(initialised), root, process_set)
+        if not self._gradients.reduction.of_deltas:
+            broadcast_optimizer_state(self, root, process_set=process_set)
+            return
+        # The optimizers of the ranks keep their own states.
+        copy_options(broadcast_object(options_of(groups), root, process_set=process_set), groups)
 
     @property
     def join_device(self) -> torch.device:
@@ -415,7 +392,11 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         phase = self._gradients.phase
         if self._skipping:
             if phase not in (Phase.IDLE, Phase.SYNCHRONIZED):
-                raise usage_errors.not_synchronized()
+                raise UsageError(
+                    "optimizer.step() was called under optimizer.skip_synchronize(), but the gradients of the last "
+                    "backward pass have not been reduced. Call optimizer.synchronize() before, or step without "
+                    "skip_synchronize()."
+                )
         elif phase is not Phase.SYNCHRONIZED:
             if self._join_context is not None:
                 self._notify_join()

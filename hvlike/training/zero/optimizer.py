@@ -14,15 +14,15 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
+from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
-from hvlike.training import usage_errors
 from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of
-from hvlike.training.join.join import Join
-from hvlike.training.join.joinable import Joinable
+from hvlike.training.join.join import Join, JoinContext
+from hvlike.training.join.joinable import BuiltInHook, Joinable
 from hvlike.training.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.zero.exchange import (
     GradientReduction,
@@ -31,10 +31,8 @@ from hvlike.training.zero.exchange import (
     warn_if_gradients_differ,
 )
 from hvlike.training.zero.partition import Partition, check_parameters, check_type
-from hvlike.training.zero.sharded_state import ShardedState, StateLock
-from hvlike.training.zero.state_transfer import state_service
+from hvlike.training.zero.sharded_state import ShardedState, StateLock, state_service
 from hvlike.training.zero.steps import Steps, StepShare
-from hvlike.training.zero.uneven_inputs import ZeroJoinHook
 from hvlike.transport.memory.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
@@ -197,7 +195,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         active = self._steps.update(options_of(self._groups), arguments)
         scaled, self._scaled = self._scaled, False
         if scaled and active < self.world_size:
-            raise usage_errors.scaler_with_absent_ranks()
+            raise UsageError(
+                "ZeroRedundancyOptimizer with reduce_gradients=True cannot use a GradScaler while some ranks are out "
+                "of data: their share of the gradients is not unscaled. Reduce with hvlike.nn.DistributedDataParallel "
+                "instead."
+            )
 
     def _reduce(self) -> None:
         """Average the gradients where this optimizer owns that, unless it is done."""
@@ -209,7 +211,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         own = set(self._partition.owned(self.rank))
         foreign = [each.grad for place, each in enumerate(self._partition.parameters) if place not in own]
         if any(gradient is not None and gradient is not self._infinity_flag for gradient in foreign):
-            raise usage_errors.backward_after_reduction()
+            raise UsageError(
+                "ZeroRedundancyOptimizer: a backward pass ran after the gradients were reduced (by "
+                "hvlike.clip_grad_norm_ or a GradScaler) and before step(). Run all backward passes of a step first, "
+                "then clip, then step; to start anew call optimizer.zero_grad()."
+            )
 
     def _after_closure(self, loss: Any) -> Any:
         self._steps.is_reduced = False
@@ -252,7 +258,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             UsageError: Not with reduce_gradients=True, or norm_type is not above 0.
         """
         if not self.reduces_gradients:
-            raise usage_errors.not_reducing("hvlike.clip_grad_norm_")
+            raise UsageError(
+                "hvlike.clip_grad_norm_ expects a ZeroRedundancyOptimizer with reduce_gradients=True. Where "
+                "DistributedDataParallel reduces, gradients are complete after backward(): use "
+                "torch.nn.utils.clip_grad_norm_."
+            )
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise UsageError(f"hvlike.clip_grad_norm_: norm_type must be > 0 for shared gradients, got {norm_type}.")
@@ -322,9 +332,14 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Source: torch.optim.Optimizer.add_param_group.
         """
         if self.initialized and self.overlaps_with_ddp:
-            raise usage_errors.one_group_only()
+            raise StateError(
+                "ZeroRedundancyOptimizer with `overlap_with_ddp=True` only supports a single parameter group"
+            )
         if self.initialized and self._join_config.enable:
-            raise usage_errors.group_in_join_context()
+            raise UsageError(
+                "ZeroRedundancyOptimizer.add_param_group() was called inside a Join context, where ranks may be "
+                "absent. Add the group on every rank before or after it."
+            )
         super().add_param_group(param_group)
         if not self.initialized:
             return
@@ -375,7 +390,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     # Join
 
-    def join_hook(self, **kwargs: Any) -> ZeroJoinHook:
+    def join_hook(self, **kwargs: Any) -> BuiltInHook:
         """Return the hook for a Join context.
 
         Args:
@@ -386,7 +401,30 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             The hook.
         """
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        return ZeroJoinHook(self, lambda: self._steps, divides_by_active=divides_by_active)
+
+        def begin() -> None:
+            self._steps.divides_by_active = divides_by_active
+
+        return BuiltInHook(begin, self._leave_join, self._end_join, self._take_over)
+
+    def _leave_join(self) -> None:
+        if self._steps.is_reduced:
+            raise UsageError(
+                "ZeroRedundancyOptimizer: the body of the Join context has ended after gradients were reduced (by "
+                "hvlike.clip_grad_norm_ or a GradScaler) and before step(). Call step() or zero_grad() first."
+            )
+        self.is_absent = True
+
+    def _end_join(self) -> None:
+        self._steps.divides_by_active = self._steps.is_reduced = self.is_absent = False
+
+    def _take_over(self, context: JoinContext) -> None:
+        """Give all ranks the options of one that has made all steps."""
+        self._end_join()
+        if context.absent:
+            told = broadcast_object(options_of(self._groups), context.authority, process_set=self.process_set)
+            copy_options(told, self._groups)
+            copy_options(told, self.optim.param_groups)
 
     @property
     def join_device(self) -> torch.device:

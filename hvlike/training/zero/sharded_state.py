@@ -1,32 +1,142 @@
-"""The state of a ZeroRedundancyOptimizer: brought together, saved as a whole or by shards, loaded."""
+"""The state of a ZeroRedundancyOptimizer: brought together, saved as a whole or by shards, loaded.
+
+One rank asks the others for their share, one after the other; they answer in their loops, whatever their programs do:
+
+    asks     ("ask", key, number, version)             version None: the state of now, in consolidate_state_dict
+    answers  ("answer", number, status, structure)     with the tensors, if its state is of that version
+
+A state is of the same version on all ranks while one of them is between two steps: no other can make a further step
+where gradients are reduced. A rank that has gone on nevertheless answers so.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakMethod
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from hvlike.collectives.api.barrier_join import barrier
+from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
-from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.session.context import current
-from hvlike.errors import UsageError
-from hvlike.training import usage_errors
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.session.context import Context, current
+from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.parameters import copy_options
+from hvlike.training.state.tensor_pickle import pack, unpack
 from hvlike.training.zero.partition import Partition
-from hvlike.training.zero.state_transfer import (
-    AHEAD,
-    BEHIND,
-    HERE,
-    Consolidated,
-    States,
-    consolidate,
-    copy_states,
-    state_service,
-)
+from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group
+
+States = dict[int, Any]
+"""The state of each parameter, by its index."""
+
+
+class Consolidated(NamedTuple):
+    """The state of all ranks."""
+
+    version: int
+    """How often it had changed then."""
+    place: int
+    """Position of the rank that has it."""
+    states: States | None
+    """None on the other ranks."""
+
+
+class Share(NamedTuple):
+    """What a rank answers: its state, pickled, and the tensors in it, in host memory; or why there is none."""
+
+    status: str
+    structure: bytes = b""
+    tensors: Collection[Tensor] = ()
+
+
+HERE = "has it"
+BEHIND = "has not come so far"
+AHEAD = "has gone on"
+GONE = "no longer has the optimizer, or does not answer"
+
+CATCH_UP_SECONDS = 10.0
+"""How long a rank that is behind may take to catch up: it may still be loading a state."""
+_ANSWER_SECONDS = 120.0
+_PAUSE_SECONDS = 0.02
+
+Key = tuple[int, str]
+"""Number of the process set, and name of the optimizer in it."""
+
+Snapshot = Callable[["int | None"], Share]
+
+
+class StateService:
+    """Asks and answers for all optimizers of one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._channel = context.fabric.channel
+        self._loop = context.fabric.loop
+        self._snapshots: dict[Key, WeakMethod[Snapshot]] = {}
+        self._number = 0
+        self._answers: dict[int, tuple[str, States]] = {}
+        self._lost: set[int] = set()
+        context.when_lost.append(self._lost.update)
+        self._channel.listen(Topic.ZERO_STATE, self._on_message)
+
+    def offer(self, key: Key, snapshot: Snapshot) -> None:
+        """Answer for an optimizer as long as it lives. Local; from any thread."""
+        for each in [each for each, method in self._snapshots.items() if method() is None]:
+            del self._snapshots[each]
+        self._snapshots[key] = WeakMethod(snapshot)
+
+    def fetch(self, rank: int, key: Key, version: int | None) -> tuple[str, States]:
+        """Ask a rank of the job whether it has this version, and for its share if so.
+
+        Blocks, but needs no call on that rank.
+        """
+        waited = 0.0
+        while True:
+            status, states = self._ask(rank, key, version)
+            if status != BEHIND or waited >= CATCH_UP_SECONDS:
+                return status, states
+            self._loop.wait(lambda: False, _PAUSE_SECONDS)
+            waited += _PAUSE_SECONDS
+
+    def _ask(self, rank: int, key: Key, version: int | None) -> tuple[str, States]:
+        self._number += 1
+        number = self._number
+        self._channel.send_soon(rank, Topic.ZERO_STATE, ("ask", key, number, version))
+        self._loop.wait(lambda: number in self._answers or rank in self._lost, _ANSWER_SECONDS)
+        return self._answers.pop(number, (GONE, {}))
+
+    def _on_message(self, rank: int, message: Any, tensors: list[Tensor]) -> None:
+        what, *rest = message
+        if what == "ask":
+            key, number, version = rest
+            method = self._snapshots.get(key)
+            snapshot = method() if method is not None else None
+            try:
+                share = Share(GONE) if snapshot is None else snapshot(version)
+            except Exception as error:  # __reduce__ of any class may raise anything
+                share = Share(f"has a state that cannot be pickled ({type(error).__name__}: {error})")
+            answer = ("answer", number, share.status, share.structure)
+            self._channel.send(rank, Topic.ZERO_STATE, answer, list(share.tensors), kind="state")
+        else:
+            number, status, structure = rest
+            self._answers[number] = status, unpack(structure, [], tensors) if structure else {}
+
+
+def state_service(context: Context) -> StateService:
+    """Return the service of the running hvlike, made at the first call. Local."""
+    service = _services.get(context)
+    if service is None:
+        service = _services[context] = StateService(context)
+    return service
+
+
+_services: WeakKeyDictionary[Context, StateService] = WeakKeyDictionary()
 
 
 class StateLock:
@@ -142,37 +252,52 @@ class ShardedState(Optimizer):
         if self.world_size == 1:
             return state
         if self._consolidated is None or self._consolidated.version != self._version:
-            self._consolidated = self._fetch()
+            self._consolidated = Consolidated(self._version, self.rank, self._collect(self._version))
         consolidated = self._consolidated
         if consolidated.states is None:
-            raise usage_errors.not_consolidated(self.rank, f"It is on rank {consolidated.place}.")
+            raise self._not_consolidated(f"It is on rank {consolidated.place}.")
         return {**state, "state": dict(sorted(consolidated.states.items()))}
 
-    def _fetch(self) -> Consolidated:
-        """Ask the other ranks for their share of the state, of this rank's version."""
-        service = state_service(current())
+    def _collect(self, version: int | None) -> States:
+        """Return copies of the states of all shares, in host memory; asks the other ranks for theirs."""
         with self._changes.copy(wait=True) as allowed:
             if not allowed:
-                raise usage_errors.not_consolidated(self.rank, "It is changing: a step is under way.")
-            states = copy_states(self._own_states())
-        for place, rank in enumerate(self._group.ranks):
-            if place == self.rank:
-                continue
-            status, share = service.fetch(rank, (self._group.number, self._queue.name), self._version)
-            if status != HERE:
-                raise usage_errors.not_consolidated(self.rank, f"Rank {rank} {status}.")
-            states.update(share)
-        return Consolidated(self._version, self.rank, states)
+                raise self._not_consolidated("It is changing: a step is under way.")
+            share = self._share(copy=True)
+        states: States = unpack(share.structure, [], list(share.tensors))
+        for rank in self._group.ranks:
+            if rank != self._group.ranks[self.rank]:
+                key = self._group.number, self._queue.name
+                status, found = state_service(current()).fetch(rank, key, version)
+                if status != HERE:
+                    raise self._not_consolidated(f"Rank {rank} {status}.")
+                states.update(found)
+        return states
 
-    def _snapshot(self, version: int) -> tuple[str, States]:
-        """Compare this rank's state with a version; also return a copy of its share if it has that one. In the loop."""
+    def _not_consolidated(self, why: str) -> StateError:
+        return StateError(
+            "Optimizer state has not been consolidated on this rank. Please call "
+            f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the global state. "
+            f"{why}"
+        )
+
+    def _snapshot(self, version: int | None) -> Share:
+        """Compare this rank's state with a version; with a copy of its share if it has that one. In the loop."""
+        if version is None:
+            # This rank waits in consolidate_state_dict until it was sent: no copy is needed.
+            return self._share(copy=False)
         with self._changes.copy(wait=False) as allowed:
             if self._version > version:
-                return AHEAD, {}
+                return Share(AHEAD)
             if self._version < version or not allowed:
                 # Not allowed: this rank is loading or copying its share. The other one asks again.
-                return BEHIND, {}
-            return HERE, copy_states(self._own_states())
+                return Share(BEHIND)
+            return self._share(copy=True)
+
+    def _share(self, *, copy: bool) -> Share:
+        structure, tensors = pack(self._own_states(), [])
+        form = torch.contiguous_format
+        return Share(HERE, structure, [each.detach().to("cpu", copy=copy, memory_format=form) for each in tensors])
 
     def _own_states(self) -> States:
         """The state of each parameter of this rank's share, by index."""
@@ -185,7 +310,7 @@ class ShardedState(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks to one, in host memory, where `state_dict()` returns it then.
 
-        One rank after the other sends; beside the result there are never more than two parts of 16 MiB in memory.
+        One rank after the other sends; beside the result only that rank may have its share in host memory once more.
         Collective over the process set; blocks.
 
         Args:
@@ -193,6 +318,7 @@ class ShardedState(Optimizer):
 
         Raises:
             UsageError: There is no such rank.
+            RuntimeError: On every rank: a rank has a state that cannot be pickled.
 
         Source: torch.distributed.optim.ZeroRedundancyOptimizer.consolidate_state_dict.
         """
@@ -200,7 +326,21 @@ class ShardedState(Optimizer):
             raise UsageError(f"consolidate_state_dict: expected a rank from 0 to {self.world_size - 1}, got {to!r}.")
         copy_options(self._groups, self.optim.param_groups)
         self._consolidated = None
-        states = consolidate(self._own_states(), to, self.rank, self.world_size, self.process_set)
+        if self.world_size == 1:
+            return
+        ranks = self.process_set or global_process_set
+        barrier(process_set=ranks)
+        states: States | None = None
+        failure: StateError | None = None
+        if self.rank == to:
+            try:
+                states = self._collect(None)
+            except StateError as error:
+                failure = error
+        # Until this has come, the others answer and keep their state as it is.
+        wrong = broadcast_object(failure and str(failure), self._group.ranks[to], process_set=ranks)
+        if wrong:
+            raise failure or StateError(wrong)
         self._consolidated = Consolidated(self._version, to, states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,4 +397,7 @@ class ShardedState(Optimizer):
         super().__setstate__(state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise usage_errors.not_copied()
+        raise UsageError(
+            "A ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to ranks that work together. Save "
+            "state_dict() after consolidate_state_dict(), make another one on every rank and load it there."
+        )

@@ -13,32 +13,39 @@ job begins with an exchange of which ranks are active, and the highest of those 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
 
 from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import home_of
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
+from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
 from hvlike.training.gradients.parameters import GroupOptions
 from hvlike.training.zero.exchange import GradientReduction, ParameterExchange
 from hvlike.training.zero.partition import Partition
-from hvlike.training.zero.uneven_inputs import (
-    CLIP,
-    REDUCE,
-    UPDATE,
-    Clipping,
-    StepCommand,
-    broadcast_command,
-    gather_active_ranks,
-    send_gradients,
-    total_norm,
-)
 from hvlike.transport.loop.coroutine import Coroutine
+
+REDUCE, CLIP, UPDATE = "reduce", "clip", "update"
+
+
+class StepCommand(NamedTuple):
+    """What comes next, from the highest active rank."""
+
+    kind: str
+    arguments: dict[str, Any]
+    """Keywords of the wrapped step(), or of `_clip`."""
+    options: GroupOptions
+    """The options of the parameter groups for an update."""
+    without_gradient: frozenset[int] = frozenset()
+    """The indices of parameters that have no gradient."""
+
 
 StepShare = Callable[[GroupOptions, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
 """Updates the share of a rank with these options, keywords and gradients."""
@@ -77,107 +84,85 @@ class Steps:
         self._reduction = reduction
         self._step_share = step_share
         self._own = [partition.parameters[place] for place in partition.owned(rank)]
+        self._norm = torch.empty(0, device="cpu")
         self._incomplete: int | None = None
         """The serial number of the queue in which a rank is known to be absent."""
 
-    # On an active rank
+    # On an active rank: collective; blocks
 
-    def reduce(self) -> int:
-        """Reduce the gradients; return how many ranks were active. Collective; blocks."""
-        active = self._run(self._reduce)
+    def reduce(self) -> None:
+        """Reduce the gradients."""
+        self._run(StepCommand(REDUCE, {}, []))
         self.is_reduced = True
-        return active
 
     def clip(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients of all ranks; return the norm before, 0-dim, float64. Collective; blocks."""
-        clipping = Clipping(max_norm, norm_type, error_if_nonfinite)
-        norms: list[Tensor] = []
-
-        def job(backend: Backend) -> Coroutine[int]:
-            present = yield from self._begin(backend, StepCommand(CLIP, clipping=clipping))
-            norms.append((yield from self._clip(backend, clipping)))
-            return present
-
-        self._run(job)
-        return norms[0]
+        """Clip the gradients of all ranks; return the norm before, 0-dim, float64."""
+        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        self._run(StepCommand(CLIP, arguments, []))
+        return self._norm
 
     def update(self, options: GroupOptions, arguments: dict[str, Any]) -> int:
-        """Give all ranks the parameters that each has updated; return how many were active. Collective; blocks.
+        """Give all ranks the parameters that each has updated; return how many were active.
 
         An absent rank updates its share with these options and arguments.
         """
-        active = self._run(lambda backend: self._update(backend, options, arguments))
+        active = self._run(StepCommand(UPDATE, arguments, options))
         self.is_reduced = False
         return active
 
-    def _run(self, job: CountingJob) -> int:
+    def _run(self, command: StepCommand) -> int:
         queue = self._queue()
         assert queue is not None
-        return queue.run(job)
-
-    # On an absent rank
+        return queue.run(lambda backend: self._job(backend, command))
 
     def stand_in(self) -> CountingJob:
         """Return the job of an absent rank."""
-        return self._follow
-
-    def _follow(self, backend: Backend) -> Coroutine[int]:
-        if not self._knows_absence:
-            return (yield from self._follow_first(backend))
-        present, command = yield from self._exchange_command(backend, None)
-        if command is None:
-            return 0
-        if command.kind == REDUCE and self._reduction is not None:
-            yield from self._reduction.run(backend, active=False)
-            self._divide(len(present))
-        elif command.kind == CLIP:
-            yield from self._clip(backend, command.clipping)
-        else:
-            yield from self._catch_up(backend, present, command)
-        return len(present)
-
-    def _follow_first(self, backend: Backend) -> Coroutine[int]:
-        """Take part in the first job after this rank has become absent, which the others begin without a command."""
-        if self._reduction is not None and not self.is_reduced:
-            work = self._reduction.run(backend, active=False)
-            present = yield from self._counted(backend, work, active=False)
-            self._divide(present)
-            return present
-        present = yield from self._counted(backend, self._exchange.run(backend), active=False)
-        self.is_reduced = False
-        if present:
-            there, command = yield from self._exchange_command(backend, None)
-            if command is not None:
-                yield from self._catch_up(backend, there, command)
-        return present
+        return lambda backend: self._job(backend, None)
 
     # The jobs
 
-    def _reduce(self, backend: Backend) -> Coroutine[int]:
-        assert self._reduction is not None
-        work = self._reduction.run(backend, active=True)
+    def _job(self, backend: Backend, command: StepCommand | None) -> Coroutine[int]:
+        """Run a job of this rank's program or, on an absent rank (None), of the others; return how many are active."""
+        active, size = command is not None, self._partition.ranks
         if self._knows_absence:
-            present = yield from self._begin(backend, StepCommand(REDUCE))
-            yield from work
+            there, command = yield from self._exchange_command(backend, command)
+            if command is None:
+                return 0
+            kind, present = command.kind, len(there)
+            if kind == CLIP:
+                yield from self._clip(backend, **command.arguments)
+            elif kind == UPDATE:
+                yield from self._catch_up(backend, there, command)
+            elif self._reduction is not None:
+                yield from self._reduction.run(backend, active=active)
+        elif command is not None and command.kind == CLIP:
+            # It follows a reduction: a rank that was absent then would be known.
+            yield from self._clip(backend, **command.arguments)
+            return size
         else:
-            present = yield from self._counted(backend, work, active=True)
-        self._divide(present)
+            # The first job after a rank has become absent.
+            kind = UPDATE if self._reduction is None else REDUCE
+            if command is not None:
+                kind = command.kind
+            if kind == REDUCE and self._reduction is not None:
+                yield from self._reduction.run(backend, active=active)
+            else:
+                yield from self._exchange.run(backend)
+            present = yield from backend.count_active(active)
+            if 0 < present < size:
+                self._incomplete = self._serial
+                if kind == UPDATE:
+                    there, command = yield from self._exchange_command(backend, command)
+                    if command is not None:
+                        yield from self._catch_up(backend, there, command)
+        if kind == REDUCE and self.divides_by_active and 0 < present < size:
+            gradients = [each.grad.detach() for each in self._own if each.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, size / present)
         return present
-
-    def _update(self, backend: Backend, options: GroupOptions, arguments: dict[str, Any]) -> Coroutine[int]:
-        if not self._knows_absence:
-            present = yield from self._counted(backend, self._exchange.run(backend), active=True)
-            if present == self._partition.ranks:
-                return present
-        places = frozenset(place for place, each in enumerate(self._partition.parameters) if each.grad is None)
-        there, command = yield from self._exchange_command(backend, StepCommand(UPDATE, options, arguments, places))
-        if command is not None:
-            yield from self._catch_up(backend, there, command)
-        return len(there)
 
     def _catch_up(self, backend: Backend, present: Sequence[int], command: StepCommand) -> Coroutine[None]:
         """Absent ranks update their shares, and all parameters are gathered."""
-        is_absent = self._rank not in present
         if self._reduction is None:
             shares: list[list[Tensor]] = [
                 []
@@ -193,7 +178,7 @@ class Steps:
             gradients = [received.get(parameter) for parameter in self._own]
         else:
             gradients = [parameter.grad for parameter in self._own]
-        if is_absent:
+        if self._rank not in present:
             step_share = self._step_share()
             if step_share is None:
                 raise HorovodInternalError(
@@ -203,15 +188,17 @@ class Steps:
             step_share(command.options, command.arguments, dict(zip(self._own, gradients, strict=True)))
         yield from self._exchange.run(backend)
 
-    def _clip(self, backend: Backend, clipping: Clipping) -> Coroutine[Tensor]:
+    def _clip(
+        self, backend: Backend, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Coroutine[None]:
         gradients = [each.grad.detach() for each in self._own if each.grad is not None]
-        norm = yield from total_norm(backend, self._partition.ranks, gradients, clipping.norm_type)
+        norm = yield from total_norm(backend, self._partition.ranks, gradients, norm_type)
         # Applied in any case: on a GPU a test would wait for the device.
-        factor = (clipping.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if gradients and (not clipping.error_if_nonfinite or bool(norm.isfinite())):
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if gradients and (not error_if_nonfinite or bool(norm.isfinite())):
             for gradient in gradients:
                 gradient.mul_(factor.to(gradient.device))
-        return norm
+        self._norm = norm
 
     # Which ranks are active
 
@@ -225,34 +212,76 @@ class Steps:
         queue = self._queue()
         return None if queue is None else queue.serial
 
-    def _counted(self, backend: Backend, work: Coroutine[None], *, active: bool) -> Coroutine[int]:
-        """Do the work and note whether a rank is absent; return the number of active ranks."""
-        yield from work
-        present = yield from backend.count_active(active)
-        if 0 < present < self._partition.ranks:
-            self._incomplete = self._serial
-        return present
-
-    def _begin(self, backend: Backend, command: StepCommand) -> Coroutine[int]:
-        """Begin a job that absent ranks run too; return the number of active ranks."""
-        if not self._knows_absence:
-            return (yield from backend.count_active(True))
-        there, _ = yield from self._exchange_command(backend, command)
-        return len(there)
-
     def _exchange_command(
         self, backend: Backend, command: StepCommand | None
     ) -> Coroutine[tuple[list[int], StepCommand | None]]:
         """Return the active ranks and the command of the highest; `command` is this rank's, None if it is absent."""
-        there = yield from gather_active_ranks(backend, self._rank, self._partition.ranks, active=command is not None)
+        flags = torch.zeros(self._partition.ranks, dtype=torch.int32, device="cpu")
+        flags[self._rank] = int(command is not None)
+        yield from backend.allreduce([flags], arithmetic_of(torch.int32, Sum, len(flags), 1.0, 1.0))
+        there = flags.nonzero().view(-1).tolist()
         if not there:
             self._incomplete = None
             self.is_reduced = False
             return there, None
-        return there, (yield from broadcast_command(backend, there[-1], self._rank, command))
+        data = b""
+        leader = there[-1]
+        if command is not None and self._rank == leader:
+            nothing = (place for place, each in enumerate(self._partition.parameters) if each.grad is None)
+            data = pickle.dumps(command._replace(without_gradient=frozenset(nothing)), protocol=5)
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        yield from backend.gather([length.view(torch.uint8)], [leader])
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        if data:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        yield from backend.gather([payload], [leader])
+        told: StepCommand = pickle.loads(payload.numpy().data)
+        return there, told
 
-    def _divide(self, present: int) -> None:
-        if self.divides_by_active and 0 < present < self._partition.ranks:
-            gradients = [each.grad.detach() for each in self._own if each.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, self._partition.ranks / present)
+
+def send_gradients(
+    backend: Backend, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]
+) -> Coroutine[dict[Tensor, Tensor]]:
+    """Send the leader's gradients to the absent ranks; return those that came here, by parameter.
+
+    `shares` has, for each absent rank, the parameters whose gradients it needs.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
+    receives = [nothing] * len(shares)
+    mine = shares[rank]
+    sizes = [parameter.nbytes for parameter in mine]
+    if mine:
+        receives[leader] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    yield from backend.alltoall(sends, receives)
+    # Copies: the parts of the flat tensor may not be aligned for their dtype.
+    return {
+        parameter: part.clone().view(parameter.dtype).view(parameter.shape).to(parameter.device)
+        for parameter, part in zip(mine, torch.split(receives[leader], sizes) if mine else (), strict=True)
+    }
+
+
+def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """The gradients one after the other, row by row, dense, as bytes."""
+    flats = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            flats.append(dense.to("cpu", parameter.dtype).contiguous().view(-1).view(torch.uint8))
+    return torch.cat(flats)
+
+
+def total_norm(backend: Backend, size: int, gradients: Sequence[Tensor], norm_type: float) -> Coroutine[Tensor]:
+    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64.
+
+    A GPU computes it without a wait of the host.
+    """
+    home = home_of(backend) or torch.device("cpu")
+    norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).to(home, torch.float64) for gradient in gradients]
+    own = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=home)]), norm_type)
+    largest = norm_type == float("inf")
+    part = (own if largest else own**norm_type).reshape(1)
+    yield from backend.allreduce([part], arithmetic_of(torch.float64, Max if largest else Sum, size, 1.0, 1.0))
+    norm: Tensor = part[0] if largest else part[0].pow(1.0 / norm_type)
+    return norm

@@ -10,7 +10,7 @@ from support.training.problem import loss_of, make_model, same_on_all_ranks, sha
 from torch import nn
 
 from hvlike.collectives.session.context import current
-from hvlike.training.autotune.tuner import COLUMNS
+from hvlike.training.autotune import COLUMNS
 
 STEPS, WARMUP, SAMPLES = 2, 1, 4
 ENOUGH = (STEPS + 1) * (WARMUP + SAMPLES) + 2

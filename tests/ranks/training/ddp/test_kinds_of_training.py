@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvlike.collectives.session.context import current
 from hvlike.nn import DistributedDataParallel
-from hvlike.training.batch_norm.sync_batch_norm import convert_sync_batchnorm
+from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 LATE = {"waiting", "resumed"}
 """A rank that has waited for half a second says so: that is about time."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvlike.errors import JoinError
 from hvlike.nn import DistributedDataParallel, PowerSGDState, allreduce_hook, powerSGD_hook
-from hvlike.training.batch_norm.sync_batch_norm import convert_sync_batchnorm
+from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 
 @pytest.mark.parametrize("divide_by_initial", [True, False])

@@ -10,7 +10,6 @@ from support.training.zero_problem import batch, difference, loss_of, net
 from torch.optim import SGD, Adam
 
 from hvlike.optim import ZeroRedundancyOptimizer
-from hvlike.training.zero import state_transfer
 
 
 def test_the_numbers_of_torchs_test(hvd: ModuleType) -> None:
@@ -161,12 +160,18 @@ def test_groups_that_do_not_fit_are_refused(hvd: ModuleType) -> None:
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
-@pytest.mark.pure
-@pytest.mark.parametrize("most", [1, 3, 8, 100])
-def test_a_stream_is_cut_and_filled_in_again(most: int) -> None:
-    flats = [torch.arange(length, dtype=torch.uint8) for length in (5, 0, 1, 9)]
-    parts = list(state_transfer.cut(iter(flats), most))
-    assert [len(part) for part in parts[:-1]] == [most] * (len(parts) - 1)
-    targets = [torch.zeros_like(flat) for flat in flats]
-    state_transfer.fill(targets, iter(parts))
-    assert all(torch.equal(target, flat) for target, flat in zip(targets, flats, strict=True))
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise OSError("no")
+
+
+def test_a_state_that_cannot_be_pickled_is_refused_on_every_rank(hvd: ModuleType) -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
+    train(model, optimizer, range(1))
+    if hvd.rank() == hvd.size() - 1:
+        next(iter(optimizer.optim.state.values()))["odd"] = Unpicklable()
+    if hvd.size() > 1:
+        with pytest.raises(RuntimeError, match="cannot be pickled .OSError: no"):
+            optimizer.consolidate_state_dict(to=0)
+    hvd.barrier()

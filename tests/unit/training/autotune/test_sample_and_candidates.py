@@ -2,8 +2,7 @@
 
 import pytest
 
-from hvlike.training.autotune.search import Choice, TuningSearch, coordinates, make_candidates
-from hvlike.training.autotune.tuner import StepSampler
+from hvlike.training.autotune import Choice, StepSampler, TuningSearch, coordinates, make_candidates
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike.training.autotune.search import (
+from hvlike.training.autotune import (
     Measurement,
     believe,
     best_measured,

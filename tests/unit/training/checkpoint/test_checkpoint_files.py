@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.training.checkpoint import files
-from hvlike.training.checkpoint.files import list_files, prune, read, write
+from hvlike.training.checkpoint import digest_of, list_files, prune, read, write
 
 
 def names(folder: Path) -> list[str]:
@@ -84,4 +83,4 @@ def test_the_oldest_are_removed_and_never_the_new_one(tmp_path: Path) -> None:
 
 
 def test_a_name_says_what_is_in_the_file() -> None:
-    assert files.digest_of(b"abc") == "ba7816bf8f01cfea"
+    assert digest_of(b"abc") == "ba7816bf8f01cfea"

@@ -1,13 +1,22 @@
 """Checkpoints: rank 0 writes and reads, all ranks learn how it went and have the same.
 
-Also what is put into a checkpoint, and how it gets back into the objects it came from.
+Files are written whole or not at all, and named after their step and what is in them:
+
+    checkpoint-000000001200-5f1d0c7be0a94c3d.pt     step 1200; the first 16 digits of the SHA-256 of the file
+
+A file is written under a temporary name, forced to disk, and renamed in one step. Whatever interrupts that, the folder
+holds whole checkpoints and at most one file that the next save removes. A file whose contents do not fit its name was
+damaged afterwards. `torch.load` reads the files too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +30,88 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
-from hvlike.training.checkpoint import files
 from hvlike.training.optimizer.distributed import DistributedOptimizer
+
+_NAME = re.compile(r"checkpoint-(\d{12,})-([0-9a-f]{16})\.pt")
+_UNFINISHED = ".checkpoint-"
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """One checkpoint file, with the step and the digest in its name."""
+
+    path: Path
+    step: int
+    digest: str
+
+
+def list_files(folder: Path) -> list[CheckpointFile]:
+    """Return the checkpoints of a folder, the newest first; none where there is no such folder. Raises OSError."""
+    if not folder.exists():
+        return []
+    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    files = [CheckpointFile(path, int(match[1]), match[2]) for path, match in found if match is not None]
+    return sorted(files, key=lambda file: (file.step, file.path.stat().st_mtime_ns), reverse=True)
+
+
+def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
+    """Write a checkpoint to the disk. Raises OSError, and leaves no part of the file behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(folder)
+    digest = digest_of(data)
+    unfinished = folder / f"{_UNFINISHED}{os.getpid()}"
+    path = folder / f"checkpoint-{step:012d}-{digest}.pt"
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        # The first error is the one to report.
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(folder)
+    return CheckpointFile(path, step, digest)
+
+
+def read(file: CheckpointFile) -> bytearray:
+    """Return the contents of a checkpoint. Raises OSError, and ValueError for a damaged file."""
+    data = bytearray(file.path.stat().st_size)
+    with file.path.open("rb") as source:
+        count = source.readinto(data)
+    found = digest_of(data)
+    if count != len(data) or found != file.digest:
+        raise ValueError(f"its contents have the digest {found}, not the one in its name: it was damaged or cut off")
+    return data
+
+
+def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
+    """Remove all but the `keep` newest checkpoints, of which the one just written is the first. Raises OSError."""
+    others = [file for file in list_files(folder) if file.path != newest.path]
+    older = [file for file in others if file.step <= newest.step]
+    for file in older[keep - 1 :]:
+        file.path.unlink(missing_ok=True)
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the digits for the name of a file with these contents."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a killed save has left; one process at a time writes to a folder."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
@@ -253,8 +342,8 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
 def _write(folder: Path, step: int, keep: int, states: dict[str, Any]) -> str:
     buffer = io.BytesIO()
     torch.save(states, buffer)
-    file = files.write(folder, step, buffer.getbuffer())
-    files.prune(folder, keep, file)
+    file = write(folder, step, buffer.getbuffer())
+    prune(folder, keep, file)
     return str(file.path)
 
 
@@ -262,20 +351,19 @@ def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:
     """Find the newest file that is whole, on rank 0: path, step, bytes, faults of newer ones; and its contents."""
     wrong: list[str] = []
     try:
-        candidates = files.list_files(folder)
+        candidates = list_files(folder)
     except OSError as error:
         candidates, wrong = [], [str(error)]
     for file in candidates:
-        data = _read(file, wrong)
+        data = _read_or_say_why(file, wrong)
         if data is not None:
             return (str(file.path), file.step, len(data), wrong), torch.frombuffer(data, dtype=torch.uint8)
     return ("", 0, 0, wrong), torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def _read(file: files.CheckpointFile, wrong: list[str]) -> bytearray | None:
-    """Return the contents; None, with the reason added to `wrong`, for a file that cannot be used."""
+def _read_or_say_why(file: CheckpointFile, wrong: list[str]) -> bytearray | None:
     try:
-        return files.read(file)
+        return read(file)
     except (OSError, ValueError) as error:
         wrong.append(f"{file.path}: {error}")
         logger.warning("checkpoint %s is passed over: %s", file.path, error)

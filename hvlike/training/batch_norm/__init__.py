@@ -1,1 +1,0 @@
-"""SyncBatchNorm: batch normalisation over the batches of all ranks."""

@@ -1,1 +1,0 @@
-"""Checkpoints: written whole or not at all, and looked at before they are believed."""
