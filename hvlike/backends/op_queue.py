@@ -7,6 +7,7 @@ order of its own (the negotiated requests of a process set, the plan of an optim
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +25,7 @@ from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
-from hvlike.transport.loop.spin import QUEUE_CHECKS
+from hvlike.transport.loop.spin import CROWDED_QUEUE_SECONDS, UNSHARED_SECONDS
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class OpQueue:
         self.drives = isinstance(backend, SharedBackend)
         """Any thread may take the steps of a coroutine on the backend: MPI is not called there."""
         self._crowded = fabric.spin.crowded
-        self.checks = QUEUE_CHECKS
-        """Steps without progress after which `drive` leaves a job to the loop."""
+        self.patience = CROWDED_QUEUE_SECONDS if fabric.spin.crowded else UNSHARED_SECONDS
+        """Seconds without progress after which `drive` leaves a job to the loop, which can sleep."""
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
@@ -72,14 +73,19 @@ class OpQueue:
         """
         if not self._driving.acquire(blocking=False):
             raise second_driver(f"op queue {self.number} of process set {self.group.number}")
-        still = 0
+        until = 0.0
         try:
             for wait in coroutine:
-                still = 0 if wait is Wait.AGAIN else still + 1
-                if still > self.checks:
+                if wait is Wait.AGAIN:
+                    until = 0.0
+                    continue
+                now = time.monotonic()
+                if not until:
+                    until = now + self.patience
+                elif now > until:
                     self._hand_over(coroutine, after)
                     return False
-                if still and self._crowded:
+                if self._crowded:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
         except BaseException as error:

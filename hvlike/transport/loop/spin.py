@@ -23,8 +23,12 @@ UNSHARED_SECONDS = 300e-6
 Without this limit the checks took 1 to 3 ms there. Reductions take as long with 300 us; with 100 us they took longer.
 """
 
-QUEUE_CHECKS = 200
-"""Steps without progress of an op queue's job before a thread leaves it to the loop, which can sleep: some 100 us."""
+CROWDED_QUEUE_SECONDS = 2e-3
+"""How long a thread whose rank shares its core drives a job that does not move before it leaves it to the loop.
+
+With a core of its own it does so for UNSHARED_SECONDS: where another program takes the peer's core, sleeping early
+brings the peer back sooner.
+"""
 
 BOARD_CHECKS = 1000
 """Checks of a peer's entry by an inline allreduce before it wakes the peers that may sleep."""

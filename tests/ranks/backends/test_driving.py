@@ -1,5 +1,6 @@
 """A thread that waits for a job takes its steps itself, and leaves them to the loop once it would have to wait long."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, re
         pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
     submitted: list[Any] = []
     real, queue.submit = queue.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
-    queue.checks = 1 << 30
+    queue.patience = math.inf
     for _ in range(5):
         step(reducer, hvd.size())
     del queue.submit
