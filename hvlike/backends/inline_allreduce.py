@@ -49,7 +49,8 @@ class InlineEngine:
         self._crowded = fabric.spin.crowded
         bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
         self._bell = bells[rank]
-        self._others = [bell for each, bell in enumerate(bells) if each != rank]
+        self.others = [bell for each, bell in enumerate(bells) if each != rank]
+        """The bells of the peers."""
         self._bell.initialise(os.getpid())
         start = size * BELL_BYTES
         blocks = [words(segment, start + each * _BLOCK_BYTES, WORDS) for each in range(size)]
@@ -75,14 +76,9 @@ class InlineEngine:
         """For each place on the board the memory of this rank's copy, in bytes."""
         return tuple(slot[:nbytes].data for slot in self._slots[self._rank])
 
-    def passed(self, count: int) -> None:
-        """This rank has asked for `count` operations, the last by negotiation. Wakes the peers that wait for it."""
-        self.board.passed(count)
-        self.wake()
-
     def wake(self) -> None:
         """Wake the peers that sleep."""
-        for bell in self._others:
+        for bell in self.others:
             bell.notify_if_sleeping()
 
     def wait(self, index: int) -> bool:

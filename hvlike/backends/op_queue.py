@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # A rank's staging slots; memory is taken from the system only as it is used. The second fits a container's 64 MB.
 _BUDGETS = (2 << 20, 512 << 10, 64 << 10)
 
-Job = Callable[[Backend], Coroutine[None]]
+Job = Callable[[Backend], Coroutine[Any]]
 
 
 class OpQueue:

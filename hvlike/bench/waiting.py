@@ -27,7 +27,6 @@ from hvlike.bench.harness.comparison import Summary, with_samples
 from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
-from hvlike.collectives.session.submission import submit
 
 
 class Bell:
@@ -236,7 +235,7 @@ def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> h
     signature = spec_of_tensors("allreduce", [tensor], op=int(hvlike.Sum))
     set_state = current().find_set(None, "Allreduce")
     # Rank 1 waits at once, as in allreduce_(); on rank 0 the background thread takes it.
-    return submit(set_state, signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
+    return set_state.controller.submit(signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
 
 
 def _completion(tensor: torch.Tensor, work: Work | None, bell: Bell) -> float:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.collectives.api.allgather import allgather
 from hvlike.collectives.api.allreduce import allreduce_
 from hvlike.collectives.api.alltoall import alltoall
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.broadcast import broadcast_
-from hvlike.collectives.api.gather_scatter import allgather, reducescatter
+from hvlike.collectives.api.reducescatter import reducescatter
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 

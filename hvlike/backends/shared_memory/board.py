@@ -65,6 +65,8 @@ class Board:
         self._rank = rank
         self.mine = blocks[rank]
         """The words of this rank; the one at FINISHED is what `finish` writes."""
+        self.count = self.mine[_COUNT : _COUNT + 1]
+        """The word of the operations that this rank has asked for."""
         self._head = blocks[HEAD]
         self._peers = [block for peer, block in enumerate(blocks) if peer != rank]
         self._barrier = barrier

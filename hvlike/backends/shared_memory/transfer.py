@@ -77,7 +77,7 @@ def gather(region: Region, parts: Iterable[tuple[torch.Tensor, int]], check: Cal
             else:
                 waits = [((counters[owner].words, PUBLISHED), -1)]
                 streams[owner] = _Stream(region, owner, owner, (region.mine.fetched, owner), waits)
-        streams[owner].add(raw_view(tensor))
+        streams[owner].add(tensor.numpy() if tensor.dtype is torch.uint8 else raw_view(tensor))
     yield from _move(region, list(streams.values()), check)
 
 

@@ -6,21 +6,20 @@ underscore write into the tensors they are given; those with `async` return a ha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, reduce_op
 from hvlike.collectives.api.allreduce_gradient import GroupedAllreduce
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Reduction, choose_op
-from hvlike.collectives.requests.request import Handle, synchronize
-from hvlike.collectives.session.context import begin
-from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import all_tensors, first_tensor, spec_of, submit
+from hvlike.collectives.requests.reduction import Average, Reduction, Sum
+from hvlike.collectives.requests.request import Handle, Request, all_tensors, first_tensor, spec_of, synchronize
+from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
 _differentiable: Callable[..., tuple[torch.Tensor, ...]] = GroupedAllreduce.apply
@@ -76,7 +75,7 @@ def allreduce(
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
     compressed, context = compressor.compress(tensor)
-    (reduced,) = _reduce_out_of_place(call, [compressed])
+    (reduced,) = _reduce_out_of_place(*call, [compressed])
     return compressor.decompress(reduced, context)
 
 
@@ -118,7 +117,7 @@ def allreduce_(
             return tensor
         name = outcome.name
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(call, [tensor], wake=False, counted=outcome is not None)
+    handle = _start(*call, [tensor], wake=False, counted=outcome is not None)
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -152,7 +151,7 @@ def allreduce_async(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, [_copy(tensor)])
+    return _start(*call, [_copy(tensor)])
 
 
 def allreduce_async_(
@@ -184,7 +183,7 @@ def allreduce_async_(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, [tensor])
+    return _start(*call, [tensor])
 
 
 def grouped_allreduce(
@@ -225,7 +224,7 @@ def grouped_allreduce(
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
     pairs = [compressor.compress(tensor) for tensor in _listed(tensors)]
-    reduced = _reduce_out_of_place(call, [pair[0] for pair in pairs])
+    reduced = _reduce_out_of_place(*call, [pair[0] for pair in pairs])
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -260,7 +259,7 @@ def grouped_allreduce_(
         UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(call, _listed(tensors), wake=False)
+    handle = _start(*call, _listed(tensors), wake=False)
     result: list[torch.Tensor] = synchronize(handle)
     return result
 
@@ -295,7 +294,7 @@ def grouped_allreduce_async(
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [_copy(tensor) for tensor in _listed(tensors)]
-    return _start(call, copies)
+    return _start(*call, copies)
 
 
 def grouped_allreduce_async_(
@@ -328,18 +327,7 @@ def grouped_allreduce_async_(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(call, _listed(tensors))
-
-
-class _Call(NamedTuple):
-    """A call that has its number: what it runs in, under which name, and what it reduces."""
-
-    what: str
-    set_state: ProcessSetState
-    name: str
-    reduction: Reduction
-    process_set: ProcessSet | None
-    given_name: str | None
+    return _start(*call, _listed(tensors))
 
 
 def _begin(
@@ -350,40 +338,50 @@ def _begin(
     op: int | None,
     prescale_factor: float,
     postscale_factor: float,
-) -> _Call:
-    """Number the call before anything can be wrong with it, then look at what it asks for."""
-    set_state, full_name = begin(what, name, process_set)
-    reduction = Reduction(choose_op(average, op), float(prescale_factor), float(postscale_factor))
-    return _Call(what, set_state, full_name, reduction, process_set, name)
+) -> tuple[Call, Reduction]:
+    """Number the call before anything can be wrong with it, then look at what it asks for.
+
+    Raises: UsageError when both average and op are given, or op is none of the constants.
+    """
+    call = begin(what, name, process_set)
+    if average is not None:
+        if op is not None:
+            raise UsageError("The op parameter supersedes average. Please provide only one of them.")
+        text = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
+    elif op is None:
+        op = Average
+    chosen = op if type(op) is ReduceOp else reduce_op(op)
+    return call, Reduction(chosen, float(prescale_factor), float(postscale_factor))
 
 
-def _start(call: _Call, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False) -> Handle:
+def _start(
+    call: Call, reduction: Reduction, tensors: Sequence[torch.Tensor], *, wake: bool = True, counted: bool = False
+) -> Handle:
     """Start reducing `tensors` in place. The handle returns the tensor of a single call, the list of a grouped one."""
-    what, name = call.what, call.name
-    spec = spec_of("allreduce", what, name, tensors, reduction=call.reduction, written=True)
+    what, set_state, name, _, _ = call
+    spec = spec_of("allreduce", what, name, tensors, reduction=reduction, written=True)
+    finish: Callable[[Request], Any] = first_tensor
     if what != "allreduce":
-        return submit(call.set_state, spec, f"{what}.{name}", tensors, all_tensors, wake=wake, counted=counted)
-    inline = call.set_state.inline
-    if inline is not None and spec not in inline.learned:
-        inline.learn(spec, tensors[0])
-    return submit(call.set_state, spec, name, tensors, first_tensor, wake=wake, counted=counted)
+        name, finish = f"{what}.{name}", all_tensors
+    elif set_state.inline is not None and spec not in set_state.inline.learned:
+        set_state.inline.learn(spec, tensors[0])
+    return set_state.controller.submit(spec, name, tensors, finish, wake=wake, counted=counted)
 
 
-def _reduce_out_of_place(call: _Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
 
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        result = synchronize(_start(call, [_copy(each) for each in inputs], wake=False))
+        result = synchronize(_start(call, reduction, [_copy(each) for each in inputs], wake=False))
         return [result] if call.what == "allreduce" else result
 
     def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
-        name = None if call.given_name is None else f"{call.given_name}.{suffix}"
-        set_state, full_name = begin(call.what, name, call.process_set)
-        another = _Call(call.what, set_state, full_name, reduction, call.process_set, name)
-        return _reduce_out_of_place(another, list(inputs))
+        return _reduce_out_of_place(call.another(call.what, suffix), reduction, list(inputs))
 
     if _needs_gradient(tensors):
-        return list(_differentiable(forward, run, call.reduction, *tensors))
+        return list(_differentiable(forward, run, reduction, *tensors))
     return forward(tensors)
 
 

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, RequestSpec, synchronize
-from hvlike.collectives.session.context import begin
-from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import spec_of, submit
+from hvlike.collectives.requests.request import Handle, Request, RequestSpec, spec_of, synchronize
+from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
 Splits = torch.Tensor | Sequence[int]
@@ -58,11 +56,11 @@ def alltoall(
     Gradient: alltoall of the incoming gradient with the received splits; zero for rows that were not sent.
     Source: MPI 4.1 section 6.8; horovod.torch.alltoall.
     """
-    call = _begin(tensor, splits, name, process_set)
+    exchange = _begin(tensor, splits, name, process_set)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        output, received = _differentiable(call, tensor)
+        output, received = _differentiable(exchange, tensor)
     else:
-        output, received = synchronize(_start(call, tensor, wake=False))
+        output, received = synchronize(_start(exchange, tensor, wake=False))
     return output if splits is None else (output, received)
 
 
@@ -91,37 +89,32 @@ def alltoall_async(
     return _start(_begin(tensor, splits, name, process_set), tensor)
 
 
-class _Call(NamedTuple):
-    """A call that has its number and is in order."""
+class _Exchange(NamedTuple):
+    """A call that is in order."""
 
-    set_state: ProcessSetState
-    name: str
-    process_set: ProcessSet | None
-    given_name: str | None
+    call: Call
     spec: RequestSpec
     splits: list[int]
     counts_dtype: torch.dtype
 
 
-def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Call:
+def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Exchange:
     """Number the call before anything can be wrong with it, then look at what it asks for."""
-    set_state, full_name = begin("alltoall", name, process_set)
-    spec = spec_of("alltoall", "alltoall", full_name, [tensor])
-    which = f"alltoall {full_name!r}"
+    call = begin("alltoall", name, process_set)
+    spec = spec_of("alltoall", "alltoall", call.name, [tensor])
+    which = f"alltoall {call.name!r}"
     if tensor.dim() == 0:
         raise UsageError(f"{which}: expected at least one dimension, got shape []; a 0-dim tensor has no rows to send.")
-    size = set_state.group.size
+    size = call.set_state.group.size
     if splits is None:
         if len(tensor) % size:
             raise UsageError(
                 f"{which}: splits not provided, but first dimension of tensor is not an even multiple of the number "
                 f"of workers. Got {len(tensor)} rows for {size} ranks; pass splits=[rows for each rank]."
             )
-        return _Call(set_state, full_name, process_set, name, spec, [len(tensor) // size] * size, torch.int32)
+        return _Exchange(call, spec, [len(tensor) // size] * size, torch.int32)
     counts_dtype = splits.dtype if isinstance(splits, torch.Tensor) else torch.int32
-    return _Call(
-        set_state, full_name, process_set, name, spec, _checked(which, splits, len(tensor), size), counts_dtype
-    )
+    return _Exchange(call, spec, _checked(which, splits, len(tensor), size), counts_dtype)
 
 
 def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
@@ -154,29 +147,30 @@ def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
     return counts
 
 
-def _start(call: _Call, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
+def _start(exchange: _Exchange, tensor: torch.Tensor, *, wake: bool = True) -> Handle:
     def finish(request: Request) -> Any:
         output, rows = request.outputs
-        return output.to(tensor.device), torch.tensor(rows, dtype=call.counts_dtype, device="cpu")
+        return output.to(tensor.device), torch.tensor(rows, dtype=exchange.counts_dtype, device="cpu")
 
     # The numbers of rows differ between ranks, so they are no part of what is compared.
-    splits = torch.tensor(call.splits, dtype=torch.int64, device="cpu")
-    return submit(call.set_state, call.spec, call.name, [tensor, splits], finish, wake=wake)
+    splits = torch.tensor(exchange.splits, dtype=torch.int64, device="cpu")
+    call = exchange.call
+    return call.set_state.controller.submit(exchange.spec, call.name, [tensor, splits], finish, wake=wake)
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, tensor: torch.Tensor) -> Any:
+    def forward(ctx: Any, exchange: _Exchange, tensor: torch.Tensor) -> Any:
         """Exchange rows, and keep how many came from whom."""
-        output, received = synchronize(_start(call, tensor, wake=False))
-        ctx.call, ctx.shape, ctx.received = call, tensor.shape, received.tolist()
+        output, received = synchronize(_start(exchange, tensor, wake=False))
+        ctx.call, ctx.shape, ctx.received = exchange.call, tensor.shape, received.tolist()
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Collective like the forward call: all ranks of the set run backward."""
-        call: _Call = ctx.call
+        call: Call = ctx.call
         name = None if call.given_name is None else f"{call.given_name}.gradient"
         sent, _ = alltoall(gradients[0], ctx.received, name, call.process_set)
         rest = sent.new_zeros((ctx.shape[0] - len(sent), *ctx.shape[1:]))

@@ -17,7 +17,6 @@ from hvlike.collectives.requests.request import Handle, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
 from hvlike.collectives.session.joined_proxy import raise_first
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import submit
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -36,8 +35,8 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
     Source: MPI 4.1 section 6.3; horovod.torch.barrier.
     """
-    set_state, name = begin("barrier", None, process_set)
-    synchronize(submit(set_state, RequestSpec("barrier"), name, [], lambda request: None, wake=False))
+    _, set_state, name, _, _ = begin("barrier", None, process_set)
+    synchronize(set_state.controller.submit(RequestSpec("barrier"), name, [], lambda request: None, wake=False))
 
 
 def set_away(set_state: ProcessSetState, away: bool) -> None:
@@ -72,7 +71,7 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
     # First the proxies: what the others begin once they know of this rank needs them.
     current().fabric.loop.post(lambda: proxies.begin(planned), wake=False)
     spec = RequestSpec("join", detail=request)
-    return submit(set_state, spec, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
+    return set_state.controller.submit(spec, JOIN_KEY[1], [], lambda request: ends[0], wake=False, job=job)
 
 
 def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:

@@ -11,9 +11,8 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Sum
-from hvlike.collectives.requests.request import Handle, synchronize
-from hvlike.collectives.session.context import begin
-from hvlike.collectives.session.submission import first_tensor, spec_of, submit
+from hvlike.collectives.requests.request import Handle, first_tensor, spec_of, synchronize
+from hvlike.collectives.session.context import begin, current
 from hvlike.errors import UsageError
 
 
@@ -120,14 +119,14 @@ def broadcast_async_(
 def _start(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None, *, wake: bool = True
 ) -> Handle:
-    set_state, full_name = begin("broadcast", name, process_set)
+    _, set_state, full_name, _, _ = begin("broadcast", name, process_set)
     if root_rank not in set_state.group.ranks:
         raise UsageError(
             f"broadcast received invalid root rank {root_rank} for provided process set: {full_name!r} runs among "
             f"{name_ranks(set_state.group.ranks)}."
         )
     spec = spec_of("broadcast", "broadcast", full_name, [tensor], written=True, root=int(root_rank))
-    return submit(set_state, spec, full_name, [tensor], first_tensor, wake=wake)
+    return set_state.controller.submit(spec, full_name, [tensor], first_tensor, wake=wake)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,10 +150,8 @@ class _Broadcast(torch.autograd.Function):
         """Collective like the forward call."""
         name = None if ctx.name is None else f"{ctx.name}.gradient"
         total = allreduce(gradients[0], name=name, op=Sum, process_set=ctx.process_set)
-        set_state, _ = begin("gradient of broadcast", "", ctx.process_set)
-        is_root = set_state.group.ranks[set_state.group.rank] == ctx.root_rank
         # Zeros that still hang on the sum: a second backward is collective too.
-        if not is_root:
+        if current().world.rank != ctx.root_rank:
             total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
         return (total, None, None, None)
 

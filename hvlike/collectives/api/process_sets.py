@@ -11,7 +11,6 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ranks_of, what_is_wrong
-from hvlike.collectives.session.submission import submit
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -102,7 +101,7 @@ def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
     set_state = current().find_set(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
     spec = RequestSpec(KIND, detail=(what, *detail))
-    synchronize(submit(set_state, spec, name, [], _nothing, wake=False, job=job))
+    synchronize(set_state.controller.submit(spec, name, [], _nothing, wake=False, job=job))
 
 
 def _nothing(request: Request) -> None:

@@ -16,7 +16,6 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Min, arithmetic_of
 from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
-from hvlike.collectives.session.submission import submit
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
@@ -56,7 +55,7 @@ def empty_shared(
     Example:
         >>> gradients = hvd.empty_shared(1000)
     """
-    set_state, name = begin(KIND, None, process_set)
+    _, set_state, name, _, _ = begin(KIND, None, process_set)
     size, dtype = _dtype_of(size, dtype)
     shape = _shape(size)
     wanted = torch.get_default_dtype() if dtype is None else dtype
@@ -69,7 +68,7 @@ def empty_shared(
         return ordinary_tensor(making.result(), wanted).view(shape)
 
     spec = RequestSpec(KIND, dtypes=(dtype_name(wanted),), shapes=(shape,))
-    handle = submit(set_state, spec, name, [], tensor_of, wake=False, job=lambda agreed: making.run)
+    handle = set_state.controller.submit(spec, name, [], tensor_of, wake=False, job=lambda agreed: making.run)
     result: torch.Tensor = synchronize(handle)
     return result
 

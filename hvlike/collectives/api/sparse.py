@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name, reduce_op
-from hvlike.collectives.api.rows import RowsCall, start_gather
+from hvlike.collectives.api.allgather import start_gather
 from hvlike.collectives.fusion.bucket import ReductionSettings
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.requests.request import Handle
+from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
 
@@ -39,7 +40,7 @@ def sparse_allreduce_async(
 
     Source: horovod.torch.sparse_allreduce_async.
     """
-    call = RowsCall.begin("sparse_allreduce", name, process_set)
+    call = begin("sparse_allreduce", name, process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         got = f"layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise UsageError(f"sparse_allreduce {call.name!r}: expected a sparse COO tensor, got {got}; see to_sparse().")
@@ -71,7 +72,7 @@ class SparseSum:
         self._shape = own.shape
         divisor = settings.size if settings.op is ReduceOp.AVERAGE else 1
         self._factor = settings.prescale * settings.postscale / divisor
-        self._handle = _start(RowsCall.begin("sparse_allreduce", name, process_set), own.coalesce())
+        self._handle = _start(begin("sparse_allreduce", name, process_set), own.coalesce())
 
     def result(self) -> torch.Tensor:
         """Wait for the sum; coalesced."""
@@ -92,7 +93,7 @@ def _checked(what: str, op: ReduceOp) -> ReduceOp:
     return op
 
 
-def _start(call: RowsCall, tensor: torch.Tensor) -> Handle:
+def _start(call: Call, tensor: torch.Tensor) -> Handle:
     """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
     rows = [tensor._indices().t().contiguous(), tensor._values()]
     return start_gather(call, rows, detail=tuple(tensor.shape))

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
+from hvlike.backends.cuda.runtime import KINDS, events_of
+from hvlike.backends.op_queue import Job
 from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
@@ -32,7 +36,7 @@ from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.request import CallSite, Request, RequestKey, RequestSpec
+from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
@@ -105,19 +109,34 @@ class Controller:
 
     # -- any thread -----------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, wake: bool, counted: bool = False) -> None:
-        """Ask for an operation; `wake=False` when the caller will wait for it at once.
+    def submit(
+        self,
+        spec: RequestSpec,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[Request], Any],
+        *,
+        wake: bool = True,
+        job: Callable[[Any], Job] | None = None,
+        counted: bool = False,
+        home: torch.device | None = None,
+    ) -> Handle:
+        """Put an operation in flight; `wake=False` when the caller will wait for it at once.
 
-        counted: an inline attempt has numbered it before.
+        job, home: see Request. counted: an inline attempt has numbered it before.
         Raises: DuplicateNameError, ShutdownError.
         """
-        key = request.key
+        request = Request(name, spec, tensors, finish, job=job, place=find_call_site(), home=home)
+        if spec.device in KINDS:
+            request.ready = events_of(spec.device, tensors)
         self.tensor_queue.enter(request, counted=counted)
         if self._trace.recorder.on:
             self._trace.submitted(request)
-        request.handle.attach(partial(self.wait, key))
+        handle = request.handle
+        handle.waiter = partial(self.wait, request.key)
         self._outbox.append(request)
         self._fabric.loop.post(self._flush, wake=wake)
+        return handle
 
     def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
@@ -380,3 +399,29 @@ def stand_in(response: Response) -> Request | None:
         return None
     tensors = neutral_tensors(response.spec)
     return Request(response.key[1], response.spec, tensors, lambda request: None)
+
+
+class ControllerRouter:
+    """Brings the messages of controllers to the one of the right process set."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.controllers: dict[int, Controller] = {}
+        self._early: dict[int, list[tuple[int, str, Any]]] = {}
+        self._newest = -1
+        fabric.channel.listen(Topic.CONTROLLER, self._deliver)
+
+    def connect(self, number: int, controller: Controller) -> None:
+        """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
+        self._newest = number
+        self.controllers[number] = controller
+        for rank, what, value in self._early.pop(number, []):
+            controller.hear(rank, what, value)
+
+    def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[torch.Tensor]) -> None:
+        number, what, value = message
+        controller = self.controllers.get(number)
+        if controller is not None:
+            controller.hear(rank, what, value)
+        elif number > self._newest:
+            # A peer can be through with registering the set before this rank is.
+            self._early.setdefault(number, []).append((rank, what, value))

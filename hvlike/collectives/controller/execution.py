@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvlike.backends.base import Backend
+import torch
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.device_jobs import home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
@@ -24,6 +27,7 @@ from hvlike.collectives.controller.operations import (
     reducescatter_job,
 )
 from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
 from hvlike.collectives.requests.request import Request, RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
@@ -43,6 +47,9 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
 AGREEMENTS = ("queue", "plan")
 """Kinds that move nothing of the user's."""
 
+MOST_PREPARED = 256
+"""Specs of single tensors that are remembered; with one more all are looked at anew."""
+
 OPEN_AFTER = 3
 """Reductions of single tensors before inline allreduce is set up: a set that does one or two needs no memory for it."""
 
@@ -60,6 +67,9 @@ class Executor:
         self._whole_groups = knobs.disable_group_fusion
         self._opening = opening
         self._single = 0
+        self._figures: dict[str, list[int]] = {}
+        self._prepared: dict[RequestSpec, Prepared | None] = {}
+        """What reduces single tensors where they are; None for those that are converted first."""
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
@@ -77,9 +87,20 @@ class Executor:
                     self._trace.ended(batch)
                 continue
             if kind not in AGREEMENTS:
-                nbytes = size_of(batch[0]) if len(batch) == 1 else sum(map(size_of, batch))
-                queue.counters.ran(kind, len(batch), nbytes)
-            job = request.job(response.extra) if request.job else JOBS[kind](self._site, batch)
+                count, nbytes = len(batch), sum(map(size_of, batch))
+                figures = self._figures.get(kind)
+                if figures is None:
+                    figures = self._figures[kind] = queue.counters.figures(kind)
+                figures[0] += count
+                figures[1] += 1
+                figures[2] += nbytes
+                figures[3] = max(figures[3], count)
+                figures[4] = max(figures[4], nbytes)
+            job = request.job(response.extra) if request.job else None
+            if job is None and kind == "allreduce" and len(batch) == len(request.tensors) == 1 and not recording:
+                job = self._in_place(spec, request.tensors[0])
+            if job is None:
+                job = JOBS[kind](self._site, batch)
             after = partial(complete, batch)
             if spec.device in KINDS:
                 runtime = runtime_of(spec.device)
@@ -91,6 +112,24 @@ class Executor:
             if recording:
                 job = self._trace.observe(queue, batch, job)
             queue.enqueue(job, after)
+
+    def _in_place(self, spec: RequestSpec, tensor: torch.Tensor) -> Job | None:
+        """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
+        plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return None
+        if spec in self._prepared:
+            prepared = self._prepared[spec]
+        else:
+            op, queue = ReduceOp(spec.op), self._site.queues.first
+            prepared = None
+            if op is not ReduceOp.ADASUM and working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
+                arithmetic = arithmetic_of(tensor.dtype, op, queue.group.size, spec.prescale, spec.postscale)
+                prepared = queue.backend.prepare([tensor.numel()], arithmetic)
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[spec] = prepared
+        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, on the backend of the device that the tensors of this rank are on."""

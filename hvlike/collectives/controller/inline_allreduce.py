@@ -132,8 +132,8 @@ class InlineAllreduce:
         self._large = 0
         self._run = SilentErrstate().run
         with tensor_queue.lock:
-            tensor_queue.on_entry = inline.passed
             inline.board.passed(tensor_queue.entered)
+            tensor_queue.board = (inline.board.count, inline.others)
 
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
     def attempt(

@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import torch
 
 from hvlike.backends.adasum import Adasum
-from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_jobs import beside, home_of, in_host_memory
@@ -22,7 +20,7 @@ from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueues
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.reduction import Operand, arithmetic_of, working_dtype
-from hvlike.collectives.requests.request import Request, RequestSpec
+from hvlike.collectives.requests.request import Request
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
 Agreed = tuple[Request, Response]
 
-MOST_DIRECT = 4096
-"""Specs that are remembered; with one more all are looked at anew."""
-
 
 @dataclass
 class ExecutionSite:
@@ -45,8 +40,6 @@ class ExecutionSite:
     queues: OpQueues
     knobs: Config
     packer: FusionBuffer = field(default_factory=FusionBuffer)
-    direct: dict[RequestSpec, Arithmetic | None] = field(default_factory=dict)
-    """How single tensors are reduced where they are; None for those that are converted first."""
     _devices: DeviceBackends | None = None
 
     @property
@@ -105,10 +98,6 @@ def gathered_bytes(agreed: Agreed) -> int:
 
 def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
     """Reduce; all requests of the batch have the same op and factors."""
-    if len(batch) == 1 and len(batch[0][0].tensors) == 1:
-        direct = _direct_allreduce(site, batch[0][0])
-        if direct is not None:
-            return direct
     spec = batch[0][0].spec
     op = ReduceOp(spec.op)
 
@@ -130,29 +119,6 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
             operand.write_back()
 
     return job
-
-
-def _direct_allreduce(site: ExecutionSite, request: Request) -> Job | None:
-    """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
-    tensor, spec = request.tensors[0], request.spec
-    plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
-    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
-        return None
-    if spec in site.direct:
-        arithmetic = site.direct[spec]
-    else:
-        op = ReduceOp(spec.op)
-        is_direct = op is not ReduceOp.ADASUM and working_dtype(tensor.dtype, op) is tensor.dtype
-        size = site.group.size
-        arithmetic = arithmetic_of(tensor.dtype, op, size, spec.prescale, spec.postscale) if is_direct else None
-        if len(site.direct) >= MOST_DIRECT:
-            site.direct.clear()
-        site.direct[spec] = arithmetic
-    if arithmetic is None:
-        return None
-    # A single element counts as contiguous with any stride, and view() would keep that stride.
-    flat = tensor.view(-1) if tensor.numel() > 1 else tensor.as_strided((tensor.numel(),), (1,))
-    return methodcaller("allreduce", [flat], arithmetic)
 
 
 def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:

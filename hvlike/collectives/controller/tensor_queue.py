@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
+from hvlike.transport.memory.doorbell import Doorbell
 
 
 class AutomaticNames:
@@ -56,7 +57,7 @@ _EPOCH_BITS = 32
 class TensorQueue:
     """What one rank asks for in one process set. Any thread."""
 
-    __slots__ = ("_rank", "_threads", "closed", "entered", "here", "last", "lock", "on_entry", "requests")
+    __slots__ = ("_rank", "_threads", "board", "closed", "entered", "here", "last", "lock", "requests")
 
     def __init__(self, rank: int) -> None:
         """rank: of the world, for messages."""
@@ -65,8 +66,8 @@ class TensorQueue:
         """Held while something is numbered."""
         self.entered = 0
         """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
-        self.on_entry: Callable[[int], None] | None = None
-        """Told that number, with the lock held, where other ranks look at it."""
+        self.board: tuple[memoryview, Sequence[Doorbell]] | None = None
+        """Where other ranks look at that number: a word for it, and the bells of those that may sleep over it."""
         self.requests: dict[RequestKey, Request] = {}
         """What goes through the coordinator and has not been announced."""
         self.closed: HorovodInternalError | None = None
@@ -94,8 +95,12 @@ class TensorQueue:
             self.requests[key] = request
             if not counted:
                 self.entered += 1
-                if self.on_entry is not None:
-                    self.on_entry(self.entered)
+                if self.board is not None:
+                    word, bells = self.board
+                    word[0] = self.entered
+                    for bell in bells:
+                        if bell.asleep[0]:
+                            bell.notify_if_sleeping()
         self.last = (key, request.place, request.time)
         if not self.here.is_known:
             self.know_thread()

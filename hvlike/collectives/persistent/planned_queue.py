@@ -30,7 +30,6 @@ from hvlike.collectives.requests.request import Request, RequestSpec, find_call_
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, QueueProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import submit
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
@@ -46,7 +45,9 @@ def agree_on_queue(
     """
     queues = set_state.queues
     proposal = proposal._replace(spare_queue=queues.propose())
-    handle = submit(set_state, RequestSpec(kind, detail=proposal), name, [], _outputs_of, wake=False, home=home)
+    handle = set_state.controller.submit(
+        RequestSpec(kind, detail=proposal), name, [], _outputs_of, wake=False, home=home
+    )
     try:
         queue, agreed = handle.result()
     except BaseException:

@@ -6,16 +6,15 @@ Also what is refused: ops that are not defined on a dtype.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -114,30 +113,12 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """op and factors: result = postscale * op over ranks of (prescale * tensor)."""
 
     op: ReduceOp
     prescale: float
     postscale: float
-
-
-def choose_op(average: bool | None, op: int | None) -> ReduceOp:
-    """The reduction from Horovod's two ways to say it; neither: Average.
-
-    Raises: UsageError when both are given or op is none of the constants.
-    """
-    if average is not None:
-        if op is not None:
-            raise UsageError("The op parameter supersedes average. Please provide only one of them.")
-        warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-        return Average if average else Sum
-    return Average if op is None else reduce_op(op)
 
 
 @lru_cache(maxsize=256)

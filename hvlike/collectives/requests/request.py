@@ -21,9 +21,9 @@ import torch
 
 from hvlike.backends.cuda.runtime import Event
 from hvlike.backends.op_queue import Job
-from hvlike.collectives.requests.reduction import is_dense
-from hvlike.errors import UnknownHandleError, WaitTimeoutError
-from hvlike.transport.memory.dtypes import dtype_name
+from hvlike.collectives.requests.reduction import Reduction, check_reduction, is_dense
+from hvlike.errors import UnknownHandleError, UsageError, WaitTimeoutError
+from hvlike.transport.memory.dtypes import dtype_name, element_of
 
 _HOUSE = str(Path(__file__).parents[2])
 _NOT_THE_USER = (_HOUSE, str(Path(torch.__file__).parent))
@@ -63,7 +63,7 @@ Waiter = Callable[[Callable[[], bool], float | None], bool]
 class Handle:
     """One operation in flight on this rank."""
 
-    __slots__ = ("_done", "_error", "_fence", "_lock", "_result", "_waiter", "cleared", "number")
+    __slots__ = ("_done", "_error", "_fence", "_lock", "_result", "cleared", "number", "waiter")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -72,16 +72,9 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
         self._fence: Callable[[], None] | None = None
-        self._waiter: Waiter | None = None
+        self.waiter: Waiter | None = None
+        """Blocks until a condition holds, at most some seconds."""
         self._lock = threading.Lock()
-
-    def attach(self, waiter: Waiter) -> None:
-        """Say how to wait. Called by whoever submits the operation.
-
-        Args:
-            waiter: Called with a condition and a timeout in seconds; blocks until the condition holds.
-        """
-        self._waiter = waiter
 
     def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
         """Record how the operation ended; the first call counts.
@@ -112,8 +105,8 @@ class Handle:
         Raises:
             HorovodInternalError: The error of the operation.
         """
-        if not self._done and self._waiter is not None:
-            self._waiter(self.done, timeout)
+        if not self._done and self.waiter is not None:
+            self.waiter(self.done, timeout)
         if self._done and self._error is not None:
             raise self._error
         if self._done and self._fence is not None:
@@ -158,8 +151,8 @@ def poll(handle: Handle) -> bool:
     """
     if not isinstance(handle, Handle) or handle.cleared:
         raise _unknown(handle)
-    if not handle.done() and handle._waiter is not None:
-        handle._waiter(handle.done, 0.0)
+    if not handle.done() and handle.waiter is not None:
+        handle.waiter(handle.done, 0.0)
     return handle.done()
 
 
@@ -268,3 +261,91 @@ def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
         return None
     return tuple(tensor.stride())
+
+
+MOST_SPECS = 4096
+"""Specs of single tensors that are remembered; with one more all are made anew."""
+
+_specs: dict[tuple[Any, ...], RequestSpec] = {}
+
+
+def spec_of(
+    kind: str,
+    what: str,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    reduction: Reduction | None = None,
+    written: bool = False,
+    root: int = -1,
+    detail: Any = None,
+) -> RequestSpec:
+    """What the ranks compare of an operation on these tensors, which are checked. A known kind of tensor costs a look.
+
+    what: the public call, for the error texts. written: it writes into the tensors.
+    """
+    key = None
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            shape, order = tensor.shape, tensor.stride()
+            key = (what, shape, order, tensor.dtype, tensor.device, reduction, written, root, detail)
+            known = _specs.get(key)
+            if known is not None:
+                return known
+    check_tensors(what, name, tensors)
+    if written:
+        check_writable(what, name, tensors)
+    options: dict[str, Any] = {"root": root, "detail": detail}
+    if reduction is not None:
+        check_reduction(what, name, reduction, [tensor.dtype for tensor in tensors])
+        options |= {"op": int(reduction.op), "prescale": reduction.prescale, "postscale": reduction.postscale}
+    spec = spec_of_tensors(kind, tensors, **options)
+    if key is not None:
+        if len(_specs) >= MOST_SPECS:
+            _specs.clear()
+        _specs[key] = spec
+    return spec
+
+
+def first_tensor(request: Request) -> torch.Tensor:
+    """The result of an operation that writes into one tensor."""
+    return request.tensors[0]
+
+
+def all_tensors(request: Request) -> list[torch.Tensor]:
+    """The result of an operation that writes into several tensors."""
+    return list(request.tensors)
+
+
+def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
+    """Refuse what cannot be communicated, before anything is sent."""
+    for index, tensor in enumerate(tensors):
+        which = repr(name) if len(tensors) == 1 else f"{name!r} (tensor {index})"
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"{kind} {which}: expected a torch.Tensor, got {type(tensor).__name__}.")
+        if tensor.layout is not torch.strided:
+            raise UsageError(
+                f"{kind} {which}: expected a dense tensor, got layout {tensor.layout}; convert it with to_dense()."
+            )
+        if tensor.device.type == "meta":
+            raise UsageError(f"{kind} {which}: the tensor is on the meta device and has no data.")
+        try:
+            element_of(tensor.dtype)
+        except UsageError as error:
+            raise UsageError(f"{kind} {which}: {error}") from None
+    devices = {tensor.device.type for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(f"{kind} {name!r}: all tensors of a group must be on one device, got {sorted(devices)}.")
+
+
+def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors to be written in place whose elements share memory: an expanded one has no room for a result."""
+    for tensor in tensors:
+        overlaps = any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+        if overlaps and tensor.numel():
+            raise UsageError(
+                f"{kind} {name!r}: several elements of this tensor of shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())} are one place in memory (expand() makes such tensors), so it cannot be "
+                "written in place. Pass tensor.contiguous(), or use the call without the trailing underscore."
+            )

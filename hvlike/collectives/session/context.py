@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
@@ -299,17 +299,32 @@ def current() -> Context:
     return context
 
 
-def begin(kind: str, name: str | None, process_set: ProcessSet | None) -> tuple[ProcessSetState, str]:
-    """The process set and the name of a call; an unnamed one is numbered even if it turns out to be wrong.
+class Call(NamedTuple):
+    """A call that has its number: what it is, what it runs in, and under which name."""
+
+    what: str
+    set_state: ProcessSetState
+    name: str
+    process_set: ProcessSet | None
+    given_name: str | None
+
+    def another(self, what: str, suffix: str) -> Call:
+        """One more call that it takes, for its gradient say."""
+        return begin(what, None if self.given_name is None else f"{self.given_name}.{suffix}", self.process_set)
+
+
+def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
+    """Number a call, even if it turns out to be wrong.
 
     Else this rank would meet the others' next operation in place of the one they have begun.
     """
     context = _process.context
     if context is None or process_set is not None or mpi_library.ForkMark.forked:
-        set_state = current().find_set(process_set, kind.capitalize())
+        set_state = current().find_set(process_set, what.capitalize())
     else:
         set_state = context.registry.set_states[0]
-    return set_state, set_state.controller.names.next(kind) if name is None else str(name)
+    full_name = set_state.controller.names.next(what) if name is None else str(name)
+    return Call(what, set_state, full_name, process_set, name)
 
 
 def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:

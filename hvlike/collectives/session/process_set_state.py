@@ -2,7 +2,6 @@
 
 ProcessSetState    one registered set: group, op queues, controller, executor
 Registry           all sets of the job, numbered
-ControllerRouter   brings messages to the controller of the right set
 DeviceWatch        ends queues whose GPU has failed, on all ranks
 """
 
@@ -11,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hvlike.backends.inline_allreduce import open_inline_allreduce
 from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
-from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.controller import Controller, ControllerRouter
 from hvlike.collectives.controller.execution import Executor
 from hvlike.collectives.controller.inline_allreduce import InlineAllreduce, inline_allreduces
 from hvlike.collectives.controller.trace import Trace
@@ -87,7 +84,7 @@ class ProcessSetState:
 
     def close(self) -> None:
         """Give back communicators. Collective over the group, after everything has ended."""
-        self._router.disconnect(self.group.number)
+        self._router.controllers.pop(self.group.number, None)
         for queue in self.queues.all():
             queue.close()
         self.executor.close()
@@ -115,36 +112,6 @@ def stall_limits(knobs: Config) -> StallLimits:
     if knobs.stall_check_disable:
         return StallLimits(None, 0.0)
     return StallLimits(knobs.stall_check_seconds, knobs.stall_shutdown_seconds)
-
-
-class ControllerRouter:
-    """Brings the messages of controllers to the one of the right process set."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self._controllers: dict[int, Controller] = {}
-        self._early: dict[int, list[tuple[int, str, Any]]] = {}
-        self._newest = -1
-        fabric.channel.listen(Topic.CONTROLLER, self._deliver)
-
-    def connect(self, number: int, controller: Controller) -> None:
-        """Deliver to `controller` from now on, what came early first. In the loop; sets in rising order."""
-        self._newest = number
-        self._controllers[number] = controller
-        for rank, what, value in self._early.pop(number, []):
-            controller.hear(rank, what, value)
-
-    def disconnect(self, number: int) -> None:
-        """Deliver nothing more."""
-        self._controllers.pop(number, None)
-
-    def _deliver(self, rank: int, message: tuple[int, str, Any], tensors: list[torch.Tensor]) -> None:
-        number, what, value = message
-        controller = self._controllers.get(number)
-        if controller is not None:
-            controller.hear(rank, what, value)
-        elif number > self._newest:
-            # A peer can be through with registering the set before this rank is.
-            self._early.setdefault(number, []).append((rank, what, value))
 
 
 class Registry:

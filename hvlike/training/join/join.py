@@ -30,7 +30,6 @@ from hvlike.collectives.requests.join_protocol import (
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec
 from hvlike.collectives.session.context import current
-from hvlike.collectives.session.submission import submit
 from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
 from hvlike.training.join.joinable import BuiltInHook, Joinable, JoinConfig, JoinHook
 from hvlike.training.usage_errors import warn_user
@@ -238,7 +237,7 @@ class JoinContext:
             return run
 
         signature = RequestSpec("join", detail=request)
-        return submit(set_state, signature, LEAVE_KEY[1], [], lambda request: ends[0], job=job)
+        return set_state.controller.submit(signature, LEAVE_KEY[1], [], lambda request: ends[0], job=job)
 
     def _describe(self, error: BaseException) -> JoinError:
         text = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from hvlike.errors import StateError
@@ -50,15 +51,13 @@ def second_driver(what: str) -> StateError:
     )
 
 
+@dataclass(eq=False, slots=True)
 class Task(Generic[T]):
     """A coroutine in the loop and, in time, its result or error. The loop writes all fields."""
 
-    __slots__ = ("after", "coroutine", "done", "error", "result")
-
-    def __init__(self, coroutine: Coroutine[T], after: Callable[[Task[T]], None] | None) -> None:
-        self.coroutine = coroutine
-        self.done = False
-        self.result: T | None = None
-        self.error: BaseException | None = None
-        self.after = after
-        """Called in the loop once `done` is true."""
+    coroutine: Coroutine[T]
+    after: Callable[[Task[T]], None] | None
+    """Called in the loop once `done` is true."""
+    done: bool = False
+    result: T | None = None
+    error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Gathering rows and reducing rows: each is the derivative of the other.
+"""allgather, and the rows that it gathers and reducescatter reduces: each is the derivative of the other.
 
     gather_rows   y[r] = x[0] over x[1] over ...                on every rank r
     reduce_rows   y[r] = c * op over s of (p * x[s][rows of r])
@@ -12,47 +12,119 @@ With L = sum over ranks of L[r](y[r]):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import op_name
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
-from hvlike.collectives.requests.request import Handle, Request, synchronize
-from hvlike.collectives.session.context import begin
-from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.collectives.session.submission import spec_of, submit
+from hvlike.collectives.requests.request import Handle, Request, spec_of, synchronize
+from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
 Rows = tuple[int, ...]
 """How many rows belong to each rank."""
 
 
-class RowsCall(NamedTuple):
-    """A call that has its number: what it runs in and under which name."""
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
+    """Concatenate the tensors of all ranks along dimension 0.
 
-    what: str
-    set_state: ProcessSetState
-    name: str
-    process_set: ProcessSet | None
-    given_name: str | None
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
 
-    @classmethod
-    def begin(cls, what: str, name: str | None, process_set: ProcessSet | None) -> RowsCall:
-        """Number the call before anything can be wrong with it."""
-        set_state, full_name = begin(what, name, process_set)
-        return cls(what, set_state, full_name, process_set, name)
+    Args:
+        tensor: Shape (N, ...), any strides and dtype. N may differ between ranks and be 0; the other dimensions and the
+            dtype may not differ. A 0-dim tensor counts as one row.
+        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
+            numbered by the order of unnamed calls of this kind.
+        process_set: The ranks to run among. Default: all ranks.
 
-    def gradient(self, kind: str) -> RowsCall:
-        """The call of another kind that backward makes."""
-        what = f"grouped_{kind}" if self.what.startswith("grouped_") else kind
-        name = None if self.given_name is None else f"{self.given_name}.gradient"
-        return RowsCall.begin(what, name, self.process_set)
+    Returns:
+        A new tensor of shape (sum of N, ...): the rows of all ranks, in rank order.
+
+    Raises:
+        ShapeMismatchError: On every rank, if the dimensions after the first differ; the job can go on.
+        MismatchError: On every rank, if dtypes differ.
+        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
+
+    Example:
+        >>> everybody = hvd.allgather(torch.tensor([hvd.rank()]))
+
+    Gradient: The sum over all ranks of the gradients of this rank's rows.
+    Source: MPI 4.1 section 6.7; horovod.torch.allgather.
+    """
+    return gather_rows(begin("allgather", name, process_set), [tensor])[0]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+    """Start `allgather`. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensor: As in `allgather`. Leave it alone until `synchronize` returns.
+        name: As in `allgather`.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
+    """
+    return start_gather(begin("allgather", name, process_set), [tensor])
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors at once, all or none of them.
+
+    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed.
+        name: As in `allgather`.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A list of new tensors, in the order of `tensors`.
+
+    Raises:
+        HorovodInternalError: As `allgather`; asynchronous calls raise it in `synchronize`.
+        UsageError: As `allgather`.
+
+    Gradient: As `allgather`, grouped.
+    Source: horovod.torch.grouped_allgather.
+    """
+    return gather_rows(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Start `grouped_allgather`. No gradient. Does not block.
+
+    Collective: every rank of the set calls it, in any order, under the same name.
+
+    Args:
+        tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed. Leave them
+            alone until `synchronize` returns.
+        name: As in `allgather`.
+        process_set: The ranks to run among. Default: all ranks.
+
+    Returns:
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
+    """
+    return start_gather(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
 
 
 def start_gather(
-    call: RowsCall, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
+    call: Call, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
 ) -> Handle:
     """Start concatenating the rows of all ranks. The handle returns a tensor; of an operation on several the list.
 
@@ -64,7 +136,7 @@ def start_gather(
     is_one = call.what == "allgather"
     key = call.name if is_one else f"{call.what}.{call.name}"
     finish = _with_rows if with_rows else _gathered if is_one else _all_gathered
-    return submit(call.set_state, spec, key, tensors, finish, wake=wake)
+    return call.set_state.controller.submit(spec, key, tensors, finish, wake=wake)
 
 
 def _gathered(request: Request) -> torch.Tensor:
@@ -82,7 +154,7 @@ def _with_rows(request: Request) -> list[tuple[torch.Tensor, Rows]]:
 
 
 def start_reduce(
-    call: RowsCall,
+    call: Call,
     tensors: Sequence[torch.Tensor],
     reduction: Reduction,
     *,
@@ -109,7 +181,7 @@ def start_reduce(
 
     is_one = call.what == "reducescatter"
     key = call.name if is_one else f"{call.what}.{call.name}"
-    return submit(call.set_state, spec, key, tensors, _reduced if is_one else _all_reduced, wake=wake)
+    return call.set_state.controller.submit(spec, key, tensors, _reduced if is_one else _all_reduced, wake=wake)
 
 
 def _reduced(request: Request) -> torch.Tensor:
@@ -121,7 +193,7 @@ def _all_reduced(request: Request) -> list[torch.Tensor]:
     return [output.to(tensor.device) for tensor, output in zip(request.tensors, request.outputs, strict=True)]
 
 
-def gather_rows(call: RowsCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
     if torch.is_grad_enabled() and _needs_gradient(tensors):
         return list(_gather(call, *tensors))
@@ -130,7 +202,7 @@ def gather_rows(call: RowsCall, tensors: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def reduce_rows(
-    call: RowsCall, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
+    call: Call, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
     if torch.is_grad_enabled() and _needs_gradient(tensors):
@@ -139,8 +211,19 @@ def reduce_rows(
     return [result] if call.what == "reducescatter" else result
 
 
+def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    listed = list(tensors)
+    if not listed:
+        raise UsageError(f"{what}: expected at least one tensor, got an empty list.")
+    return listed
+
+
 def _needs_gradient(tensors: Sequence[Any]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def _like(call: Call, kind: str) -> str:
+    return f"grouped_{kind}" if call.what.startswith("grouped_") else kind
 
 
 def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
@@ -151,7 +234,7 @@ def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: RowsCall, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
         """Gather, and keep which rows are whose."""
         pairs: list[tuple[torch.Tensor, Rows]] = synchronize(start_gather(call, tensors, with_rows=True, wake=False))
         ctx.call = call
@@ -165,7 +248,9 @@ class _Gather(torch.autograd.Function):
         """Collective like the forward call: all ranks of the set run backward."""
         incoming = [gradients[index] for index in ctx.smooth]
         rows = [ctx.rows[index] for index in ctx.smooth]
-        found = reduce_rows(ctx.call.gradient("reducescatter"), incoming, Reduction(Sum, 1.0, 1.0), rows)
+        found = reduce_rows(
+            ctx.call.another(_like(ctx.call, "reducescatter"), "gradient"), incoming, Reduction(Sum, 1.0, 1.0), rows
+        )
         # A 0-dim tensor has given one row.
         mine = {index: each.reshape(ctx.shapes[index]) for index, each in zip(ctx.smooth, found, strict=True)}
         return (None, *(mine.get(index) for index in range(len(gradients))))
@@ -173,9 +258,7 @@ class _Gather(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: RowsCall, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Call, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor) -> Any:
         """Reduce."""
         result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
         outputs: list[torch.Tensor] = [result] if call.what == "reducescatter" else result
@@ -192,7 +275,9 @@ class _Reduce(torch.autograd.Function):
                 f"{call.what} {call.name!r} with op {op_name(reduction.op)} has no gradient; Sum and Average have. "
                 "Use hvd.allreduce and take the rows of this rank from its result."
             )
-        gathered = gather_rows(call.gradient("allgather"), [gradients[index] for index in ctx.smooth])
+        gathered = gather_rows(
+            call.another(_like(call, "allgather"), "gradient"), [gradients[index] for index in ctx.smooth]
+        )
         divisor = call.set_state.group.size if reduction.op is Average else 1
         factor = reduction.prescale * reduction.postscale / divisor
         whole = dict(zip(ctx.smooth, gathered, strict=True))
