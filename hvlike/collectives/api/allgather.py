@@ -235,7 +235,6 @@ def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
-        """Gather, and keep which rows are whose."""
         pairs: list[tuple[torch.Tensor, Rows]] = synchronize(start_gather(call, tensors, with_rows=True, wake=False))
         ctx.call = call
         ctx.rows = [rows for _, rows in pairs]
@@ -259,7 +258,6 @@ class _Gather(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor) -> Any:
-        """Reduce."""
         result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
         outputs: list[torch.Tensor] = [result] if call.what == "reducescatter" else result
         ctx.call, ctx.reduction = call, reduction
@@ -268,7 +266,6 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collective like the forward call: all ranks of the set run backward."""
         call, reduction = ctx.call, ctx.reduction
         if reduction.op not in (Sum, Average):
             raise UsageError(

@@ -31,7 +31,6 @@ class GroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:
-        """Reduce, and keep what the derivative of this op looks at."""
         outputs = forward(tensors)
         ctx.run, ctx.reduction = run, reduction
         ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]

@@ -90,8 +90,6 @@ def alltoall_async(
 
 
 class _Exchange(NamedTuple):
-    """A call that is in order."""
-
     call: Call
     spec: RequestSpec
     splits: list[int]
@@ -118,7 +116,6 @@ def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, proces
 
 
 def _checked(which: str, splits: Splits, rows: int, size: int) -> list[int]:
-    """The splits as a list, if they can be meant."""
     if isinstance(splits, torch.Tensor):
         if splits.dtype not in (torch.int32, torch.int64) or splits.dim() != 1:
             raise UsageError(
@@ -161,7 +158,6 @@ def _start(exchange: _Exchange, tensor: torch.Tensor, *, wake: bool = True) -> H
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, tensor: torch.Tensor) -> Any:
-        """Exchange rows, and keep how many came from whom."""
         output, received = synchronize(_start(exchange, tensor, wake=False))
         ctx.call, ctx.shape, ctx.received = exchange.call, tensor.shape, received.tolist()
         ctx.mark_non_differentiable(received)

@@ -140,7 +140,6 @@ class _Broadcast(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
     ) -> torch.Tensor:
-        """Broadcast without a gradient."""
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
         result: torch.Tensor = synchronize(_start(_copy(tensor), root_rank, name, process_set, wake=False))
         return result

@@ -97,7 +97,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
-    """Let all ranks agree on what they add or remove, and do it."""
     set_state = current().find_set(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
     spec = RequestSpec(KIND, detail=(what, *detail))

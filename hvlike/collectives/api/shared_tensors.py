@@ -100,7 +100,6 @@ class _Making:
             self._memory = memory
 
     def _share(self, number: tuple[int, int]) -> Coroutine[Array | None]:
-        """The memory of this rank, None where it cannot be had."""
         group, fabric, nbytes = self._group, self._fabric, self._nbytes
         if group.local_size == 1:
             return self._ordinary()
@@ -149,7 +148,6 @@ def _dtype_of(
 
 
 def _shape(size: Sequence[int | Sequence[int] | torch.dtype]) -> tuple[int, ...]:
-    """The shape that the arguments say."""
     given: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     try:
         shape = tuple(operator.index(length) for length in given)

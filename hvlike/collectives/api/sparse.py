@@ -61,8 +61,6 @@ def sparse_allreduce_async(
 
 
 class SparseSum:
-    """One sparse reduction of gradients in flight."""
-
     def __init__(
         self, tensor: torch.Tensor, name: str, settings: ReductionSettings, process_set: ProcessSet | None
     ) -> None:
@@ -75,7 +73,6 @@ class SparseSum:
         self._handle = _start(begin("sparse_allreduce", name, process_set), own.coalesce())
 
     def result(self) -> torch.Tensor:
-        """Wait for the sum; coalesced."""
         indices, values = self._handle.result()
         return _assemble(indices, values * self._factor, self._shape).coalesce()
 

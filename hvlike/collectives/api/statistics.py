@@ -197,7 +197,6 @@ class MetricsAggregator:
             self._channel.send_soon(0, Topic.METRICS, (column, dict(sums)))
 
     def means(self, column: Column) -> dict[str, float]:
-        """The means of what has come."""
         with self._lock:
             return self._means[column].means() if column in self._means else {}
 
@@ -210,7 +209,6 @@ _gazettes: WeakKeyDictionary[Context, MetricsAggregator] = WeakKeyDictionary()
 
 
 def metrics_of(context: Context) -> MetricsAggregator:
-    """The figures of a job; made at the first question."""
     found = _gazettes.get(context)
     if found is None:
         found = _gazettes[context] = MetricsAggregator(context)

@@ -37,11 +37,9 @@ class AdaptedCompressor(Compressor):
         self.inner = inner
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """See the inner one."""
         return self.inner.compress(tensor)
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """See the inner one."""
         return self.inner.decompress(tensor, ctx)
 
     def __repr__(self) -> str:

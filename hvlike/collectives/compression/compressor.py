@@ -45,8 +45,6 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
-
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _the_none, ()
 
@@ -63,7 +61,6 @@ class CastCompressor(Compressor):
         self.wire_dtype = wire_dtype
 
     def cast(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that tensors of `dtype` travel as."""
         passes = not dtype.is_floating_point or dtype.itemsize <= self.wire_dtype.itemsize
         return dtype if passes else self.wire_dtype
 
@@ -74,7 +71,6 @@ class CastCompressor(Compressor):
         return (tensor, None) if wire is dtype else (tensor.to(wire), dtype)
 
     def decompress(self, tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """Return `tensor` cast back to the dtype in `ctx`."""
         return tensor if ctx is None else tensor.to(ctx)
 
     def __eq__(self, other: object) -> bool:
@@ -88,7 +84,6 @@ class CastCompressor(Compressor):
 
 
 NONE = NoneCompressor()
-"""The only one there needs to be."""
 
 
 def _the_none() -> NoneCompressor:

@@ -78,8 +78,6 @@ def random_matrix(shape: tuple[int, int], dtype: torch.dtype, *key: object) -> T
 
 @dataclass(eq=False)
 class _Work:
-    """One compressed tensor on its way."""
-
     name: str
     tensor: Tensor
     matrix: Tensor
@@ -164,7 +162,6 @@ class PowerSGD(StatefulCompressor):
         )
 
     def compresses(self, tensor: Tensor) -> bool:
-        """True where a tensor of this shape and dtype is worth compressing."""
         if tensor.dim() < 2 or not tensor.dtype.is_floating_point or not tensor.numel():
             return False
         rows, columns = _matrix_shape(tensor)

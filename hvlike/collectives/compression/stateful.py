@@ -46,8 +46,6 @@ class Exchange(Protocol):
 
 
 class Mark(NamedTuple):
-    """What ranks compare of a memory before they go on together."""
-
     iteration: int = 0
     digest: str = ""
 

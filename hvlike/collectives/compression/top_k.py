@@ -16,8 +16,6 @@ from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 @dataclass(eq=False)
 class _Work:
-    """One compressed tensor on its way."""
-
     name: str
     tensor: Tensor
     error: Tensor
@@ -56,7 +54,6 @@ class TopK(StatefulCompressor):
         self.k = k
 
     def chosen(self, elements: int) -> int:
-        """How many of so many elements are sent."""
         wanted = self.k if self.k is not None else math.ceil((self.ratio or 0.0) * elements)
         return min(elements, max(1, wanted))
 

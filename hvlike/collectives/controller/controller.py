@@ -56,8 +56,6 @@ Runner = Callable[[list[tuple[Request, Response]]], None]
 
 
 class Controller:
-    """The requests of this rank in one process set and, on its first rank, the coordinator of all."""
-
     def __init__(
         self,
         fabric: Fabric,
@@ -76,7 +74,6 @@ class Controller:
         self.optimizer_names = AutomaticNames()
         """Of optimizers, in the order of their first use; join() does not align them: there is no gap to skip."""
         self.steps: dict[str, int] = {}
-        """Steps of each planned reduction that this rank has entered."""
         self.stand_in: Callable[[Response], Request | None] = stand_in
         """Makes the request of a rank that has joined from what the others ask for."""
         self.on_failure: Callable[[int, JoinFailure], None] = _ignore_failure
@@ -97,7 +94,6 @@ class Controller:
         look = partial(fabric.look_at, many_look=True)
         self._probe = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
         self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
-        """How to end waits for something that is not a request of this controller."""
         self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
         self._gathered: list[ResponseList] = []
         self._coordinator: Coordinator | None = None
@@ -196,14 +192,12 @@ class Controller:
         self._stoppable[key] = stop
 
     def leave_step(self, key: RequestKey) -> None:
-        """The step has ended."""
         self._steps_at.pop(key, None)
         self._stoppable.pop(key, None)
 
     # -- in the loop: as a member ---------------------------------------------------------------
 
     def hear(self, rank: int, what: str, value: Any) -> None:
-        """A message of a member of this group."""
         coordinator = self._coordinator
         if what == RESPONSES:
             self._obey(*value)
@@ -240,7 +234,6 @@ class Controller:
                 self._tell_all(END, error)
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:
-        """Some members have left. On every rank of the group."""
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
@@ -255,7 +248,6 @@ class Controller:
             request.handle.complete(None, type(error)(text))
 
     def close(self, error: HorovodInternalError) -> None:
-        """Refuse what comes and fail what is there."""
         for request in self.tensor_queue.close(error):
             request.handle.complete(None, error)
         for stop in list(self._stoppable.values()):
@@ -291,7 +283,6 @@ class Controller:
             self._send(self._group.ranks[0], what, value)
 
     def _send(self, rank: int, what: str, value: Any) -> None:
-        """Take a message to the controller of this set on `rank`."""
         self._fabric.channel.send(rank, Topic.CONTROLLER, (self._group.number, what, value), kind=what)
 
     def _tell_all(self, what: str, value: Any) -> None:
@@ -300,7 +291,6 @@ class Controller:
         self.hear(self._fabric.world.rank, what, value)
 
     def _announce(self, announcement: ResponseList) -> None:
-        """On the coordinator: tell all members."""
         if self.cycle_seconds:
             self._gathered.append(announcement)
             if len(self._gathered) == 1:
@@ -319,7 +309,6 @@ class Controller:
         self._tell_all(RESPONSES, (responses, {kind: n for _, counts in gathered for kind, n in counts.items()}))
 
     def _obey(self, responses: list[Response | KnownResponse], counts: Mapping[str, int]) -> None:
-        """Run what the coordinator has announced, in its order."""
         if counts:
             self.names.align(counts)
         new_epoch = bool(counts)
@@ -402,8 +391,6 @@ def stand_in(response: Response) -> Request | None:
 
 
 class ControllerRouter:
-    """Brings the messages of controllers to the one of the right process set."""
-
     def __init__(self, fabric: Fabric) -> None:
         self.controllers: dict[int, Controller] = {}
         self._early: dict[int, list[tuple[int, str, Any]]] = {}

@@ -28,8 +28,6 @@ ResponseList = tuple[list[Response | KnownResponse], Counts]
 
 
 class Coordinator:
-    """What the ranks of one process set have asked for, as their first rank sees it."""
-
     def __init__(
         self,
         ranks: tuple[int, ...],
@@ -47,7 +45,6 @@ class Coordinator:
         self._capacity = capacity
         self._trace = trace
         self._specs: list[RequestSpec] = []
-        """Those that have a number, by it."""
         self._numbers: dict[RequestSpec, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
         self._failure: HorovodInternalError | None = None
@@ -90,7 +87,6 @@ class Coordinator:
             self._check_deadlock()
 
     def _collect_one(self, position: int, key: RequestKey, spec: RequestSpec, now: float) -> list[Response]:
-        """Take one request; the responses that follow."""
         if self._trace.recorder.on:
             self._trace.ready(self._ranks[position], key)
         if self._failure is not None and key != LEAVE_KEY:
@@ -120,16 +116,13 @@ class Coordinator:
         return replace(response, extra=end)
 
     def waiting(self, position: int, waiting: WaitReport) -> None:
-        """The member at `position` has begun to wait."""
         self.waits.report(position, replace(waiting, since=time.monotonic()))
         self._check_deadlock()
 
     def resumed(self, position: int) -> None:
-        """The member at `position` no longer waits."""
         self.waits.resume(position)
 
     def answered(self, position: int, answer: StatusReply) -> None:
-        """The member at `position` has said what it is at."""
         self.inspection.hear(position, answer)
 
     def watch(self) -> HorovodInternalError | None:
@@ -174,7 +167,6 @@ class Coordinator:
         self._tell((list(responses), counts or {}))
 
     def _number(self, response: Response) -> None:
-        """Give a new spec its number, by which all members call it from now on."""
         spec = response.spec
         known = self._numbers.get(spec)
         if known is not None or response.error is not None or not response.uniform or spec.kind in NEVER_NUMBERED:

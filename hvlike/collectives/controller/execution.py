@@ -55,8 +55,6 @@ OPEN_AFTER = 3
 
 
 class Executor:
-    """Runs the agreed requests of one process set on its queue, in the order they were agreed."""
-
     def __init__(
         self, queues: OpQueues, trace: Trace, knobs: Config, opening: Callable[[], Coroutine[None]] | None = None
     ) -> None:
@@ -167,7 +165,6 @@ class Executor:
         return self._site.device_choice
 
     def close(self) -> None:
-        """Give back what the jobs have kept."""
         self._site.close()
 
     def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
@@ -210,7 +207,6 @@ def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) ->
 
 
 def fusion_kind(spec: RequestSpec, *, whole_groups: bool) -> Any:
-    """What two requests must have in common to be fused; None for those that never are."""
     if whole_groups and len(spec.shapes) > 1:
         return None
     if spec.kind in ("allreduce", "reducescatter"):
@@ -230,7 +226,6 @@ def size_of(agreed: Agreed) -> int:
 
 
 def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:
-    """Tell the callers how it ended."""
     for request, _ in batch:
         error = task.error if task is not None else None
         result = None

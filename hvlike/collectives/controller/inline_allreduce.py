@@ -63,15 +63,12 @@ DONE = Outcome(True, "")
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is known of calls of one kind."""
-
     number: int
     """The same on all ranks for the same kind."""
     arithmetic: Arithmetic
     copies: list[list[Piece]] | None
     """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
     at_once: InlineReduction | None
-    """What reduces large ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +93,14 @@ class _Piece:
 
 
 class _Name(NamedTuple):
-    """What is known of a name."""
-
     key: RequestKey
     code: int
-    """The same on all ranks for the same name."""
     place: CallSite
     """Where in the program it was used first."""
 
 
 class InlineAllreduce:
-    """Inline allreduce of one process set on one node."""
-
     def __init__(self, controller: Controller, inline: InlineEngine, recorder: Recorder, size: int, rank: int) -> None:
-        """size: of the set; rank: in it."""
         self._controller = controller
         self._queue = tensor_queue = controller.tensor_queue
         self._inline = inline
@@ -128,7 +119,6 @@ class InlineAllreduce:
         self.served = 0
         """Calls that were done here; the same on every rank after any of them."""
         self.bytes = 0
-        """Of the tensors of those calls."""
         self._large = 0
         self._run = SilentErrstate().run
         with tensor_queue.lock:
@@ -275,7 +265,6 @@ class InlineAllreduce:
         return piece
 
     def _call(self, name: str | None) -> _Name:
-        """What is known of a name from now on; a new one for a call without."""
         place = find_call_site(_FRAMES)
         if name is None:
             number = self._controller.names.draw(_KIND)

@@ -35,8 +35,6 @@ Agreed = tuple[Request, Response]
 
 @dataclass
 class ExecutionSite:
-    """The queues of a process set, and what is kept between jobs."""
-
     queues: OpQueues
     knobs: Config
     packer: FusionBuffer = field(default_factory=FusionBuffer)
@@ -44,7 +42,6 @@ class ExecutionSite:
 
     @property
     def group(self) -> Group:
-        """The members of the set."""
         return self.queues.first.group
 
     @property
@@ -62,7 +59,6 @@ class ExecutionSite:
         return None if self._devices is None else self._devices.choice
 
     def close(self) -> None:
-        """Give back what the backends of a device share."""
         if self._devices is not None:
             self._devices.close()
 
@@ -150,12 +146,10 @@ def _exchange_counts(sent: torch.Tensor, host: Backend) -> Coroutine[tuple[list[
 
 
 def _each(counts: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of each element."""
     return [count.view(1).view(torch.uint8) for count in counts.unbind()]
 
 
 def _parts(rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of the rows of each rank."""
     return [part.reshape(-1).view(torch.uint8) for part in torch.split(rows, list(lengths))]
 
 

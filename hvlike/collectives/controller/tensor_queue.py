@@ -15,8 +15,6 @@ from hvlike.transport.memory.doorbell import Doorbell
 
 
 class AutomaticNames:
-    """The numbers given out on this rank in one process set."""
-
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -33,18 +31,15 @@ class AutomaticNames:
         return number
 
     def counts(self) -> dict[str, int]:
-        """How many names of each kind were given out."""
         with self._lock:
             return dict(self._counts)
 
     def align(self, counts: Mapping[str, int]) -> None:
-        """Go on from `counts`, which all ranks have agreed on."""
         with self._lock:
             self._counts.update(counts)
 
 
 def automatic_name(number: int) -> str:
-    """The name of an unnamed operation."""
     return f"noname.{number}"
 
 
@@ -55,15 +50,11 @@ _EPOCH_BITS = 32
 
 
 class TensorQueue:
-    """What one rank asks for in one process set. Any thread."""
-
     __slots__ = ("_rank", "_threads", "board", "closed", "entered", "here", "last", "lock", "requests")
 
     def __init__(self, rank: int) -> None:
-        """rank: of the world, for messages."""
         self._rank = rank
         self.lock = threading.Lock()
-        """Held while something is numbered."""
         self.entered = 0
         """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
         self.board: tuple[memoryview, Sequence[Doorbell]] | None = None
@@ -71,7 +62,6 @@ class TensorQueue:
         self.requests: dict[RequestKey, Request] = {}
         """What goes through the coordinator and has not been announced."""
         self.closed: HorovodInternalError | None = None
-        """Why nothing is accepted any more."""
         self.last: tuple[RequestKey, CallSite | str, float] | None = None
         """What was asked for last, where in the program, and when."""
         self.here = _Here()
@@ -157,4 +147,3 @@ class _Here(threading.local):
     """Of the calling thread. Numbers of threads serve more than one of them, and objects take longer to find."""
 
     is_known = False
-    """It has asked for something."""

@@ -33,8 +33,6 @@ MOST_ARROWS = 16
 
 
 class Trace:
-    """The negotiated operations of one process set on this rank."""
-
     def __init__(self, recorder: Recorder, group: Group) -> None:
         self.recorder = recorder
         self._group = group
@@ -48,7 +46,6 @@ class Trace:
         self._heard: dict[RequestKey, list[tuple[int, int]]] = {}
 
     def submitted(self, request: Request) -> None:
-        """This rank asks for an operation; any thread."""
         self._renew()
         title = self._title(request.key)
         row, now = self.recorder.row(title), self.recorder.now
@@ -58,7 +55,6 @@ class Trace:
         self._show_heard(request.key, row)
 
     def ready(self, rank: int, key: RequestKey) -> None:
-        """On the coordinator: `rank` has asked for it."""
         self._renew()
         self._heard.setdefault(key, []).append((rank, self.recorder.now))
         known = self._rows.get(key)
@@ -66,7 +62,6 @@ class Trace:
             self._show_heard(key, known[0])
 
     def cycle(self) -> None:
-        """On the coordinator: it announces something."""
         if self.recorder.on and self.recorder.marks_cycles:
             self.recorder.instant(self.recorder.row(f"set {self._group.number} coordinator"), "CYCLE_START")
 
@@ -101,7 +96,6 @@ class Trace:
             self._arrows[key] = f"{arrow}{ranks[self._group.rank]}"
 
     def began(self, batch: Sequence[tuple[Request, Response]]) -> None:
-        """The operations of a batch run."""
         for request, _ in batch:
             known = self._known(request.key)
             if known is not None:
@@ -113,7 +107,6 @@ class Trace:
                     self.recorder.flow_to(row, arrow, now)
 
     def ended(self, batch: Sequence[tuple[Request, Response]]) -> None:
-        """They have ended."""
         for request, _ in batch:
             known = self._known(request.key)
             if known is not None:
@@ -135,7 +128,6 @@ class Trace:
         return run
 
     def _renew(self) -> None:
-        """Forget what belongs to an earlier timeline."""
         if self._generation != self.recorder.generation:
             self._generation = self.recorder.generation
             for table in (self._rows, self._free, self._shared, self._arrows, self._heard):

@@ -31,8 +31,6 @@ Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
 
 
 class BucketExchange:
-    """An Exchange over the backend of a bucket, with the arithmetic of its plan."""
-
     def __init__(
         self,
         backend: Backend,
@@ -59,7 +57,6 @@ class BucketExchange:
             operand.write_back()
 
     def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        """See Exchange.share."""
         operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
         if operands:
             yield from self._backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
@@ -67,7 +64,6 @@ class BucketExchange:
             operand.write_back()
 
     def are_finite(self, groups: Sequence[Sequence[torch.Tensor]]) -> Coroutine[list[bool]]:
-        """See Exchange.are_finite."""
         if not groups:
             return []
         flags = [torch.stack([tensor.isfinite().all() for tensor in group]).all() for group in groups]
@@ -88,7 +84,6 @@ class PlannedPart(NamedTuple):
     pick: Callable[[Sequence[Any]], Sequence[Any]]
     """Chooses them from those of all entries."""
     fits: Callable[[Sequence[torch.Tensor]], bool]
-    """Whether they lie in memory as agreed."""
     reduction: Prepared
 
 
@@ -98,8 +93,6 @@ Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """What is done to every tensor of a planned reduction."""
-
     op: ReduceOp
     size: int
     prescale: float
@@ -107,12 +100,10 @@ class ReductionSettings:
     compression: CompressorLike
 
     def arithmetic(self, dtype: torch.dtype) -> Arithmetic:
-        """The arithmetic for tensors of this dtype."""
         return arithmetic_of(dtype, self.op, self.size, self.prescale, self.postscale)
 
     @property
     def compresses(self) -> bool:
-        """True when the tensors travel in another form."""
         return self.compression is not Compression.none
 
     @property
@@ -159,7 +150,6 @@ class Bucket:
         """
         self.entries = tuple(entries)
         self.pick = pick(self.entries)
-        """The tensors of this bucket from those of all entries."""
         self._names = [names[index] for index in entries] if names else []
         self._rank = rank
         self._strides = [strides[index] for index in entries]

@@ -25,8 +25,6 @@ from hvlike.transport.loop.coroutine import Coroutine, Task
 
 
 class OnDevice(Protocol):
-    """What has a device."""
-
     @property
     def device(self) -> torch.device:
         """Where it is."""
@@ -43,7 +41,6 @@ class GradientStreams:
         self._streams: dict[int, dict[Stream, None]] = {}
 
     def note(self, bucket: int, tensor: torch.Tensor) -> None:
-        """A tensor of a bucket is made where this thread is now."""
         self._streams.setdefault(bucket, {})[self._runtime.current_stream(tensor.device)] = None
 
     def streams(self, bucket: int) -> Collection[Stream]:
@@ -62,7 +59,6 @@ class GradientStreams:
         return backend.broken
 
     def clear(self) -> None:
-        """A step is over."""
         self._streams.clear()
 
     def _current(self) -> dict[Stream, None]:
@@ -80,7 +76,6 @@ Ended = Callable[[Task[None]], None]
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PLANNED = "gradients"
-"""What buckets are counted as."""
 
 
 class Schedule:
@@ -91,7 +86,6 @@ class Schedule:
     """
 
     def __init__(self, agreed: Proposal, queue: OpQueue, settings: ReductionSettings) -> None:
-        """agreed: the merged proposals; settings: the same on every rank."""
         self.serial = agreed.serial
         self.queue = queue
         self.described = describe_names(agreed.names)
@@ -146,7 +140,6 @@ class Schedule:
         return True
 
     def sizes(self) -> list[tuple[int, int]]:
-        """The number of tensors and the bytes of each bucket."""
         return [(len(bucket.entries), nbytes) for bucket, nbytes in zip(self.buckets, self._bytes, strict=True)]
 
     def parts(self) -> list[PlannedPart] | None:
@@ -245,11 +238,9 @@ class Schedule:
 
 
 def _nothing(backend: Backend) -> Coroutine[None]:
-    """A job with nothing to do."""
     yield from ()
 
 
 def _fail(error: Exception, backend: Backend) -> Coroutine[None]:
-    """A job that has failed before it began."""
     yield from ()
     raise error

@@ -26,7 +26,6 @@ class MissingRanksReport:
     """On rank 0: asks the ranks that have not come to the end where they are, and reports it. In the loop."""
 
     def __init__(self, limits: StallLimits, query: StatusQuery) -> None:
-        """limits: when it is time to report."""
         self._limits = limits
         self._query = query
         self._began = time.monotonic()
@@ -34,7 +33,6 @@ class MissingRanksReport:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to ask."""
         return self._limits.shortest is not None and time.monotonic() >= self._next
 
     def inspect(self, missing: Callable[[], Collection[int]]) -> Coroutine[StalledError | None]:
@@ -64,8 +62,6 @@ EXIT, SHUTDOWN = "exit", "shutdown"
 
 
 class ShutdownBarrier:
-    """The end of a job, seen from one rank."""
-
     def __init__(
         self, fabric: Fabric, on_gone: Callable[[dict[int, HorovodInternalError]], None], limits: StallLimits
     ) -> None:

@@ -38,13 +38,9 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Submission:
-    """An operation as the rank that asked for it describes it."""
-
     key: RequestKey
     place: str
-    """File and line of the call."""
     seconds: float
-    """How long ago."""
     detail: str = ""
     """Shapes and dtypes, or the parameters of a bucket."""
 
@@ -54,10 +50,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class StatusReply:
-    """What a member is at."""
-
     number: int
-    """Of the question."""
     unfinished: Mapping[RequestKey, Submission]
     last: Submission | None
     """What it has asked for last, finished or not."""
@@ -69,11 +62,8 @@ class StatusReply:
 
 @dataclass
 class StallInspector:
-    """Watches one process set. Positions count within the group."""
-
     ranks: tuple[int, ...]
     ask: Callable[[int], None]
-    """Sends a question with this number to every member."""
     limits: StallLimits
     look: Callable[[int], str] = lambda rank: ""
     """What can be seen from here of a rank that does not answer; empty: nothing."""
@@ -83,7 +73,6 @@ class StallInspector:
     _answers: dict[int, StatusReply] = field(default_factory=dict)
 
     def watch(self, table: MessageTable, waits: WaitForGraph) -> HorovodInternalError | None:
-        """Ask, or report what was answered; returns the error that ends everything once that is due."""
         now = time.monotonic()
         shortest = self.limits.shortest
         if shortest is None:
@@ -120,7 +109,6 @@ class StallInspector:
         return None
 
     def hear(self, position: int, answer: StatusReply) -> None:
-        """The member at `position` answers."""
         if answer.number == self._number:
             self._answers[position] = answer
 
@@ -210,8 +198,6 @@ PING, PONG = "ping", "pong"
 
 
 class PeerProbe:
-    """Asks the coordinator and the ranks of this node where they are, seen from a member that waits."""
-
     def __init__(
         self,
         loop: Loop,

@@ -29,8 +29,6 @@ Answer = tuple[float, str]
 
 @dataclass(frozen=True)
 class StallLimits:
-    """When waiting is too long."""
-
     report_seconds: float | None = 60.0
     """After how long a report is made, and how long until the next; None: never."""
     shutdown_seconds: float = 0.0
@@ -56,8 +54,6 @@ class StallLimits:
 
 
 class StatusQuery:
-    """One question at a time to some ranks, and their answers."""
-
     def __init__(self, ask: Callable[[int, float], None], look: Callable[[int], str]) -> None:
         """ask: sends the question to a rank, in the loop. look: what can be seen from here of a rank that is silent."""
         self._ask = ask
@@ -73,20 +69,16 @@ class StatusQuery:
         self.asked = time.monotonic()
 
     def send(self) -> None:
-        """Ask; in the loop."""
         for rank in self._ranks:
             self._ask(rank, self.asked)
 
     def hear(self, rank: int, answer: Answer) -> None:
-        """`rank` answers; in the loop."""
         self._answers[rank] = answer
 
     def heard_at(self, rank: int) -> float:
-        """When the last question was asked that `rank` has answered; -inf: none."""
         return self._answers.get(rank, (-inf, ""))[0]
 
     def silent(self) -> list[int]:
-        """The ranks that have not answered the last question."""
         return sorted(rank for rank in self._ranks if self.heard_at(rank) != self.asked)
 
     def describe(self, ranks: Collection[int]) -> list[str]:

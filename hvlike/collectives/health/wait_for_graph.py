@@ -23,8 +23,6 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class WaitReport:
-    """One wait, as its rank has reported it."""
-
     key: RequestKey
     counts: Counts
     """How many unnamed operations of each kind the rank has issued."""
@@ -44,11 +42,9 @@ class WaitForGraph:
     waits: dict[int, WaitReport] = field(default_factory=dict)
 
     def report(self, position: int, waiting: WaitReport) -> None:
-        """The member at `position` has begun to wait."""
         self.waits[position] = waiting
 
     def resume(self, position: int) -> None:
-        """The member at `position` no longer waits."""
         self.waits.pop(position, None)
 
     def ended(self, key: RequestKey) -> None:
@@ -90,7 +86,6 @@ class WaitForGraph:
         ]
 
     def waited_for(self) -> list[RequestKey]:
-        """What is waited for, each once."""
         return list(dict.fromkeys(each.key for each in self.waits.values()))
 
     def describe(self) -> str:

@@ -30,8 +30,6 @@ _address = torch.Tensor.data_ptr
 
 
 class CompiledStep:
-    """Runs the steps of one schedule; used by the one thread that was there when it was compiled."""
-
     def __init__(
         self,
         schedule: Schedule,
@@ -40,7 +38,6 @@ class CompiledStep:
         epoch: PlanEpoch,
         controller: Controller,
     ) -> None:
-        """key: what reports call the reduction."""
         self.thread = threading.get_ident()
         self.epoch = epoch.value
         """Of the guard, when this was compiled."""
@@ -95,7 +92,6 @@ class CompiledStep:
         return True
 
     def count(self) -> None:
-        """The step has ended."""
         counts, seconds = self._counts, time.monotonic() - self._began
         counts.steps += 1
         counts.seconds += seconds

@@ -66,8 +66,6 @@ ADVICE = "Build it with the same arguments on every rank."
 
 
 class QueueStep:
-    """One step on a planned queue."""
-
     def __init__(self, owner: PlannedQueue, number: int) -> None:
         self._owner = owner
         self._number = number
@@ -85,8 +83,6 @@ class QueueStep:
 
 
 class PlannedQueue:
-    """A queue of its own for one purpose that all ranks of a set share; see the head of this file."""
-
     def __init__(
         self,
         name: str,
@@ -126,12 +122,10 @@ class PlannedQueue:
 
     @property
     def busy(self) -> bool:
-        """True while a step is under way on this rank."""
         return self._unfinished > 0
 
     @property
     def serial(self) -> int | None:
-        """The number of the agreed plan; None while there is none."""
         return self._serial
 
     def agree(self) -> None:
@@ -223,11 +217,9 @@ class PlannedQueue:
 
     @property
     def healthy(self) -> bool:
-        """The agreed queue has had no error."""
         return self._queue is not None and self._queue.broken is None
 
     def proxy(self) -> JoinedProxy:
-        """See Planned."""
         queue, serial, stand_in = self._queue, self._serial, self.stand_in
         assert queue is not None
         assert serial is not None
@@ -235,7 +227,6 @@ class PlannedQueue:
         return QueueProxy(queue, serial, stand_in, on_device=bool(self._kind))
 
     def adopt(self, queue: OpQueue, agreed: QueueProposal) -> JoinedProxy:
-        """See Planned."""
         stand_in = self.stand_in
         assert stand_in is not None
         self._queue, self._serial = queue, agreed.serial

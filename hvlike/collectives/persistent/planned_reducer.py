@@ -47,8 +47,6 @@ _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 
 
 class PlannedReducer:
-    """Reduces one set of tensors over and over; see the head of this file."""
-
     def __init__(
         self,
         entries: Sequence[Entry],
@@ -135,7 +133,6 @@ class PlannedReducer:
 
     @property
     def serial(self) -> int | None:
-        """The number of the agreed plan; None while there is none."""
         return None if self.schedule is None else self.schedule.serial
 
     def keep_results(self, keep: Keep | None) -> None:
@@ -237,7 +234,6 @@ class PlannedReducer:
 
     @property
     def total_bytes(self) -> int:
-        """The size of all tensors together."""
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
 
     def close(self) -> None:
@@ -263,22 +259,18 @@ class PlannedReducer:
     # -- what a join needs ----------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """What the compressor remembers, in short."""
         memory = self._settings.memory
         return Mark() if memory is None else memory.mark()
 
     @property
     def healthy(self) -> bool:
-        """The agreed plan has had no error."""
         return self.schedule is not None and self.schedule.queue.broken is None
 
     def proxy(self) -> JoinedProxy:
-        """See Planned."""
         assert self.schedule is not None
         return PlanProxy(self.schedule, self._keep)
 
     def adopt(self, queue: OpQueue, agreed: Proposal) -> JoinedProxy:
-        """See Planned."""
         # Other entries have other indices.
         keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
         return PlanProxy(self._follow(queue, agreed), keep)
@@ -315,7 +307,6 @@ class PlannedReducer:
         return self._follow(queue, agreed)
 
     def _warn_of(self, position: int, entry: int) -> None:
-        """Say which member has not started from the same parameters."""
         ranks = self._set_state.group.ranks
         _log.warning(
             "parameters differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients "

@@ -34,8 +34,6 @@ class JoinScope(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class JoinRequest:
-    """What a rank says when it joins."""
-
     counts: Mapping[str, int]
     """How many unnamed operations of each kind it has issued."""
     plans: frozenset[int]
@@ -50,10 +48,7 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class JoinEnd:
-    """What all ranks are told when the last one has joined."""
-
     last: int
-    """The rank that joined last."""
     counts: Mapping[str, int]
     plans: frozenset[int]
     """The planned reductions that all ranks took part in to the end: their queues can be used again."""
@@ -63,10 +58,7 @@ class JoinEnd:
 
 @dataclass(frozen=True)
 class JoinFailure:
-    """A rank has left a Join context by an exception."""
-
     error: HorovodInternalError
-    """What the others raise."""
     steps: Mapping[str, int]
     """How many steps of each plan it has taken part in; those can be completed."""
 
@@ -77,8 +69,6 @@ class JoinFailure:
 
 @dataclass(frozen=True, eq=False)
 class LeaveRequest:
-    """What a rank says when it leaves a Join context, well or badly."""
-
     counts: Mapping[str, int]
     spare_queues: frozenset[int]
     failed: bool
@@ -87,26 +77,20 @@ class LeaveRequest:
 
 @dataclass(frozen=True)
 class LeaveEnd:
-    """What all ranks are told when all have left."""
-
     counts: Mapping[str, int]
     spare_queues: frozenset[int]
-    """What was spare on every rank."""
     failed: bool
     error: HorovodInternalError | None = None
     """What the ranks raise that have not failed themselves."""
 
     @staticmethod
     def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:
-        """What follows from what all have said."""
         spare = frozenset.intersection(*(each.spare_queues for each in requests))
         return LeaveEnd(merge_counts(requests), spare, any(each.failed for each in requests))
 
 
 @dataclass
 class JoinState:
-    """Who has joined, in order. Positions count within the group."""
-
     requests: dict[int, JoinRequest] = field(default_factory=dict)
     new_plans: dict[int, set[int]] = field(default_factory=dict)
     """Plans made after a rank had joined, by position: it takes part in those too."""
@@ -115,7 +99,6 @@ class JoinState:
     """What is spare on the ranks that have joined, by position."""
 
     def add(self, position: int, request: JoinRequest) -> None:
-        """The member at `position` has joined."""
         self.requests[position] = request
         self.new_plans[position] = set()
         self.spare_queues[position] = set(request.spare_queues)
@@ -127,7 +110,6 @@ class JoinState:
         return [position for position, each in self.requests.items() if each.scope is JoinScope.EVERYTHING]
 
     def knows(self, name: str) -> bool:
-        """Whether all that have joined can plan `name` themselves."""
         return all(name in each.marks for each in self.requests.values())
 
     def merge_mark(self, name: str, mark: Mark) -> Mark:
@@ -143,12 +125,10 @@ class JoinState:
         return number
 
     def planned(self, serial: int) -> None:
-        """A plan was agreed."""
         for plans in self.new_plans.values():
             plans.add(serial)
 
     def end(self, ranks: Sequence[int]) -> JoinEnd:
-        """All have joined."""
         counts = merge_counts(self.requests.values())
         plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
         spare = frozenset.intersection(*(frozenset(queues) for queues in self.spare_queues.values()))
@@ -156,7 +136,6 @@ class JoinState:
 
 
 def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, int]:
-    """Counts of unnamed operations from which all can go on alike."""
     counts: dict[str, int] = {}
     for request in requests:
         for kind, count in request.counts.items():

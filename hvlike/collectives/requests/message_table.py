@@ -40,8 +40,6 @@ class Response:
 
 @dataclass
 class MessageTable:
-    """The requests of one group that not all members have asked for yet. Positions count within the group."""
-
     ranks: tuple[int, ...]
     pending: dict[RequestKey, dict[int, RequestSpec]] = field(default_factory=dict)
     since: dict[RequestKey, float] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class MessageTable:
 
     @property
     def joined(self) -> Collection[int]:
-        """The positions of the members that have joined and need not ask for anything."""
         return self.joins.excused("")
 
     @property
@@ -65,7 +62,6 @@ class MessageTable:
         return () if key in (JOIN_KEY, LEAVE_KEY) else self.joins.excused(key[0])
 
     def submit(self, position: int, key: RequestKey, spec: RequestSpec, now: float = 0.0) -> Response | None:
-        """The member at `position` asks; the response if it was the last one."""
         asked = self.pending.setdefault(key, {})
         asked[position] = spec
         self.since.setdefault(key, now)
@@ -146,7 +142,6 @@ class MessageTable:
 
 
 def find_mismatch(name: str, ranks: Sequence[int], specs: Sequence[RequestSpec]) -> HorovodInternalError | None:
-    """The error for specs that may not stand together, or None where their difference is allowed."""
     kind = specs[0].kind
     if kind == "plan":
         return find_plan_mismatch(name, ranks, [spec.detail for spec in specs])

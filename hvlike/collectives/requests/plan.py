@@ -19,16 +19,12 @@ _ABSENT = "nothing"
 
 
 class QueueProposal(NamedTuple):
-    """What one rank says of a planned queue."""
-
     described: tuple[tuple[str, str], ...]
     """What must be equal on all ranks, in order: what it is, and its value."""
     advice: str
-    """How to make it so, for the error."""
     spare_queue: int = -1
     """A queue that an earlier owner on this rank has given back; -1: none."""
     serial: int = -1
-    """Number of the agreed queue among the plans of the process set."""
     device: str = ""
     """The kind of the device that the queue needs a backend for; empty for none."""
 
@@ -41,7 +37,6 @@ def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
 
 
 def find_queue_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[QueueProposal]) -> MismatchError | None:
-    """The error for descriptions that differ, naming the first thing that does; None when all are equal."""
     first = dict(_everything(proposals[0]))
     for rank, other in zip(ranks, proposals, strict=True):
         if _everything(other) == _everything(proposals[0]):
@@ -77,8 +72,6 @@ DEVICE_BUCKET_BYTES = 24 << 20
 
 
 class BucketSizes(NamedTuple):
-    """How much is reduced together."""
-
     bucket_bytes: int
     first_bucket_bytes: int
     """The most that the first bucket holds: where it is less, communication starts earlier."""
@@ -95,8 +88,6 @@ def choose_sizes(
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a planned reduction: a gradient and the name of its parameter."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -104,8 +95,6 @@ class Entry:
 
 
 class Proposal(NamedTuple):
-    """What one rank says of its gradients after its first backward."""
-
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -133,14 +122,11 @@ class Proposal(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The kind of the device that the queue needs a backend for; empty for none."""
         return next(filter(None, self.devices), "")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do in every step."""
-
     buckets: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...] | None, ...]
     """The order of the elements in memory on which all ranks agree, by entry; None: row by row."""
@@ -250,7 +236,6 @@ def describe_names(names: Sequence[str]) -> str:
 
 
 def find_plan_mismatch(name: str, ranks: Sequence[int], proposals: Sequence[Proposal]) -> MismatchError | None:
-    """The error for ranks whose gradients differ, naming the first that does; None when all fit together."""
     first = proposals[0]
     for rank, other in zip(ranks, proposals, strict=True):
         if len(other.names) != len(first.names):

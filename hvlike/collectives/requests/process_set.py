@@ -83,7 +83,6 @@ class ProcessSet:
 
 
 def registered_sets() -> list[ProcessSet]:
-    """All registered sets but that of all ranks, in the order in which they were registered."""
     numbered = {each.process_set_id: each for each in _registered.values() if each.process_set_id}
     return [numbered[number] for number in sorted(numbered)]
 

@@ -219,8 +219,6 @@ class RequestSpec(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One operation of this rank, from the call to the end."""
-
     name: str
     spec: RequestSpec
     tensors: Sequence[torch.Tensor]
@@ -232,7 +230,6 @@ class Request:
     job: Callable[[Any], Job] | None = None
     """Makes the job of a request that brings its own, from what `Response.extra` says."""
     place: CallSite | str = ""
-    """File and line of the call."""
     time: float = field(default_factory=time.monotonic)
     ready: Sequence[Event] = ()
     """When the tensors of a device hold their values."""
@@ -245,7 +242,6 @@ class Request:
 
 
 def spec_of_tensors(kind: str, tensors: Sequence[torch.Tensor], **fields: Any) -> RequestSpec:
-    """What the ranks compare of an operation on these tensors."""
     return RequestSpec(
         kind=kind,
         dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
@@ -264,7 +260,6 @@ def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 MOST_SPECS = 4096
-"""Specs of single tensors that are remembered; with one more all are made anew."""
 
 _specs: dict[tuple[Any, ...], RequestSpec] = {}
 
@@ -309,12 +304,10 @@ def spec_of(
 
 
 def first_tensor(request: Request) -> torch.Tensor:
-    """The result of an operation that writes into one tensor."""
     return request.tensors[0]
 
 
 def all_tensors(request: Request) -> list[torch.Tensor]:
-    """The result of an operation that writes into several tensors."""
     return list(request.tensors)
 
 

@@ -39,8 +39,6 @@ logger = logging.getLogger("hvlike")
 
 
 class JobSettings:
-    """The settings of this rank, and what is wrong with them."""
-
     def __init__(self) -> None:
         """Read the environment. Local; a wrong value is kept for `check`, so that no rank is left waiting in init()."""
         self.knobs = Config()
@@ -66,7 +64,6 @@ class JobSettings:
             raise UsageError(f"Horovod initialization failed: {'; '.join(wrong)}")
 
     def misplaced(self, world: World) -> str:
-        """Why the background thread cannot run on the chosen core; empty if it can. Local."""
         cores = self.knobs.thread_affinity
         if cores is None:
             return ""
@@ -118,8 +115,6 @@ _FINISH_SECONDS = 5.0
 
 
 class Context:
-    """World, transport and process sets of one rank, from init to shutdown."""
-
     def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
         """Collective and blocking: every rank of `comm`."""
         settings = JobSettings()
@@ -133,7 +128,6 @@ class Context:
             check=settings.check,
         )
         self.before_close: list[Callable[[], None]] = []
-        """Called by `close` while everything still works."""
         self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
         """Told in the loop which ranks have left, and how."""
         self.guard = Guard(self.world, lambda: self.close(EXIT))
@@ -169,7 +163,6 @@ class Context:
 
     @property
     def knobs(self) -> Config:
-        """The settings of this job."""
         return self._knobs
 
     @property
@@ -278,8 +271,6 @@ class Context:
 
 
 class _Process:
-    """Holds the context of this process."""
-
     context: Context | None = None
 
 
@@ -338,7 +329,6 @@ def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
 
 
 def stop_context() -> None:
-    """End the context if it is there."""
     context, _process.context = _process.context, None
     inline_allreduces.clear()
     if context is not None:
@@ -347,5 +337,4 @@ def stop_context() -> None:
 
 
 def is_running() -> bool:
-    """True between init() and shutdown()."""
     return _process.context is not None

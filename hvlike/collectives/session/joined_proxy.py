@@ -35,10 +35,7 @@ Keep = Callable[[Mapping[int, torch.Tensor], int], None]
 
 
 class JoinedProxy(ABC):
-    """Runs the steps of one plan, until a step has no active rank."""
-
     def __init__(self, queue: OpQueue, serial: int) -> None:
-        """serial: the number of the plan."""
         self.queue = queue
         self.serial = serial
         self.finished = False
@@ -55,20 +52,16 @@ class JoinedProxy(ABC):
         self.stop(ShutdownError("the ranks that go on have given this planned operation up"))
 
     def stop(self, error: BaseException) -> None:
-        """Leave for good because of `error`."""
         if not self.finished:
             self.finished = True
             self.queue.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """This rank can no longer stand in."""
         self.error = self.error or error
         self.stop(error)
 
 
 class PlanProxy(JoinedProxy):
-    """Contributes zeros to a planned reduction."""
-
     def __init__(self, schedule: Schedule, keep: Keep | None = None) -> None:
         """keep: told the results of every step; without it they are dropped."""
         super().__init__(schedule.queue, schedule.serial)
@@ -80,7 +73,6 @@ class PlanProxy(JoinedProxy):
         self._left = 0
 
     def begin(self) -> None:
-        """See JoinedProxy."""
         self._left = len(self._tensors)
         for number, tensors in enumerate(self._tensors):
             if not self._schedule.start(number, tensors, self._ended, active=False, wake=False):
@@ -130,7 +122,6 @@ class QueueProxy(JoinedProxy):
         self._active = 0
 
     def begin(self) -> None:
-        """See JoinedProxy."""
         try:
             job = self._stand_in()
         except Exception as error:
@@ -187,11 +178,8 @@ class PersistentOperation(Protocol):
 
 
 class JoinedProxies:
-    """The proxies of one process set while this rank has joined."""
-
     def __init__(self, queues: OpQueues, controller: Controller) -> None:
         self.planned: MutableSet[PersistentOperation] = weakref.WeakSet()
-        """What this rank plans."""
         self._queues = queues
         self._controller = controller
         self._by_name: dict[str, JoinedProxy] = {}
@@ -199,7 +187,6 @@ class JoinedProxies:
         controller.stand_in = self._stand_in
 
     def plans(self, planned: Iterable[PersistentOperation]) -> frozenset[int]:
-        """The serial numbers of the plans this rank takes part in."""
         return frozenset(each.serial for each in planned if each.serial is not None)
 
     def spare_queues(self) -> frozenset[int]:
@@ -208,7 +195,6 @@ class JoinedProxies:
         return frozenset(self._queues.spare_numbers()) - used
 
     def marks(self) -> Mapping[str, Mark]:
-        """What this rank could plan anew, by name."""
         return {each.name: each.mark() for each in list(self.planned)}
 
     @property
@@ -217,7 +203,6 @@ class JoinedProxies:
         return max(self._missed, max((each.steps for each in list(self._by_name.values())), default=0))
 
     def begin(self, planned: Iterable[PersistentOperation]) -> None:
-        """Take part in all this; in the loop."""
         self._missed = 0
         for each in planned:
             if each.serial is not None:
@@ -252,7 +237,6 @@ class JoinedProxies:
         return {name: steps for name, steps in self._controller.steps.items() if name not in lost}
 
     def give_up(self) -> None:
-        """The join failed; in the loop."""
         for proxy in list(self._by_name.values()):
             proxy.cancel()
         self._by_name = {}
@@ -268,7 +252,6 @@ class JoinedProxies:
         self._controller.steps.clear()
 
     def error(self) -> BaseException | None:
-        """What went wrong in a proxy."""
         return next((each.error for each in list(self._by_name.values()) if each.error is not None), None)
 
     def _add(self, name: str, proxy: JoinedProxy) -> None:
@@ -298,15 +281,12 @@ class JoinedProxies:
 
 
 def raise_first(errors: list[BaseException | None]) -> None:
-    """Raise the first error, if there is one."""
     for error in errors:
         if error is not None:
             raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
 
 
 class JoinContexts:
-    """The Join contexts of this rank in one process set. Lives in the loop, but for `enter` and `check`."""
-
     def __init__(
         self,
         proxies: JoinedProxies,
@@ -317,7 +297,6 @@ class JoinContexts:
         """perform: has something done in the loop. epoch: the guard of compiled plans."""
         self._epoch = epoch
         self.inside = False
-        """This rank is in a context."""
         self._entered = 0
         self._number = 0
         """Of the last context that has begun in the loop."""
@@ -334,7 +313,6 @@ class JoinContexts:
         return self._failure is not None
 
     def check(self) -> None:
-        """Raise JoinError if another rank has left the context by an exception."""
         if self._failure is not None:
             raise JoinError(str(self._failure.error))
 

@@ -29,8 +29,6 @@ from hvlike.transport.world import Group, World
 
 
 class ProcessSetState:
-    """What this rank needs to take part in the operations of one process set."""
-
     def __init__(
         self,
         fabric: Fabric,
@@ -67,7 +65,6 @@ class ProcessSetState:
         router.connect(group.number, self.controller)
 
     def _open_inline(self) -> Coroutine[None]:
-        """Make the inline allreduce. Collective over the group."""
         queue = yield from self.queues.take(-1)
         inline = yield from open_inline_allreduce(self._fabric, self.group, queue)
         if inline is not None:
@@ -115,10 +112,7 @@ def stall_limits(knobs: Config) -> StallLimits:
 
 
 class Registry:
-    """Numbers the sets and keeps this rank's set_states. Numbers are never used again."""
-
     def __init__(self, fabric: Fabric, knobs: Config, end: Callable[[HorovodInternalError], None]) -> None:
-        """end: ends everything on this rank with an error."""
         self.set_states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, ProcessSet] = {}
         self._fabric = fabric
@@ -151,12 +145,10 @@ class Registry:
         return set_state
 
     def is_registered(self, process_set: ProcessSet) -> bool:
-        """True for a set that is registered now."""
         number = process_set.process_set_id
         return number is not None and self.sets.get(number) is process_set
 
     def enroll(self, process_set: ProcessSet) -> Coroutine[None]:
-        """Register a set that has been checked. Collective over the world, members and others, in the same order."""
         number = self._next
         self._next += 1
         ranks = process_set.ranks or []
@@ -169,7 +161,6 @@ class Registry:
         process_set.registered(number, ranks, world.rank)
 
     def dismiss(self, process_set: ProcessSet) -> Coroutine[None]:
-        """Remove a set; what is in flight in it ends with ShutdownError. Collective over the world."""
         yield from ()
         number = process_set.process_set_id or 0
         set_state = self.set_states.pop(number, None)
@@ -180,7 +171,6 @@ class Registry:
         process_set.removed()
 
     def close(self) -> None:
-        """Give everything back. Collective over the world, after everything has ended."""
         for number in sorted(self.set_states):
             self.set_states[number].close()
         for process_set in self.sets.values():
@@ -216,8 +206,6 @@ def ranks_of(comm: Any, world: World) -> list[int]:
 
 
 class DeviceWatch:
-    """Ends queues whose device has failed, here and on the other ranks. In the loop."""
-
     def __init__(self, fabric: Fabric, set_states: Mapping[int, ProcessSetState]) -> None:
         self._fabric = fabric
         self._set_states = set_states
