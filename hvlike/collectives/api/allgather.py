@@ -58,9 +58,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
-    """Start `allgather`. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `allgather`. No gradient. Collective, as `allgather`; does not block.
 
     Args:
         tensor: As in `allgather`. Leave it alone until `synchronize` returns.
@@ -79,9 +77,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors at once, all or none of them.
-
-    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+    """`allgather` of several tensors at once, all or none of them. Collective; blocks.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed.
@@ -92,8 +88,7 @@ def grouped_allgather(
         A list of new tensors, in the order of `tensors`.
 
     Raises:
-        HorovodInternalError: As `allgather`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `allgather`.
+        HorovodInternalError, UsageError: As `allgather`.
 
     Gradient: As `allgather`, grouped.
     Source: horovod.torch.grouped_allgather.
@@ -104,9 +99,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `grouped_allgather`. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `grouped_allgather`. No gradient. Collective, as `grouped_allgather`; does not block.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed. Leave them

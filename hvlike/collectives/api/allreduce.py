@@ -88,9 +88,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """Reduce over ranks in place: `allreduce` without compression and gradient.
-
-    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+    """Reduce over ranks in place: `allreduce` without compression and gradient. Collective; blocks.
 
     Args:
         tensor: As in `allreduce`; it is overwritten with the result.
@@ -105,8 +103,7 @@ def allreduce_(
         `tensor`.
 
     Raises:
-        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `allreduce`.
+        HorovodInternalError, UsageError: As `allreduce`.
     """
     way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     outcome = None
@@ -131,9 +128,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `allreduce` into a new tensor. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `allreduce` into a new tensor. No gradient. Collective, as `allreduce`; does not block.
 
     Args:
         tensor: As in `allreduce`. It is copied before this returns.
@@ -163,9 +158,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `allreduce` in place. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `allreduce` in place. No gradient. Collective, as `allreduce`; does not block.
 
     Args:
         tensor: As in `allreduce`. Leave it alone until `synchronize(handle)` has returned it.
@@ -215,8 +208,7 @@ def grouped_allreduce(
         A list of new tensors, in the order of `tensors`.
 
     Raises:
-        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `allreduce`.
+        HorovodInternalError, UsageError: As `allreduce`.
 
     Gradient: As `allreduce`, grouped.
     Source: horovod.torch.grouped_allreduce.
@@ -237,9 +229,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place, without compression and gradient.
-
-    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+    """`grouped_allreduce` in place, without compression and gradient. Collective; blocks.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. They are overwritten with the
@@ -255,8 +245,7 @@ def grouped_allreduce_(
         A list of the same tensors.
 
     Raises:
-        HorovodInternalError: As `allreduce`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `allreduce`.
+        HorovodInternalError, UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     handle = _start(*call, _listed(tensors), wake=False)
@@ -273,9 +262,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `grouped_allreduce` into new tensors. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `grouped_allreduce` into new tensors. No gradient. Collective, as `grouped_allreduce`; does not block.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
@@ -306,9 +293,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start `grouped_allreduce` in place. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `grouped_allreduce` in place. No gradient. Collective, as `grouped_allreduce`; does not block.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. Leave them alone until

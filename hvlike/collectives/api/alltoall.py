@@ -20,10 +20,7 @@ Splits = torch.Tensor | Sequence[int]
 
 
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Splits | None = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send rows of `tensor` to every rank and return the rows that came, in rank order.
 
@@ -65,14 +62,9 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Splits | None = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: torch.Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `alltoall`. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `alltoall`. No gradient. Collective, as `alltoall`; does not block.
 
     Args:
         tensor: As in `alltoall`. Leave it alone until `synchronize` returns.

@@ -51,9 +51,7 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
-    """Copy the tensor of `root_rank` into `tensor` on every rank. No gradient.
-
-    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+    """Copy the tensor of `root_rank` into `tensor` on every rank. No gradient. Collective; blocks.
 
     Args:
         tensor: As in `broadcast`; it is overwritten on all ranks but the root.
@@ -65,8 +63,7 @@ def broadcast_(
         `tensor`.
 
     Raises:
-        HorovodInternalError: As `broadcast`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `broadcast`.
+        HorovodInternalError, UsageError: As `broadcast`.
     """
     result: torch.Tensor = synchronize(_start(tensor, root_rank, name, process_set, wake=False))
     return result
@@ -75,9 +72,7 @@ def broadcast_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `broadcast` into a new tensor. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `broadcast` into a new tensor. No gradient. Collective, as `broadcast`; does not block.
 
     Args:
         tensor: As in `broadcast`. It is copied before this returns.
@@ -97,9 +92,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start `broadcast_`. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `broadcast_`. Collective, as `broadcast_`; does not block.
 
     Args:
         tensor: As in `broadcast_`. Leave it alone until `synchronize(handle)` has returned it.

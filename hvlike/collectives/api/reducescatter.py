@@ -67,9 +67,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start `reducescatter`. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `reducescatter`. No gradient. Collective, as `reducescatter`; does not block.
 
     Args:
         tensor: As in `reducescatter`. Leave it alone until `synchronize` returns.
@@ -98,9 +96,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors at once, all or none of them.
-
-    Collective: every rank of the set calls it, in any order, under the same name. Blocks until done.
+    """`reducescatter` of several tensors at once, all or none of them. Collective; blocks.
 
     Args:
         tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed.
@@ -115,8 +111,7 @@ def grouped_reducescatter(
         A list of new tensors, in the order of `tensors`.
 
     Raises:
-        HorovodInternalError: As `reducescatter`; asynchronous calls raise it in `synchronize`.
-        UsageError: As `reducescatter`.
+        HorovodInternalError, UsageError: As `reducescatter`.
 
     Gradient: As `reducescatter`, grouped.
     Source: horovod.torch.grouped_reducescatter.
@@ -137,9 +132,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start `grouped_reducescatter`. No gradient. Does not block.
-
-    Collective: every rank of the set calls it, in any order, under the same name.
+    """Start `grouped_reducescatter`. No gradient. Collective, as `grouped_reducescatter`; does not block.
 
     Args:
         tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed. Leave

@@ -358,10 +358,7 @@ class Controller:
         now = time.monotonic()
         found = {
             key: Submission(
-                key,
-                str(request.place),
-                now - request.time,
-                describe_tensors(request.spec.shapes, request.spec.dtypes),
+                key, str(request.place), now - request.time, describe_tensors(request.spec.shapes, request.spec.dtypes)
             )
             for key, request in list(self.tensor_queue.requests.items())
         }

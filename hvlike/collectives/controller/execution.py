@@ -133,8 +133,7 @@ class Executor:
         """The job, on the backend of the device that the tensors of this rank are on."""
         site, queue = self._site, self._site.queues.first
         device = next(
-            (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind),
-            None,
+            (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind), None
         )
         ready = [event for request, _ in batch for event in request.ready]
 

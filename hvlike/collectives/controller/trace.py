@@ -202,12 +202,7 @@ class ExposedWait:
 
 
 def recorded(
-    recorder: Recorder,
-    queue: OpQueue,
-    name: str,
-    arguments: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
-    job: Job,
+    recorder: Recorder, queue: OpQueue, name: str, arguments: dict[str, Any], tensors: Sequence[torch.Tensor], job: Job
 ) -> Job:
     """A job that stands in the row of its queue while it runs, with the phases of its backend inside."""
 

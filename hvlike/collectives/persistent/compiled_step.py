@@ -51,11 +51,7 @@ class CompiledStep:
         self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
     def run(
-        self,
-        tensors: Sequence[torch.Tensor],
-        step: int,
-        site: CallSite,
-        after: Callable[[Task[None]], None],
+        self, tensors: Sequence[torch.Tensor], step: int, site: CallSite, after: Callable[[Task[None]], None]
     ) -> bool | None:
         """Reduce the tensors in place, one for each entry of the plan. Collective; does not sleep.
 

@@ -89,11 +89,7 @@ class ProcessSetState:
 
 
 def open_set_state(
-    fabric: Fabric,
-    group: Group,
-    router: ControllerRouter,
-    knobs: Config,
-    end: Callable[[HorovodInternalError], None],
+    fabric: Fabric, group: Group, router: ControllerRouter, knobs: Config, end: Callable[[HorovodInternalError], None]
 ) -> Coroutine[ProcessSetState]:
     """Make what a member of `group` needs. Collective over the group; groups in the same order everywhere.
 
