@@ -10,8 +10,6 @@ A job returns how many ranks were active in it (`Backend.count_active`).
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,44 +21,13 @@ from hvlike.backends.cuda.runtime import kind_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import ExposedWait, recorded
-from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.plan import QueueProposal
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Request, RequestSpec, find_call_site
+from hvlike.collectives.requests.request import find_call_site
 from hvlike.collectives.session.context import Context, current, is_running
-from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, QueueProxy
-from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.collectives.session.joined_proxy import CountingJob, JoinedProxy, PersistentOperation, QueueProxy
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine, Task
-
-
-def agree_on_queue(
-    set_state: ProcessSetState, kind: str, name: str, proposal: Any, home: torch.device | None = None
-) -> tuple[OpQueue, Any]:
-    """Propose to all ranks; the queue, and what follows from all proposals. Collective; blocks.
-
-    kind: one of PLANNED_KINDS. proposal: with `spare_queue`, which this takes and gives back where it is not used.
-    home: the device of this rank, where the queue needs a backend for one.
-    Raises: MismatchError, PeerLeftError, ShutdownError.
-    """
-    queues = set_state.queues
-    proposal = proposal._replace(spare_queue=queues.propose())
-    handle = set_state.controller.submit(
-        RequestSpec(kind, detail=proposal), name, [], _outputs_of, wake=False, home=home
-    )
-    try:
-        queue, agreed = handle.result()
-    except BaseException:
-        queues.give_back(proposal.spare_queue)
-        raise
-    if queue.number != proposal.spare_queue:
-        queues.give_back(proposal.spare_queue)
-    return queue, agreed
-
-
-def _outputs_of(request: Request) -> Any:
-    return request.outputs
-
 
 ADVICE = "Build it with the same arguments on every rank."
 
@@ -82,7 +49,7 @@ class QueueStep:
         return self.active
 
 
-class PlannedQueue:
+class PlannedQueue(PersistentOperation):
     def __init__(
         self,
         name: str,
@@ -100,11 +67,9 @@ class PlannedQueue:
         device: where the tensors of the jobs are, if that is a GPU: jobs run on its backend, and `result` makes the
             current stream wait for them.
         """
-        self.name = name
+        super().__init__(name)
         self.stand_in: Callable[[], CountingJob] | None = None
         """Makes the job of one step of a rank that has joined; called and run in the loop."""
-        self.served = 0
-        """Steps that have ended since the last agreement: the same on every rank after a step."""
         self._purpose = name
         self._process_set = process_set
         self._described = tuple((key, str(value)) for key, value in (described or {}).items())
@@ -112,21 +77,6 @@ class PlannedQueue:
         self._device = device
         self._kind = "" if device is None else kind_of(device)
         self._context: Context | None = None
-        self._set_state: ProcessSetState | None = None
-        self._queue: OpQueue | None = None
-        self._serial: int | None = None
-        self._release: weakref.finalize[Any, PlannedQueue] | None = None
-        self._lock = threading.Lock()
-        self._step = 0
-        self._unfinished = 0
-
-    @property
-    def busy(self) -> bool:
-        return self._unfinished > 0
-
-    @property
-    def serial(self) -> int | None:
-        return self._serial
 
     def agree(self) -> None:
         """Open the queue, unless it is there. Collective over the process set; blocks.
@@ -138,12 +88,11 @@ class PlannedQueue:
         if not (is_running() and current() is self._context):
             self._enter_context()
         set_state = self._set_state
-        if self._queue is not None or set_state is None:
+        if self.queue is not None or set_state is None:
             return
         proposal = QueueProposal(self._described, self._advice, device=self._kind)
-        queue, agreed = agree_on_queue(set_state, "queue", self.name, proposal, self._device)
-        self._release = weakref.finalize(self, set_state.queues.give_back, queue.number)
-        self._queue, self._serial = queue, agreed.serial
+        queue, agreed = self._agree_on_queue("queue", proposal, self._device)
+        self.queue, self.serial = queue, agreed.serial
         set_state.proxies.planned.add(self)
 
     def run(self, job: CountingJob) -> int:
@@ -158,7 +107,7 @@ class PlannedQueue:
     def start(self, job: CountingJob, *, wake: bool = True) -> QueueStep:
         """The same without waiting, but for the first step after a join. `wake=False`: the caller waits at once."""
         self.agree()
-        queue, set_state = self._queue, self._set_state
+        queue, set_state = self.queue, self._set_state
         assert queue is not None
         assert set_state is not None
         self._step += 1
@@ -181,33 +130,20 @@ class PlannedQueue:
 
     def wait_for(self, step: QueueStep, number: int) -> None:
         """Wait until a step has ended; reports and the search for deadlocks know of it."""
-        set_state, queue = self._set_state, self._queue
-        if not step.ended and set_state is not None and queue is not None:
-            controller = set_state.controller
-            key = (STEP, self.name)
-            controller.enter_step(key, number, find_call_site(), "", self.fail)
-            set_state.rounds.check_step(self.name, number, self.fail)
-            try:
-                with ExposedWait(queue, self.name, number):
-                    controller.wait(key, lambda: step.ended, None)
-            finally:
-                controller.leave_step(key)
+        queue = self.queue
+        if not step.ended and queue is not None:
+            with ExposedWait(queue, self.name, number):
+                self._wait_in_step(number, find_call_site(), "", lambda: step.ended)
         if step.error is None and self._kind and queue is not None and queue.device is not None:
             queue.device.fence()()
         if step.error is not None:
             # The queue is lost with the job that failed; the next step starts on a new one.
             self.close()
 
-    def close(self) -> None:
-        """Forget what was agreed; the next step agrees anew. Local; nothing may be in flight."""
-        if self._release is not None:
-            self._release()
-        self.forget()
-
     # -- what a join needs ----------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """See Planned: nothing is remembered that the ranks need to compare."""
+        """See PersistentOperation: nothing is remembered that the ranks need to compare."""
         if self.stand_in is None:
             raise UsageError(
                 f"{self.name!r} is in use on this rank, and cannot go on without it: a rank that has no more data "
@@ -215,12 +151,8 @@ class PlannedQueue:
             )
         return Mark()
 
-    @property
-    def healthy(self) -> bool:
-        return self._queue is not None and self._queue.broken is None
-
     def proxy(self) -> JoinedProxy:
-        queue, serial, stand_in = self._queue, self._serial, self.stand_in
+        queue, serial, stand_in = self.queue, self.serial, self.stand_in
         assert queue is not None
         assert serial is not None
         assert stand_in is not None
@@ -229,25 +161,8 @@ class PlannedQueue:
     def adopt(self, queue: OpQueue, agreed: QueueProposal) -> JoinedProxy:
         stand_in = self.stand_in
         assert stand_in is not None
-        self._queue, self._serial = queue, agreed.serial
+        self.queue, self.serial = queue, agreed.serial
         return QueueProxy(queue, agreed.serial, stand_in, on_device=bool(self._kind))
-
-    def fail(self, error: BaseException) -> None:
-        """End a step that can never be completed; in the loop."""
-        if self._queue is not None:
-            self._queue.fail(error)
-
-    def forget(self) -> None:
-        """Forget what was agreed and count steps anew; what becomes of the queue is up to the caller."""
-        if self._release is not None:
-            self._release.detach()
-        self._release = None
-        self._queue = None
-        self._serial = None
-        self.served = 0
-        self._step = 0
-
-    # -------------------------------------------------------------------------------------------
 
     def _enter_context(self) -> None:
         """Belong to the hvlike that runs now; an earlier one has taken its queue with it."""

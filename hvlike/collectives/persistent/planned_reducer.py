@@ -14,10 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -31,13 +29,13 @@ from hvlike.collectives.fusion.bucket import ReductionSettings
 from hvlike.collectives.fusion.schedule import GradientStreams, Schedule, gradient_streams_of
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.compiled_step import CompiledStep, compile_step
-from hvlike.collectives.persistent.planned_queue import agree_on_queue
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
-from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PlanProxy
+from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PersistentOperation, PlanProxy
+from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -46,7 +44,7 @@ _log = logging.getLogger("hvlike")
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 
 
-class PlannedReducer:
+class PlannedReducer(PersistentOperation):
     def __init__(
         self,
         entries: Sequence[Entry],
@@ -65,14 +63,13 @@ class PlannedReducer:
         groups: entries that are reduced together: a number of equal runs, or lists of entries.
         Raises: UsageError for a process set this rank is not in.
         """
-        self.name = name
+        super().__init__(name)
         self._entries = list(entries)
-        self._set_state = current().find_set(process_set, "Planned reduction")
+        self._set_state: ProcessSetState = current().find_set(process_set, "Planned reduction")
         size = self._set_state.group.size
         self._settings = ReductionSettings(op, size, prescale, postscale, compression)
         self._groups = equal_parts(len(self._entries), groups) if isinstance(groups, int) else list(groups or [])
         self._process_set = process_set
-        self._lock = threading.Lock()
         self._marked: dict[int, torch.Tensor] = {}
         knobs = current().knobs
         self._arrivals = gradient_streams_of(self._entries)
@@ -83,20 +80,15 @@ class PlannedReducer:
         self.sizes = choose_sizes(
             knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps, on_device=on_device
         )
-        self.served = 0
-        """Steps that the plan has served: the same on every rank after a step."""
         self.start: tuple[int, ...] = ()
         """Fingerprints of the parameters, for a warning where the ranks do not start alike; empty: not compared."""
         self.schedule: Schedule | None = None
         """What is agreed; None before the first step."""
-        self._release: weakref.finalize[Any, PlannedReducer] | None = None
         self._bucket_of: dict[int, int] = {}
         self._device_bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
         self._started = 0
-        self._unfinished = 0
         self._error: BaseException | None = None
-        self._step = 0
         self._keep: Keep | None = None
         self._compiled: CompiledStep | None = None
         self._epoch = self._set_state.plan_epoch
@@ -130,10 +122,6 @@ class PlannedReducer:
         if schedule is None or not schedule.buckets or schedule.plan.sparse or self._arrivals is not None:
             return None
         return schedule.plan.buckets[-1][-1]
-
-    @property
-    def serial(self) -> int | None:
-        return None if self.schedule is None else self.schedule.serial
 
     def keep_results(self, keep: Keep | None) -> None:
         """Have `keep(tensors by entry, active ranks)` called after each step that this rank stands in for.
@@ -189,7 +177,7 @@ class PlannedReducer:
                 return False
             if not done:
                 assert self.schedule is not None
-                self._wait_for_buckets(self._step + 1)
+                self._wait_for_buckets(self.schedule, self._step + 1)
                 self._raise_error(self.schedule)
                 compiled.count()
         except BaseException:
@@ -236,23 +224,12 @@ class PlannedReducer:
     def total_bytes(self) -> int:
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
 
-    def close(self) -> None:
-        """Forget the plan; the next `finish` makes a new one. Local; nothing may be in flight."""
-        if self._release is not None:
-            self._release()
-        self.forget()
-
     def forget(self) -> None:
-        """Forget the plan and count steps anew; what becomes of its queue is up to the caller."""
-        if self._release is not None:
-            self._release.detach()
+        """See PersistentOperation."""
+        super().forget()
         if self.schedule is not None:
             self.schedule.roll_back()
-        self._release = None
-        self.schedule = None
-        self._compiled = None
-        self.served = 0
-        self._step = 0
+        self.schedule = self._compiled = None
         self._bucket_of = {}
         self._device_bucket_of = {}
 
@@ -262,10 +239,6 @@ class PlannedReducer:
         memory = self._settings.memory
         return Mark() if memory is None else memory.mark()
 
-    @property
-    def healthy(self) -> bool:
-        return self.schedule is not None and self.schedule.queue.broken is None
-
     def proxy(self) -> JoinedProxy:
         assert self.schedule is not None
         return PlanProxy(self.schedule, self._keep)
@@ -274,11 +247,6 @@ class PlannedReducer:
         # Other entries have other indices.
         keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
         return PlanProxy(self._follow(queue, agreed), keep)
-
-    def fail(self, error: BaseException) -> None:
-        """End a step that can never be completed; in the loop."""
-        if self.schedule is not None:
-            self.schedule.queue.fail(error)
 
     # -- the plan -------------------------------------------------------------------------------
 
@@ -299,11 +267,10 @@ class PlannedReducer:
             start=self.start,
         )
         home = None if self._arrivals is None else self._arrivals.home
-        queue, agreed = agree_on_queue(self._set_state, "plan", self.name, proposal, home)
+        queue, agreed = self._agree_on_queue("plan", proposal, home)
         self.start = ()
         if agreed.apart is not None and self._set_state.group.rank == 0:
             self._warn_of(*agreed.apart)
-        self._release = weakref.finalize(self, self._set_state.queues.give_back, queue.number)
         return self._follow(queue, agreed)
 
     def _warn_of(self, position: int, entry: int) -> None:
@@ -323,6 +290,7 @@ class PlannedReducer:
         if self._settings.memory is not None:
             self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, queue, self._settings)
+        self.queue, self.serial = queue, agreed.serial
         bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
         self._device_bucket_of = {index: each for index, each in bucket_of.items() if agreed.devices[index]}
         self._bucket_of = {index: each for index, each in bucket_of.items() if not agreed.devices[index]}
@@ -349,22 +317,14 @@ class PlannedReducer:
                 self.close()
                 raise
             if self._unfinished:
-                self._wait_for_buckets(step)
+                self._wait_for_buckets(schedule, step)
         self._raise_error(schedule)
         schedule.commit()
         epoch = self._set_state.plan_epoch
         self._compiled = None if rounds.failed else compile_step(schedule, key, epoch, controller)
 
-    def _wait_for_buckets(self, step: int) -> None:
-        """Wait until all that was started has ended; reports and the search for deadlocks know of it."""
-        assert self.schedule is not None
-        controller, key = self._set_state.controller, (STEP, self.name)
-        controller.enter_step(key, step, self._site, self.schedule.described, self.fail)
-        self._set_state.rounds.check_step(self.name, step, self.fail)
-        try:
-            controller.wait(key, lambda: self._unfinished == 0, None)
-        finally:
-            controller.leave_step(key)
+    def _wait_for_buckets(self, schedule: Schedule, step: int) -> None:
+        self._wait_in_step(step, self._site, schedule.described, lambda: not self._unfinished)
 
     def _raise_error(self, schedule: Schedule) -> None:
         """Raise what has ended a bucket. Its queue is lost then; the next step starts from a new plan."""

@@ -7,10 +7,12 @@ JoinContexts    which Join context this rank is in, and that another rank has le
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableSet
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +22,16 @@ from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import Controller, stand_in
 from hvlike.collectives.fusion.schedule import Schedule
+from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.request import Request
+from hvlike.collectives.requests.request import CallSite, Request, RequestSpec
 from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageError
 from hvlike.transport.fabric import PlanEpoch
 from hvlike.transport.loop.coroutine import Coroutine, Task
+
+if TYPE_CHECKING:
+    from hvlike.collectives.session.process_set_state import ProcessSetState
 
 CountingJob = Callable[[Backend], Coroutine[int]]
 """What a rank does on a queue in one step; returns how many ranks were active in it, as `Backend.count_active` says."""
@@ -144,37 +150,95 @@ class QueueProxy(JoinedProxy):
         self.begin()
 
 
-class PersistentOperation(Protocol):
+class PersistentOperation(ABC):
     """What agrees once with the other ranks and then runs step after step on a queue of its own."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: OpQueue | None = None
+        """The agreed one, None while there is none, as `serial`."""
+        self.serial: int | None = None
+        """The number of the agreed plan."""
+        self.served = 0
+        """Steps that have ended since the last agreement: the same on every rank after a step."""
+        self._set_state: ProcessSetState | None = None
+        self._release: weakref.finalize[Any, Any] | None = None
+        self._lock = threading.Lock()
+        self._step = 0
+        self._unfinished = 0
 
     @property
     def busy(self) -> bool:
         """True while a step is under way on this rank."""
-
-    @property
-    def serial(self) -> int | None:
-        """The number of the agreed plan; None while there is none."""
+        return self._unfinished > 0
 
     @property
     def healthy(self) -> bool:
-        """There is an agreed plan, and it has had no error."""
+        """There is an agreed queue, and it has had no error."""
+        return self.queue is not None and self.queue.broken is None
 
+    @abstractmethod
     def mark(self) -> Mark:
         """What is remembered from step to step, in short."""
 
+    @abstractmethod
     def proxy(self) -> JoinedProxy:
         """What takes part in the agreed plan while this rank has joined. In the loop."""
 
+    @abstractmethod
     def adopt(self, queue: OpQueue, agreed: Any) -> JoinedProxy:
         """The others have agreed anew while this rank has joined: what takes part in that. In the loop."""
 
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""
+        if self.queue is not None:
+            self.queue.fail(error)
+
+    def close(self) -> None:
+        """Forget what was agreed; the next step agrees anew. Local; nothing may be in flight."""
+        if self._release is not None:
+            self._release()
+        self.forget()
 
     def forget(self) -> None:
-        """Forget the plan; what becomes of its queue is up to the caller."""
+        """Forget what was agreed and count steps anew; what becomes of the queue is up to the caller."""
+        if self._release is not None:
+            self._release.detach()
+        self._release = self.queue = self.serial = None
+        self.served = self._step = 0
+
+    def _agree_on_queue(self, kind: str, proposal: Any, home: torch.device | None) -> tuple[OpQueue, Any]:
+        """Propose to all ranks; the queue, and what follows from all proposals. Collective; blocks.
+
+        kind: one of PLANNED_KINDS. home: the device of this rank, where the queue needs a backend for one.
+        Raises: MismatchError, PeerLeftError, ShutdownError.
+        """
+        assert self._set_state is not None
+        queues = self._set_state.queues
+        spare = queues.propose()
+        spec = RequestSpec(kind, detail=proposal._replace(spare_queue=spare))
+        try:
+            controller = self._set_state.controller
+            handle = controller.submit(spec, self.name, [], attrgetter("outputs"), wake=False, home=home)
+            queue, agreed = handle.result()
+        except BaseException:
+            queues.give_back(spare)
+            raise
+        if queue.number != spare:
+            queues.give_back(spare)
+        self._release = weakref.finalize(self, queues.give_back, queue.number)
+        return queue, agreed
+
+    def _wait_in_step(self, step: int, site: CallSite, detail: str, done: Callable[[], bool]) -> None:
+        """Wait for the end of a step; reports and the search for deadlocks know of it."""
+        assert self._set_state is not None
+        controller, key = self._set_state.controller, (STEP, self.name)
+        controller.enter_step(key, step, site, detail, self.fail)
+        self._set_state.rounds.check_step(self.name, step, self.fail)
+        try:
+            controller.wait(key, done, None)
+        finally:
+            controller.leave_step(key)
 
 
 class JoinedProxies:
