@@ -106,15 +106,14 @@ def allreduce_(
         HorovodInternalError, UsageError: As `allreduce`.
     """
     way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
-    outcome = None
+    tried = None
     if way is not None and average is None:
-        outcome = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
-    if outcome is not None:
-        if outcome.done:
+        tried = way.attempt(tensor, name, op, prescale_factor, postscale_factor)
+        if tried is True:
             return tensor
-        name = outcome.name
+        name = name if tried is None else tried
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(*call, [tensor], wake=False, counted=outcome is not None)
+    handle = _start(*call, [tensor], wake=False, counted=tried is not None)
     result: torch.Tensor = synchronize(handle)
     return result
 

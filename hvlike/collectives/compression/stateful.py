@@ -9,40 +9,76 @@ from __future__ import annotations
 import hashlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_jobs import home_of, in_host_memory
+from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.collectives.compression.compressor import Compressor
+from hvlike.collectives.requests.reduction import Operand, reduce_operands
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 
+Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
+"""What is kept from step to step: each round of a bucket has tensors of its own lengths."""
 
-class Exchange(Protocol):
+
+class Exchange:
     """The ranks of one reduction, seen by one of them. Every rank asks for the same, in the same order."""
 
-    @property
-    def rank(self) -> int:
-        """The place of this rank among those of the reduction."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    @property
-    def factor(self) -> float:
+    def __init__(
+        self,
+        backend: Backend,
+        place: tuple[int, int],
+        factor: float,
+        arithmetic: Callable[[torch.dtype], Arithmetic],
+        packers: Packers,
+    ) -> None:
+        """place: the rank among those of the reduction, and their number."""
+        self.rank, self.size = place
+        self.factor = factor
         """What a plain sum over the ranks is to be multiplied by: the factors, and 1 / size for Average."""
+        self._backend = backend
+        self._arithmetic = arithmetic
+        self._packers = packers
 
     def allreduce(self, tensors: Sequence[Tensor]) -> Coroutine[None]:
         """Reduce in place with the op and the factors of the reduction; bitwise the same result on every rank."""
+        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
+
+        def reduce(dtype: torch.dtype, flats: list[Tensor]) -> Coroutine[None]:
+            packer = self._packers.setdefault((dtype, tuple(map(len, flats))), FusionBuffer())
+            return packer.allreduce(self._backend, flats, self._arithmetic(dtype))
+
+        yield from reduce_operands(operands, reduce)
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> Coroutine[None]:
         """Write each contiguous tensor from the rank `owners[i]` to all others, bit by bit."""
+        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
+        if operands:
+            yield from self._backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
+        for operand in operands:
+            operand.write_back()
 
     def are_finite(self, groups: Sequence[Sequence[Tensor]]) -> Coroutine[list[bool]]:
         """For each group whether all elements of its tensors are finite; no thread waits for a GPU meanwhile."""
+        if not groups:
+            return []
+        flags = [torch.stack([tensor.isfinite().all() for tensor in group]).all() for group in groups]
+        answers: list[bool] = []
+
+        def read(_: Backend, copies: Sequence[Tensor]) -> Coroutine[None]:
+            answers.extend(bool(each) for each in copies[0].tolist())
+            yield from ()
+
+        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._backend))
+        yield from in_host_memory(self._backend, [operand.flat], read)
+        return answers
 
 
 class Mark(NamedTuple):

@@ -218,10 +218,10 @@ class Controller:
             elif what == WAITING:
                 coordinator.waiting(position, value)
             elif what == RESUMED:
-                coordinator.resumed(position)
+                coordinator.waits.resume(position)
             elif what == ANSWER:
-                coordinator.answered(position, value)
-            elif what == FAILURE and not coordinator.failing:
+                coordinator.inspection.hear(position, value)
+            elif what == FAILURE and coordinator.failure is None:
                 # First this, so that a member knows the reason when what it waits for fails.
                 self._tell_all(FAILED, value)
                 coordinator.fail_all(value[1].error)
@@ -229,7 +229,8 @@ class Controller:
     def watch(self) -> None:
         """On the coordinator, look for stalls; called about four times a second."""
         if self._coordinator is not None and self.tensor_queue.closed is None:
-            error = self._coordinator.watch()
+            coordinator = self._coordinator
+            error = coordinator.inspection.watch(coordinator.table, coordinator.waits)
             if error is not None:
                 self._tell_all(END, error)
 

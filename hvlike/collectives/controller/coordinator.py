@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.health.stall_inspector import StallInspector, StatusReply
+from hvlike.collectives.health.stall_inspector import StallInspector
 from hvlike.collectives.health.wait_for_graph import Counts, WaitForGraph, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY
 from hvlike.collectives.requests.message_table import MessageTable, Response, name_ranks
@@ -47,14 +47,14 @@ class Coordinator:
         self._specs: list[RequestSpec] = []
         self._numbers: dict[RequestSpec, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
-        self._failure: HorovodInternalError | None = None
+        self.failure: HorovodInternalError | None = None
         """Why nothing runs until all ranks have left a Join context."""
 
     def collect(self, position: int, entries: list[tuple[str, RequestSpec | int]]) -> None:
         """The member at `position` asks for these, in this order. An entry has a spec or the number of a known one."""
         table, size, now = self.table, len(self._ranks), time.monotonic()
         pending, since = table.pending, table.since
-        exceptional = self._failure or self._gone or table.joins.requests or self._trace.recorder.on
+        exceptional = self.failure or self._gone or table.joins.requests or self._trace.recorder.on
         announced: list[Response | KnownResponse] = []
         for name, entry in entries:
             if exceptional or type(entry) is not int:
@@ -89,8 +89,8 @@ class Coordinator:
     def _collect_one(self, position: int, key: RequestKey, spec: RequestSpec, now: float) -> list[Response]:
         if self._trace.recorder.on:
             self._trace.ready(self._ranks[position], key)
-        if self._failure is not None and key != LEAVE_KEY:
-            return [self._fail(key, self._failure)]
+        if self.failure is not None and key != LEAVE_KEY:
+            return [self._fail(key, self.failure)]
         if key == JOIN_KEY:
             return [*self.table.join(position, spec), *self._doomed([key] if self._gone else ())]
         response = self.table.submit(position, key, spec, now)
@@ -101,33 +101,18 @@ class Coordinator:
 
     def fail_all(self, failure: HorovodInternalError) -> None:
         """A member has left a Join context by an exception: nothing runs until all members have left it."""
-        self._failure = failure
+        self.failure = failure
         self._announce([self._fail(key, failure) for key in list(self.table.pending) if key != LEAVE_KEY])
-
-    @property
-    def failing(self) -> bool:
-        """True from such an exception until all have left."""
-        return self._failure is not None
 
     def _close_failure(self, response: Response) -> Response:
         """All have left: they go on from here."""
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         end = replace(response.extra, failed=response.extra.failed or failure is not None, error=failure)
         return replace(response, extra=end)
 
     def waiting(self, position: int, waiting: WaitReport) -> None:
         self.waits.report(position, replace(waiting, since=time.monotonic()))
         self._check_deadlock()
-
-    def resumed(self, position: int) -> None:
-        self.waits.resume(position)
-
-    def answered(self, position: int, answer: StatusReply) -> None:
-        self.inspection.hear(position, answer)
-
-    def watch(self) -> HorovodInternalError | None:
-        """Look for stalls, about four times a second; returns the error that ends everything, if any."""
-        return self.inspection.watch(self.table, self.waits)
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """Some members have left: nothing that needs them can run any more."""
@@ -150,7 +135,7 @@ class Coordinator:
     def _fail(self, key: RequestKey, error: HorovodInternalError) -> Response:
         self.table.withdraw(key)
         if key == LEAVE_KEY:
-            self._failure = None
+            self.failure = None
         return Response(key, RequestSpec(key[0]), error=error, uniform=False)
 
     def _announce(self, responses: Sequence[Response | KnownResponse], counts: Counts | None = None) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -49,20 +48,7 @@ _Kind = tuple[torch.Size, torch.dtype, int, float, float]
 """Shape, dtype, op, prescale and postscale."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a call."""
-
-    done: bool
-    name: str
-    """The name under which it is negotiated, where it is not done."""
-
-
-DONE = Outcome(True, "")
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     number: int
     """The same on all ranks for the same kind."""
     arithmetic: Arithmetic
@@ -71,8 +57,7 @@ class _Plan:
     at_once: InlineReduction | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A plain tensor in one row, where one was. It keeps no memory: a tensor that is there now does."""
 
     shape: torch.Size
@@ -83,7 +68,7 @@ class _Piece:
     plan: _Plan
     at_once: InlineReduction | None
     is_complex: bool
-    bytes: int
+    nbytes: int
     elements: Piece
     memory: memoryview
     slots: tuple[memoryview, ...]
@@ -128,10 +113,11 @@ class InlineAllreduce:
     # All in one frame: where the caches are cold, as after a backward, a call costs more than most statements.
     def attempt(
         self, tensor: torch.Tensor, name: str | None, op: int | None, prescale: float, postscale: float
-    ) -> Outcome | None:
+    ) -> str | Literal[True] | None:
         """Reduce in place, if all ranks of the set call this now with tensors alike. Blocks for a moment.
 
-        Returns None when nothing was tried; then nothing is known of the call to anybody.
+        Returns True when it is done; the name under which to negotiate it where the others do not; None when nothing
+        was tried; then nothing is known of the call to anybody.
         Raises: HorovodInternalError as a negotiated call does.
         """
         try:
@@ -181,10 +167,10 @@ class InlineAllreduce:
                 tensor_queue.know_thread()
             tensor_queue.last = (key, place, time.monotonic())
             if not agreed and not self._wait(at_once, index):
-                return Outcome(False, key[1])
+                return key[1]
             self._sparing = 0
             self.served += 1
-            self.bytes += piece.bytes
+            self.bytes += piece.nbytes
             if slots:
                 run = self._run
                 for function, arguments, keywords in piece.calls[index % RING]:
@@ -196,7 +182,7 @@ class InlineAllreduce:
                 board.mine[FINISHED] = index + 1
             if begun:
                 self._busy = False
-        return DONE
+        return True
 
     def learn(self, spec: RequestSpec, tensor: torch.Tensor) -> None:
         """A call is negotiated: remember it, if calls like it may run inline."""

@@ -19,7 +19,7 @@ from hvlike.backends.cuda.selection import Choice
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueues
 from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.reduction import Operand, arithmetic_of, working_dtype
+from hvlike.collectives.requests.reduction import Operand, arithmetic_of, reduce_operands, working_dtype
 from hvlike.collectives.requests.request import Request
 from hvlike.config import Config
 from hvlike.errors import LaunchError
@@ -103,16 +103,16 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
         for request, response in batch:
             for tensor, strides, alike in zip(request.tensors, request.spec.strides, response.extra, strict=True):
                 operands.append(Operand(tensor, strides if alike else None, working_dtype(tensor.dtype, op), home))
-        for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
-            flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
+
+        def reduce(dtype: torch.dtype, flats: list[torch.Tensor]) -> Coroutine[None]:
+            size = site.group.size
             if op is ReduceOp.ADASUM:
-                whole = Adasum(site.group.rank, site.group.size, spec.prescale, spec.postscale)
-                yield from in_host_memory(backend, flats, whole.allreduce)
-                continue
-            arithmetic = arithmetic_of(dtype, op, site.group.size, spec.prescale, spec.postscale)
-            yield from site.packer.allreduce(backend, flats, arithmetic)
-        for operand in operands:
-            operand.write_back()
+                whole = Adasum(site.group.rank, size, spec.prescale, spec.postscale)
+                return in_host_memory(backend, flats, whole.allreduce)
+            arithmetic = arithmetic_of(dtype, op, size, spec.prescale, spec.postscale)
+            return site.packer.allreduce(backend, flats, arithmetic)
+
+        yield from reduce_operands(operands, reduce)
 
     return job
 

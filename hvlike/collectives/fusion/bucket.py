@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,60 +23,10 @@ from hvlike.collectives.compression import (
     NoneCompressor,
     StatefulCompressor,
 )
+from hvlike.collectives.compression.stateful import Exchange, Packers
 from hvlike.collectives.fusion.bucket_packer import BucketPacker, pick
-from hvlike.collectives.requests.reduction import Operand, arithmetic_of
+from hvlike.collectives.requests.reduction import Operand, arithmetic_of, reduce_operands
 from hvlike.transport.loop.coroutine import Coroutine
-
-Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
-"""What is kept from step to step: each round of a bucket has tensors of its own lengths."""
-
-
-class BucketExchange:
-    def __init__(
-        self,
-        backend: Backend,
-        place: tuple[int, int],
-        factor: float,
-        arithmetic: Callable[[torch.dtype], Arithmetic],
-        packers: Packers,
-    ) -> None:
-        """place: the rank among those of the reduction, and their number."""
-        self.rank, self.size = place
-        self.factor = factor
-        self._backend = backend
-        self._arithmetic = arithmetic
-        self._packers = packers
-
-    def allreduce(self, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """See Exchange.allreduce; every dtype is a reduction of its own."""
-        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
-        for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
-            flats = [operand.flat for operand in operands if operand.flat.dtype is dtype]
-            packer = self._packers.setdefault((dtype, tuple(len(flat) for flat in flats)), FusionBuffer())
-            yield from packer.allreduce(self._backend, flats, self._arithmetic(dtype))
-        for operand in operands:
-            operand.write_back()
-
-    def share(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        operands = [Operand(tensor, None, home=home_of(self._backend)) for tensor in tensors]
-        if operands:
-            yield from self._backend.gather([operand.flat.view(torch.uint8) for operand in operands], owners)
-        for operand in operands:
-            operand.write_back()
-
-    def are_finite(self, groups: Sequence[Sequence[torch.Tensor]]) -> Coroutine[list[bool]]:
-        if not groups:
-            return []
-        flags = [torch.stack([tensor.isfinite().all() for tensor in group]).all() for group in groups]
-        answers: list[bool] = []
-
-        def read(_: Backend, copies: Sequence[torch.Tensor]) -> Coroutine[None]:
-            answers.extend(bool(each) for each in copies[0].tolist())
-            yield from ()
-
-        operand = Operand(torch.stack(flags).view(torch.uint8), None, home=home_of(self._backend))
-        yield from in_host_memory(self._backend, [operand.flat], read)
-        return answers
 
 
 class PlannedPart(NamedTuple):
@@ -223,27 +174,21 @@ class Bucket:
         work = [pair[0] for pair in pairs]
         home = home_of(backend)
         operands = [Operand(tensor, strides, home=home) for tensor, strides in zip(work, self._strides, strict=True)]
-        yield from self._reduce(backend, [operand.flat for operand in operands])
-        for operand in operands:
-            operand.write_back()
+        yield from reduce_operands(operands, partial(self._reduce, backend))
         for original, reduced, (_, context) in zip(originals, work, pairs, strict=True):
             restored = compression.decompress(reduced, context)
             if restored is not original:
                 original.copy_(restored)
 
-    def _reduce(self, backend: Backend, flats: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """A compressor may choose a dtype for each tensor; every dtype is a reduction of its own."""
+    def _reduce(self, backend: Backend, dtype: torch.dtype, flats: list[torch.Tensor]) -> Coroutine[None]:
         settings = self._settings
-        for dtype in dict.fromkeys(flat.dtype for flat in flats):
-            same = [flat for flat in flats if flat.dtype is dtype]
-            if settings.op is ReduceOp.ADASUM:
-                whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
-                yield from in_host_memory(backend, same, whole.allreduce)
-                continue
-            packer = self._packers.setdefault((dtype, ()), FusionBuffer())
-            yield from packer.allreduce(backend, same, settings.arithmetic(dtype))
+        if settings.op is ReduceOp.ADASUM:
+            whole = Adasum(self._rank, settings.size, settings.prescale, settings.postscale)
+            return in_host_memory(backend, flats, whole.allreduce)
+        packer = self._packers.setdefault((dtype, ()), FusionBuffer())
+        return packer.allreduce(backend, flats, settings.arithmetic(dtype))
 
-    def _exchange(self, backend: Backend) -> BucketExchange:
+    def _exchange(self, backend: Backend) -> Exchange:
         settings = self._settings
         factor = settings.prescale * settings.postscale / (settings.size if settings.op is ReduceOp.AVERAGE else 1)
-        return BucketExchange(backend, (self._rank, settings.size), factor, settings.arithmetic, self._packers)
+        return Exchange(backend, (self._rank, settings.size), factor, settings.arithmetic, self._packers)

@@ -6,7 +6,7 @@ Also what is refused: ops that are not defined on a dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.errors import UsageError
+from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
 
 _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)
@@ -89,6 +90,16 @@ class Operand:
         """Put what `flat` holds into the tensor, where that is not the same memory."""
         if self._work is not self._tensor:
             self._tensor.copy_(self._work)
+
+
+def reduce_operands(
+    operands: Sequence[Operand], reduce: Callable[[torch.dtype, list[torch.Tensor]], Coroutine[None]]
+) -> Coroutine[None]:
+    """Reduce what the operands hold, each dtype by itself, and put it back."""
+    for dtype in dict.fromkeys(operand.flat.dtype for operand in operands):
+        yield from reduce(dtype, [operand.flat for operand in operands if operand.flat.dtype is dtype])
+    for operand in operands:
+        operand.write_back()
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.process_set_state import (
-    DeviceWatch,
     ProcessSetState,
     Registry,
     ranks_of,
@@ -151,7 +150,6 @@ class Context:
         settings.apply(self.fabric)
         self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
-        self._device_watch = DeviceWatch(self.fabric, self.registry.set_states)
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
@@ -204,7 +202,7 @@ class Context:
         """The health check of the process sets; in the loop."""
         for set_state in self.registry.set_states.values():
             set_state.controller.watch()
-        self._device_watch.look(time.monotonic())
+        self.registry.watch_devices(time.monotonic())
         lost = self._liveness.lost()
         if lost:
             self._lose(

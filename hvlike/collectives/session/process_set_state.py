@@ -1,13 +1,12 @@
 """The state of process sets on this rank.
 
 ProcessSetState    one registered set: group, op queues, controller, executor
-Registry           all sets of the job, numbered
-DeviceWatch        ends queues whose GPU has failed, on all ranks
+Registry           all sets of the job, numbered; ends queues whose GPU has failed, on all ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvlike.backends.inline_allreduce import open_inline_allreduce
@@ -88,18 +87,6 @@ class ProcessSetState:
         self.group.disconnect()
 
 
-def open_set_state(
-    fabric: Fabric, group: Group, router: ControllerRouter, knobs: Config, end: Callable[[HorovodInternalError], None]
-) -> Coroutine[ProcessSetState]:
-    """Make what a member of `group` needs. Collective over the group; groups in the same order everywhere.
-
-    On several nodes it makes communicators, which blocks until all members are here: they are on the way.
-    """
-    group.connect()
-    queue = yield from open_queue(fabric, group, 0)
-    return ProcessSetState(fabric, group, queue, router, knobs, end)
-
-
 def stall_limits(knobs: Config) -> StallLimits:
     """The limits of the stall inspector from the settings."""
     if knobs.stall_check_disable:
@@ -116,6 +103,7 @@ class Registry:
         self._end = end
         self._router = ControllerRouter(fabric)
         self._next = 0
+        fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear_device(rank, *message))
 
     def find(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
         """The set an operation runs in; None: all ranks.
@@ -151,8 +139,10 @@ class Registry:
         world = self._fabric.world
         if world.rank in ranks:
             group = Group(world, number, ranks)
-            set_state = yield from open_set_state(self._fabric, group, self._router, self._knobs, self._end)
-            self.set_states[number] = set_state
+            # On several nodes this makes communicators and blocks until all members are here: they are on the way.
+            group.connect()
+            queue = yield from open_queue(self._fabric, group, 0)
+            self.set_states[number] = ProcessSetState(self._fabric, group, queue, self._router, self._knobs, self._end)
         self.sets[number] = process_set
         process_set.registered(number, ranks, world.rank)
 
@@ -171,6 +161,23 @@ class Registry:
             self.set_states[number].close()
         for process_set in self.sets.values():
             process_set.removed()
+
+    def watch_devices(self, now: float) -> None:
+        """Check all devices, and tell the others of a failure; a few times a second. now: time.monotonic()."""
+        for number, set_state in self.set_states.items():
+            for queue in set_state.queues.all():
+                error = queue.watch(now)
+                if error is None:
+                    continue
+                for rank in set_state.group.ranks:
+                    if rank != self._fabric.world.rank:
+                        self._fabric.channel.send(rank, Topic.DEVICE, (number, queue.number, error), kind="device")
+
+    def _hear_device(self, rank: int, number: int, queue: int, error: HorovodInternalError) -> None:
+        set_state = self.set_states.get(number)
+        queues = () if set_state is None else set_state.queues.all()
+        if queue < len(queues) and queues[queue].broken is None:
+            queues[queue].fail(type(error)(f"on rank {rank}: {error}"))
 
 
 def what_is_wrong(ranks: Sequence[int], known: Sequence[Sequence[int]], size: int) -> str | None:
@@ -199,27 +206,3 @@ def ranks_of(comm: Any, world: World) -> list[int]:
     if world.mpi.UNDEFINED in list(ranks):
         raise UsageError("ProcessSet: the communicator has members outside the ranks that hvlike was started with.")
     return sorted(ranks)
-
-
-class DeviceWatch:
-    def __init__(self, fabric: Fabric, set_states: Mapping[int, ProcessSetState]) -> None:
-        self._fabric = fabric
-        self._set_states = set_states
-        fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear(rank, *message))
-
-    def look(self, now: float) -> None:
-        """Check all devices, and tell the others of a failure; a few times a second. now: time.monotonic()."""
-        for number, set_state in self._set_states.items():
-            for queue in set_state.queues.all():
-                error = queue.watch(now)
-                if error is None:
-                    continue
-                for rank in set_state.group.ranks:
-                    if rank != self._fabric.world.rank:
-                        self._fabric.channel.send(rank, Topic.DEVICE, (number, queue.number, error), kind="device")
-
-    def _hear(self, rank: int, number: int, queue: int, error: HorovodInternalError) -> None:
-        set_state = self._set_states.get(number)
-        queues = () if set_state is None else set_state.queues.all()
-        if queue < len(queues) and queues[queue].broken is None:
-            queues[queue].fail(type(error)(f"on rank {rank}: {error}"))
