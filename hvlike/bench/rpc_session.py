@@ -111,6 +111,7 @@ def wait_for_rank_0() -> None:
         rpc.rpc_sync(CALLEE, _end)
     else:
         _rank_0_is_done.wait()
+        _rank_0_is_done.clear()
 
 
 def _end() -> None:

@@ -1,18 +1,15 @@
 """python -m hvlike bench autograd as a user starts it."""
 
 import json
+from collections.abc import Callable
 
 import pytest
-from support.job import MODULE, run_job
 from torch.distributed import rpc as torch_rpc
-
-SHORT = ["bench", "autograd", "--repetitions", "1"]
 
 
 @pytest.mark.skipif(not torch_rpc.is_available(), reason="this torch was built without TensorPipe")
-def test_json_has_all_that_was_measured() -> None:
-    arguments = [*SHORT, "--steps", "small,unused1", "--json"]
-    found = json.loads(run_job(MODULE, 2, args=arguments).check().stdout)
+def test_json_has_all_that_was_measured(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("autograd"))
     used, unused = found["results"]
     assert set(used["found"]) == {"safe", "smart", "TensorPipe", "one process"}
     assert set(unused["found"]) == {"safe", "smart"}

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from support.job import CHECKOUT, MODULE, STARTUP, run_job
@@ -14,11 +15,10 @@ FAKE = CHECKOUT / "tests" / "support" / "fake_horovod"
 # Else job.py puts the last two on the path of a job.
 PATH = {"PYTHONPATH": f"{FAKE}:{CHECKOUT}:{STARTUP}"}
 ALLREDUCE = ["bench", "allreduce", "--sizes", "64KiB", "--repetitions", "3", "--no-gloo", "--json"]
-STEP = ["bench", "step", "--models", "small", "--repetitions", "2", "--no-ddp", "--json"]
 
 
-def test_horovod_takes_its_turns_in_an_allreduce() -> None:
-    found = json.loads(run_job(MODULE, 2, args=ALLREDUCE, env=PATH).check().stdout)
+def test_horovod_takes_its_turns_in_an_allreduce(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("horovod, allreduce"))
     assert found["horovod"] == "0.0.fake"
     assert found["left_out"] == ["Without gloo: left out by --no-gloo."]
     (result,) = found["results"]
@@ -26,8 +26,8 @@ def test_horovod_takes_its_turns_in_an_allreduce() -> None:
     assert result["ratios"]["Horovod/hvlike"]["of_medians"] > 0
 
 
-def test_horovod_takes_its_turns_in_a_step() -> None:
-    found = json.loads(run_job(MODULE, 2, args=STEP, env=PATH).check().stdout)
+def test_horovod_takes_its_turns_in_a_step(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("horovod, step"))
     (result,) = found["results"]
     assert set(result["seconds"]) == {"no communication", "hvlike", "hvlike DDP", "Horovod"}
     assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/Horovod"}

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,10 @@ from support.job import MODULE, job_environment, run_job
 
 from hvlike.bench.allreduce import RATIOS
 
-QUICK = ["bench", "allreduce", "--sizes", "1KiB,300KiB", "--repetitions", "3"]
-
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
-    job = run_job(MODULE, ranks, args=[*QUICK, "--json"]).check()
-    found = json.loads(job.stdout)
+def test_json_has_every_contestant_and_ratio(ranks: int, output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of(f"allreduce, {ranks}"))
     assert found["ranks"] == ranks
     assert [each["bytes"] for each in found["results"]] == [1024, 300 << 10]
     for each in found["results"]:
@@ -26,12 +24,12 @@ def test_json_has_every_contestant_and_ratio(ranks: int) -> None:
         assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
 
 
-def test_averages_of_other_dtypes_as_a_table_that_is_printed_once_and_a_picture(tmp_path: Path) -> None:
+def test_averages_of_other_dtypes_as_a_table_that_is_printed_once_and_a_picture(
+    output_of: Callable[[str], str], folder: Path
+) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "allreduce.png"
-    options = ["--dtypes", "bfloat16,float64", "--op", "average", "--warm", "--no-gloo", "--plot", str(picture)]
-    job = run_job(MODULE, 2, args=[*QUICK, *options]).check()
-    assert job.stdout.count("allreduce of one tensor, op average, in place, 2 ranks on 1 node(s)") == 1
+    output = output_of("averages")
+    assert output.count("allreduce of one tensor, op average, in place, 2 ranks on 1 node(s)") == 1
     for line in (
         "300 KiB",
         "Without gloo: left out by --no-gloo.",
@@ -40,32 +38,26 @@ def test_averages_of_other_dtypes_as_a_table_that_is_printed_once_and_a_picture(
         "float64 ratios",
         "it reduces the same values in float32",
     ):
-        assert line in job.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+        assert line in output
+    assert (folder / "allreduce.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_bare_loop_takes_part_in_what_numpy_computes() -> None:
-    options = ["--bare", "--no-gloo", "--op", "average", "--dtypes", "float32,float64,bfloat16", "--json"]
-    found = json.loads(run_job(MODULE, 2, args=[*QUICK, *options]).check().stdout)
+def test_a_bare_loop_takes_part_in_what_numpy_computes(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("allreduce, bare"))
     for each in found["results"]:
         assert ("bare loop" in each["seconds"]) is (each["dtype"] != "bfloat16")
         assert ("hvlike/bare" in each["ratios"]) is (each["dtype"] != "bfloat16")
 
 
 def test_a_bare_loop_is_for_two_ranks() -> None:
-    job = run_job(MODULE, 3, args=[*QUICK, "--bare"])
+    job = run_job(MODULE, 1, args=["bench", "allreduce", "--no-gloo", "--bare"])
     assert job.returncode != 0
-    assert "--bare is for two ranks on one node of x86 cores; there are 3 ranks" in job.stderr
+    assert "--bare is for two ranks on one node of x86 cores; there are 1 ranks" in job.stderr
 
 
-STEP = ["bench", "step", "--models", "small", "--repetitions", "2"]
-
-
-def test_step_in_json() -> None:
-    ranks = 3
-    job = run_job(MODULE, ranks, args=[*STEP, "--bucket-view", "--json"]).check()
-    found = json.loads(job.stdout)
-    assert found["ranks"] == ranks
+def test_step_in_json(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("step, 3"))
+    assert found["ranks"] == 3
     (result,) = found["results"]
     assert (result["model"], result["tensors"], result["bytes"]) == ("small", 16, 4 * 8 * (256 * 256 + 256))
     assert set(result["seconds"]) == {"no communication", "hvlike", "hvlike DDP", "DDP-gloo", "DDP-gloo view"}
@@ -74,21 +66,19 @@ def test_step_in_json() -> None:
     assert all(len(summary["samples"]) == 2 for summary in result["seconds"].values())
 
 
-def test_steps_with_a_bare_loop() -> None:
-    options = ["--no-ddp", "--bare", "--json"]
-    found = json.loads(run_job(MODULE, 2, args=[*STEP, *options]).check().stdout)
+def test_steps_with_a_bare_loop(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("step, bare"))
     for result in found["results"]:
         assert set(result["ratios"]) == {"hvlike/hvlike DDP", "hvlike/bare loop"}
 
 
-def test_step_as_table_and_picture(tmp_path: Path) -> None:
+def test_step_as_table_and_picture(output_of: Callable[[str], str], folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "step.png"
-    job = run_job(MODULE, 2, args=[*STEP, "--no-ddp", "--no-horovod", "--plot", str(picture)]).check()
-    assert job.stdout.count("training step, float32, SGD, 2 ranks on 1 node(s)") == 1
-    assert "Without gloo: left out by --no-ddp." in job.stdout
-    assert "Without Horovod: left out by --no-horovod." in job.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    output = output_of("step")
+    assert output.count("training step, float32, SGD, 2 ranks on 1 node(s)") == 1
+    assert "Without gloo: left out by --no-ddp." in output
+    assert "Without Horovod: left out by --no-horovod." in output
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from torch.distributed import rpc as torch_rpc
 from hvlike.bench.rpc_session import TensorPipePair
 from hvlike.bench.rpc_work import Trip
 
-SHORT = ["bench", "rpc", "--sizes", "1KiB", "--repetitions", "2", "--idle", "0.1"]
 needs_tensorpipe = pytest.mark.skipif(not torch_rpc.is_available(), reason="this torch was built without TensorPipe")
 
 
@@ -41,8 +41,8 @@ def test_the_pair_works_in_its_turns_and_is_stopped_between_them() -> None:
 
 
 @needs_tensorpipe
-def test_json_has_all_that_was_measured() -> None:
-    found = json.loads(run_job(MODULE, 2, args=[*SHORT, "--json"]).check().stdout)
+def test_json_has_all_that_was_measured(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("rpc"))
     assert found["left_out"] == []
     works = ["empty call", "echo of 1 KiB", "1 in flight", "64 in flight", "idle for 0.1 s"]
     assert [each["work"] for each in found["results"]] == works
@@ -55,6 +55,6 @@ def test_json_has_all_that_was_measured() -> None:
 
 
 def test_it_is_for_two_ranks() -> None:
-    job = run_job(MODULE, 1, args=SHORT)
+    job = run_job(MODULE, 1, args=["bench", "rpc"])
     assert job.returncode == 2, job.describe()
     assert "for two ranks" in job.stderr

@@ -1,15 +1,13 @@
 """python -m hvlike bench waiting, as a user starts it: every wait and every kind of work is measured."""
 
 import json
-
-from support.job import MODULE, run_job
+from collections.abc import Callable
 
 WORKS = {"matmul", "forward and backward", "small operations", "pure Python"}
 
 
-def test_json_has_all_that_was_measured() -> None:
-    job = run_job(MODULE, 2, args=["bench", "waiting", "--repetitions", "1", "--json"]).check()
-    found = json.loads(job.stdout)
+def test_json_has_all_that_was_measured(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("waiting"))
     assert len(found["results"]) == 2
     for place in found["results"].values():
         assert set(place["slowdown"]) == WORKS

@@ -1,14 +1,11 @@
 """python -m hvlike bench zero as a user starts it."""
 
 import json
-
-from support.job import MODULE, run_job
-
-SHORT = ["bench", "zero", "--width", "32", "--layers", "2", "--repetitions", "1", "--bucket-view", "--json"]
+from collections.abc import Callable
 
 
-def test_every_rank_keeps_its_share_of_the_state() -> None:
-    found = json.loads(run_job(MODULE, 2, args=SHORT).check().stdout)
+def test_every_rank_keeps_its_share_of_the_state(output_of: Callable[[str], str]) -> None:
+    found = json.loads(output_of("zero"))
     whole = found["state_bytes"].pop("DDP + Adam")
     assert whole[0] == whole[1] > 8 * found["elements"]
     assert set(found["state_bytes"]) == {"DDP + ZeRO", "DDP + ZeRO, views", "ZeRO alone"}

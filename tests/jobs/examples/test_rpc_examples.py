@@ -1,17 +1,11 @@
 """The examples of RPC train, and what they train together is what one process trains alone."""
 
 import re
+from collections.abc import Callable
 
 import pytest
-from support.job import CHECKOUT, run_job
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def output_of(name: str, *args: str, ranks: int = 3) -> str:
-    """What an example prints."""
-    output: str = run_job(CHECKOUT / "examples" / name, ranks, args=args, timeout=140).check().stdout
-    return output
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -19,16 +13,16 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(each) for each in re.findall(pattern, output)]
 
 
-def test_the_parameter_server_trains_as_one_process_does() -> None:
-    output = output_of("rpc_parameter_server.py", "--epochs", "5")
+def test_the_parameter_server_trains_as_one_process_does(output_of: Callable[[str], str]) -> None:
+    output = output_of("parameter_server")
     first, last = numbers(r"epoch \d+: loss ([\d.]+)", output)
     assert last < 0.2 < first
     assert numbers(r"test accuracy: ([\d.]+)", output)[0] > 0.85
     assert numbers(r"largest difference to one process: (.+)", output)[0] < 1e-5
 
 
-def test_the_pipeline_trains_as_one_process_does() -> None:
-    output = output_of("rpc_pipeline.py", "--epochs", "2", "--batch-size", "128", "--lr", "0.2")
+def test_the_pipeline_trains_as_one_process_does(output_of: Callable[[str], str]) -> None:
+    output = output_of("pipeline")
     first, last = numbers(r"epoch \d+: loss ([\d.]+)", output)
     assert last < first
     assert "stages: [3, 3, 4] layers" in output
@@ -36,14 +30,14 @@ def test_the_pipeline_trains_as_one_process_does() -> None:
     assert numbers(r"largest difference to one process: (.+)", output)[0] < 1e-12
 
 
-def test_the_poles_stand_longer_and_longer() -> None:
-    output = output_of("rpc_reinforcement.py", "--episodes", "6")
+def test_the_poles_stand_longer_and_longer(output_of: Callable[[str], str]) -> None:
+    output = output_of("reinforcement")
     before, after = numbers(r"episode \d+: ([\d.]+) of 100 steps upright", output)
     assert before < 35 < 50 < after
     assert "600 passes of the policy for 1200 questions" in output
 
 
-def test_one_rank_owns_two_stages() -> None:
-    output = output_of("rpc_pipeline.py", "--epochs", "1", "--batch-size", "128", ranks=1)
+def test_one_rank_owns_two_stages(output_of: Callable[[str], str]) -> None:
+    output = output_of("pipeline, 1")
     assert "stages: [5, 5] layers" in output
     assert numbers(r"largest difference to one process: (.+)", output)[0] < 1e-12
