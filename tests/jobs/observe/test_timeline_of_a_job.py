@@ -4,17 +4,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.job import run_job, start_job
+import pytest
+from support.job import Job, run_job, start_job
 
 from hvlike.observe.recorder import path_of_rank
 
-STEPS = """
+pytestmark = pytest.mark.together
+
+# Starts one after the other; the last one ends with the program.
+STARTS = """
+import json, os, sys
 import torch
 import hvlike as hvd
 
-hvd.init()
-for step in range(20):
-    hvd.allreduce(torch.ones(1000), name=f"step{step}")
+for settings in json.loads(sys.argv[1]):
+    os.environ.update(settings)
+    try:
+        hvd.init()
+    except Exception as error:
+        print(error, file=sys.stderr, flush=True)
+        del os.environ["HVLIKE_TIMELINE"]
+        continue
+    for step in range(20):
+        hvd.allreduce(torch.ones(1000), name=f"step{step}")
+    if settings.get("HVLIKE_TIMELINE") != sys.argv[2]:
+        hvd.shutdown()
+    for name in settings:
+        del os.environ[name]
 """
 
 KILLED = """
@@ -43,9 +59,30 @@ def events(path: Path, rank: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_rank_leaves_a_file_with_all_it_did(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    run_job(STEPS, 3, env={"HVLIKE_TIMELINE": str(path)}).check()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("timelines")
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path) -> Job:
+    """Three ranks that start five times. One of them cannot write its file of the first time."""
+    (folder / "refused.rank1.json").mkdir()
+    (folder / "none").mkdir()
+    full = str(folder / "full.json")
+    settings: list[dict[str, str]] = [
+        {"HVLIKE_TIMELINE": str(folder / "refused.json")},
+        {},
+        {"HOROVOD_TIMELINE": "DYNAMIC"},
+        {"HOROVOD_TIMELINE": str(folder / "limited.json"), "HVLIKE_TIMELINE_MAX_BYTES": "4096"},
+        {"HVLIKE_TIMELINE": full},
+    ]
+    program = f"import os\nos.chdir({str(folder / 'none')!r})\n{STARTS}"
+    return run_job(program, 3, args=[json.dumps(settings), full]).check()
+
+
+def test_every_rank_leaves_a_file_with_all_it_did(job: Job, folder: Path) -> None:
+    path = folder / "full.json"
     clocks = set()
     for rank in range(3):
         found = events(path, rank)
@@ -57,10 +94,9 @@ def test_every_rank_leaves_a_file_with_all_it_did(tmp_path: Path) -> None:
     assert len(clocks) == 1
 
 
-def test_without_a_word_or_with_dynamic_there_is_no_file(tmp_path: Path) -> None:
-    dynamic = "hvd.shutdown()\nos.environ['HOROVOD_TIMELINE'] = 'DYNAMIC'"
-    run_job(f"import os\nos.chdir({str(tmp_path)!r})\n{STEPS}\n{dynamic}\n{STEPS}", 2).check()
-    assert not list(tmp_path.iterdir())
+def test_without_a_word_or_with_dynamic_there_is_no_file(job: Job, folder: Path) -> None:
+    assert not list((folder / "none").iterdir())
+    assert {path.name.partition(".")[0] for path in folder.iterdir()} == {"refused", "none", "limited", "full"}
 
 
 def test_a_job_that_is_killed_leaves_valid_files(tmp_path: Path) -> None:
@@ -73,18 +109,14 @@ def test_a_job_that_is_killed_leaves_valid_files(tmp_path: Path) -> None:
         assert len(events(path, rank)) > 50
 
 
-def test_the_size_is_limited(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    run_job(STEPS, 2, env={"HOROVOD_TIMELINE": str(path), "HVLIKE_TIMELINE_MAX_BYTES": "4096"}).check()
-    for rank in range(2):
+def test_the_size_is_limited(job: Job, folder: Path) -> None:
+    path = folder / "limited.json"
+    for rank in range(3):
         assert Path(path_of_rank(str(path), rank)).stat().st_size < 4096 + 200
         assert events(path, rank)[-1]["name"] == "TIMELINE_FULL"
 
 
-def test_a_file_that_one_rank_cannot_write_is_refused_by_all(tmp_path: Path) -> None:
-    (tmp_path / "t.rank1.json").mkdir()
-    job = run_job(STEPS, 2, env={"HVLIKE_TIMELINE": str(tmp_path / "t.json")})
-    assert job.returncode
-    assert not job.timed_out
-    assert "rank 1: timeline: the file" in job.stderr
-    assert "cannot be written: Is a directory" in job.stderr
+def test_a_file_that_one_rank_cannot_write_is_refused_by_all(job: Job) -> None:
+    (refused,) = {line for line in job.stderr.splitlines() if "rank 1: timeline: the file" in line}
+    assert job.stderr.count(refused) == 3
+    assert "cannot be written: Is a directory" in refused

@@ -1,7 +1,9 @@
 """Workers that are silent, that leave, that are killed: callers hear of it by name in time, and nothing hangs."""
 
 import pytest
-from support.job import IS_OPEN_MPI, run_job
+from support.job import IS_OPEN_MPI, Job, run_job
+
+pytestmark = pytest.mark.together
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -39,6 +41,8 @@ done = threading.Event()
 begin()
 """
 
+# Sessions one after the other; each begins with the workers of PREAMBLE, and the next one begins them anew.
+
 SILENT = """
 if rank == 0:
     pid = rpc.rpc_sync(1, os.getpid)
@@ -61,37 +65,26 @@ if rank == 0:
     assert rpc.rpc_sync(1, os.getpid) == pid
     assert reference.to_here().sum() == 3
 rpc.shutdown()
-say("done")
+say("silent: done")
 """
-
-
-def test_a_silent_worker_is_named_within_the_time_limit_and_serves_again_later() -> None:
-    job = run_job(PREAMBLE + SILENT, 3).check()
-    assert job.stdout.count("done") == 3
 
 
 SILENT_AT_THE_END = """
 pid = rpc.rpc_sync(1, os.getpid)
 hvd.barrier()
-if rank == 1:
+if rank != 0:
     rpc.shutdown()
 else:
     stop(pid)
     text, seconds = error_of(lambda: rpc.shutdown(timeout=0.5))
-    say(text)
+    say(f"silent at the end: not {text!r}")
     os.kill(pid, signal.SIGCONT)
 hvd.barrier()
 begin()
-assert rpc.rpc_sync(1 - rank, torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+assert rpc.rpc_sync(2 - rank, torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
 rpc.shutdown()
-say("done")
+say("silent at the end: well")
 """
-
-
-def test_a_shutdown_with_a_time_limit_ends_beside_a_silent_worker_and_names_it() -> None:
-    job = run_job(PREAMBLE + SILENT_AT_THE_END, 2).check()
-    assert "worker1 (rank 1) does not answer" in job.stdout
-    assert job.stdout.count("done") == 2
 
 
 MISSING = """
@@ -109,7 +102,7 @@ if rank == 0:
     lifecycle.ANSWER_SECONDS = 30.0
     hvd.barrier()
     text, seconds = error_of(lambda: rpc.shutdown(timeout=0.5))
-    say(text)
+    say(f"missing: not {text!r}")
     hvd.barrier()
 else:
     if rank == 2:
@@ -118,15 +111,8 @@ else:
     hvd.barrier()
     done.set()
     rpc.shutdown()
-say("done")
+say("missing: well")
 """
-
-
-def test_a_shutdown_with_a_time_limit_says_who_still_does_what() -> None:
-    job = run_job(PREAMBLE + MISSING, 3).check()
-    assert "worker1 (rank 1) has not called shutdown" in job.stdout
-    assert "worker2 (rank 2) has served stuck of worker0 for " in job.stdout
-    assert job.stdout.count("done") == 3
 
 
 LOCAL = """
@@ -156,13 +142,8 @@ assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 begin()
 assert all(rpc.rpc_sync(other, torch.add, (torch.ones(1), 1)).item() == 2 for other in range(3))
 rpc.shutdown()
-say("done")
+say("alone: done")
 """
-
-
-def test_a_worker_that_leaves_alone_fails_its_callers_at_once_and_lets_the_others_end() -> None:
-    job = run_job(PREAMBLE + LOCAL, 3).check()
-    assert job.stdout.count("done") == 3
 
 
 ENDED = """
@@ -175,13 +156,44 @@ for _ in range(2):
     assert "worker1 (rank 1)" in text, text
     assert seconds < 20, seconds
 rpc.shutdown()
-say("done")
+say("ended: done")
 """
 
 
-def test_a_program_that_ends_in_a_session_fails_its_callers_and_lets_the_others_end() -> None:
-    job = run_job(PREAMBLE + ENDED, 3).check()
-    assert job.stdout.count("done") == 2
+@pytest.fixture(scope="module")
+def sessions() -> Job:
+    again = "done = threading.Event()\nbegin()\n"
+    return run_job(PREAMBLE + again.join([SILENT, SILENT_AT_THE_END, LOCAL, MISSING, ENDED]), 3).check()
+
+
+def said(job: Job, session: str) -> list[str]:
+    """What the ranks have said of a session, in rank order."""
+    return sorted(line for line in job.stdout.splitlines() if f": {session}: " in line)
+
+
+def test_a_silent_worker_is_named_within_the_time_limit_and_serves_again_later(sessions: Job) -> None:
+    assert said(sessions, "silent") == [f"rank {rank}: silent: done" for rank in range(3)]
+
+
+def test_a_shutdown_with_a_time_limit_ends_beside_a_silent_worker_and_names_it(sessions: Job) -> None:
+    error, *done = said(sessions, "silent at the end")
+    assert "worker1 (rank 1) does not answer" in error
+    assert done == [f"rank {rank}: silent at the end: well" for rank in range(3)]
+
+
+def test_a_worker_that_leaves_alone_fails_its_callers_at_once_and_lets_the_others_end(sessions: Job) -> None:
+    assert said(sessions, "alone") == [f"rank {rank}: alone: done" for rank in range(3)]
+
+
+def test_a_shutdown_with_a_time_limit_says_who_still_does_what(sessions: Job) -> None:
+    error, *done = said(sessions, "missing")
+    assert "worker1 (rank 1) has not called shutdown" in error
+    assert "worker2 (rank 2) has served stuck of worker0 for " in error
+    assert done == [f"rank {rank}: missing: well" for rank in range(3)]
+
+
+def test_a_program_that_ends_in_a_session_fails_its_callers_and_lets_the_others_end(sessions: Job) -> None:
+    assert said(sessions, "ended") == [f"rank {rank}: ended: done" for rank in (0, 2)]
 
 
 KILLED = """
@@ -225,7 +237,7 @@ rpc.shutdown()
 
 
 def test_an_uncaught_exception_in_a_session_ends_the_job_though_others_wait_in_shutdown() -> None:
-    job = run_job(PREAMBLE + FAILED, 3)
+    job = run_job(PREAMBLE + FAILED, 2)
     assert not job.timed_out, job.describe()
     assert job.survivors == (), job.describe()
     assert job.returncode == 1 if IS_OPEN_MPI else job.returncode, job.describe()

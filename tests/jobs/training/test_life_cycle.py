@@ -1,6 +1,5 @@
 """Optimizers in whole jobs: process sets, copies of them, shutdown and init again, and before init."""
 
-import pytest
 from support.job import run_job
 
 PROCESS_SETS = """
@@ -78,10 +77,13 @@ print("done", rank)
 """
 
 AGAIN = """
+import os
 import pickle
+import sys
 import torch
 import hvlike as hvd
 
+os.environ["HVLIKE_OVERLAP"] = sys.argv[1]
 parameter = torch.nn.Parameter(torch.zeros(2))
 plain = torch.optim.SGD([parameter], lr=1.0)
 try:
@@ -123,14 +125,9 @@ print("done", mean)
 """
 
 
-@pytest.mark.job
-def test_process_sets() -> None:
-    job = run_job(PROCESS_SETS, 3).check()
-    assert job.stdout.count("done") == 3
+def test_process_sets_and_shutdown_and_init_again() -> None:
+    assert run_job(PROCESS_SETS + AGAIN, 3, args=["1"]).check().stdout.count("done") == 6
 
 
-@pytest.mark.job
-@pytest.mark.parametrize(("ranks", "overlap"), [(1, "0"), (3, "1")])
-def test_shutdown_and_init_again(ranks: int, overlap: str) -> None:
-    job = run_job(AGAIN, ranks, env={"HVLIKE_OVERLAP": overlap}).check()
-    assert job.stdout.count("done") == ranks
+def test_shutdown_and_init_again_alone() -> None:
+    assert run_job(AGAIN, 1, args=["0"]).check().stdout.count("done") == 1

@@ -19,7 +19,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 PLACES = """
 import hvlike as hvd
 hvd.init()
-print(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), flush=True)
+places = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+print("places", *places, flush=True)
 hvd.shutdown()
 """
 
@@ -132,18 +133,21 @@ def test_hosts_are_removed_whatever_happens() -> None:
     assert not ended.survivors
 
 
-def test_ranks_know_their_places() -> None:
-    with hosts() as machines:
-        job = machines.run(PLACES, [2, 1]).check()
-    places = sorted(tuple(map(int, line.split())) for line in job.stdout.splitlines())
-    assert places == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
+# rank, size, local rank, local size, cross rank, cross size
+PLACES_OF = {
+    (2, 2): [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)],
+    (2, 1): [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)],
+    (1, 1, 1): [(rank, 3, 0, 1, rank, 3) for rank in range(3)],
+}
 
 
-@pytest.mark.parametrize("ranks_per_host", [[2, 2], [2, 1], [1, 1, 1]], ids=str)
-def test_collectives_calls_and_training(ranks_per_host: list[int]) -> None:
+@pytest.mark.parametrize("ranks_per_host", PLACES_OF, ids=str)
+def test_places_collectives_calls_and_training(ranks_per_host: tuple[int, ...]) -> None:
     with hosts(len(ranks_per_host)) as machines:
-        job = machines.run(COLLECTIVES + CALLS + LEARN, ranks_per_host).check()
+        job = machines.run(PLACES + COLLECTIVES + CALLS + LEARN, list(ranks_per_host)).check()
     assert job.stdout.count("all well") == 3 * sum(ranks_per_host)
+    places = [line.removeprefix("places ") for line in job.stdout.splitlines() if line.startswith("places ")]
+    assert sorted(tuple(map(int, line.split())) for line in places) == PLACES_OF[ranks_per_host]
 
 
 @pytest.mark.parametrize(
