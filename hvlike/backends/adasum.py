@@ -86,7 +86,6 @@ class Adasum:
             torch._foreach_copy_(results, list(torch.split(whole, lengths)))
 
     def _collect(self, backend: Backend, parts: Sequence[torch.Tensor]) -> Coroutine[list[torch.Tensor]]:
-        """Every rank's copy of the shard that this rank owns, in the dtype to compute in."""
         length, dtype = len(parts[self.position]), parts[0].dtype
         copies = _new(self.size * length, dtype).view(self.size, length).unbind()
         yield from backend.alltoall([_bytes(part) for part in parts], [_bytes(copy) for copy in copies])
@@ -143,7 +142,6 @@ def _sum_of_doubles() -> Arithmetic:
 
 
 def _segments(runs: Sequence[Run]) -> Iterator[tuple[int, slice]]:
-    """Number of the tensor, and where its elements lie in the shard."""
     position = 0
     for run in runs:
         length = run.stop - run.start

@@ -117,12 +117,10 @@ class TracedBackend:
         self._row = row
 
     def over(self, backend: Backend) -> TracedBackend:
-        """Another backend in the same row."""
         return TracedBackend(backend, self._recorder, self._row)
 
     @contextmanager
     def phase(self, name: str, nbytes: int) -> Iterator[None]:
-        """What is done meanwhile is a phase of this name."""
         self._recorder.begin(self._row, name, {"bytes": nbytes})
         try:
             yield
@@ -148,5 +146,4 @@ def phase(backend: Backend, name: str, tensors: Sequence[torch.Tensor]) -> Abstr
 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """The size of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -17,7 +17,6 @@ from hvlike.backends.base import Backend, phase
 from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024
-"""Tensors below this many bytes are fused."""
 
 SMALL_ON_DEVICE = 4 << 20
 """The same on a GPU, whose memory is so fast that a copy costs less than one more call. Not measured yet."""
@@ -48,11 +47,9 @@ class FusedViews:
             start += view.numel()
 
     def gather(self) -> None:
-        """Copy the tensors into the buffer, cast to its dtype."""
         torch._foreach_copy_(self._views, self.tensors)
 
     def scatter(self) -> None:
-        """Copy the buffer back into the tensors."""
         try:
             torch._foreach_copy_(self.tensors, self._views)
         except RuntimeError:
@@ -72,7 +69,6 @@ class FusionBuffer:
         self._views = FusedViews(self._buffer, [], [])
 
     def allreduce(self, backend: Backend, flats: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Reduce flat contiguous tensors of one dtype and device in place."""
         lengths = tuple(map(len, flats))
         wanted = (lengths, arithmetic.dtype, flats[0].device if flats else _HOST)
         if wanted != self._fits:

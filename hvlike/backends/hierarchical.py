@@ -63,8 +63,6 @@ _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
 
 class Wave(NamedTuple):
-    """Tensors on their way through the three steps."""
-
     tensors: list[torch.Tensor]
     chunks: list[Chunk]
     """Who owns what on this node; nothing where this rank is alone on it."""
@@ -106,7 +104,6 @@ class HierarchicalBackend:
         )
 
     def _waves(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> list[list[torch.Tensor]]:
-        """Cut tensors into waves, the same on all nodes."""
         crossing = self._group.local_size if self._group.homogeneous else 1
         runs = [Run(piece, 0, len(tensor)) for piece, tensor in enumerate(tensors)]
         wave_bytes = SHARD_BYTES * len(self._group.nodes) * crossing
@@ -142,7 +139,6 @@ class HierarchicalBackend:
             crossed.append(wave)
 
     def _own(self, wave: Wave) -> list[torch.Tensor]:
-        """What this rank takes across."""
         if self._shared is None:
             return wave.tensors
         return [
@@ -224,7 +220,6 @@ class HierarchicalBackend:
             target.copy_(part)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        """Write each tensor of bytes from its owner to all others."""
         yield from self._whole.gather(list(zip(owners, tensors, strict=True)))
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
@@ -238,7 +233,6 @@ class HierarchicalBackend:
         yield from self._whole.alltoall(sends, receives)
 
     def close(self) -> None:
-        """Free the communicators. Collective over the group."""
         self._whole.close()
         if self._cross is not None:
             self._cross.close()

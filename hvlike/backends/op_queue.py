@@ -65,11 +65,8 @@ class OpQueue:
         """Take the steps of a coroutine on the backend in this thread, as long as it moves; True when it has ended.
 
         Else a peer lets this rank wait: the loop goes on with it and calls `after(task)` once it has ended. Only where
-        the queue `drives`, while it is idle, by the one thread that submits to it.
-
-        Raises:
-            StateError: Another thread drives this queue.
-            BaseException: What the coroutine raises.
+        the queue `drives`, while it is idle, by the one thread that submits to it. Raises: StateError: Another thread
+        drives this queue. BaseException: What the coroutine raises.
         """
         if not self._driving.acquire(blocking=False):
             raise second_driver(f"op queue {self.number} of process set {self.group.number}")
@@ -137,7 +134,6 @@ class OpQueue:
 
     @property
     def idle(self) -> bool:
-        """True when no job runs or waits."""
         return self._running is None and not self._jobs
 
     def fail(self, error: BaseException) -> None:
@@ -211,11 +207,9 @@ class OpQueues:
         self._spare: deque[int] = deque()
 
     def all(self) -> tuple[OpQueue, ...]:
-        """Every queue that was opened."""
         return tuple(self._queues)
 
     def spare_numbers(self) -> list[int]:
-        """The queues that are not used now."""
         return list(self._spare)
 
     def set_spare(self, numbers: Iterable[int]) -> None:

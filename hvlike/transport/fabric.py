@@ -44,9 +44,8 @@ class Fabric:
     def __init__(self, world: World, *, peer_memory: bool = True) -> None:
         """Collective and blocking: every rank of the world builds one.
 
-        peer_memory: let the ranks of a node copy between their memories, where the system permits it.
-
-        Raises: LaunchError on every rank of a node that has no memory to share.
+        peer_memory: let the ranks of a node copy between their memories, where the system permits it. Raises:
+        LaunchError on every rank of a node that has no memory to share.
         """
         self.world = world
         self.fence = Fence()
@@ -69,7 +68,6 @@ class Fabric:
         world.comm.Barrier()
         reaches = peer_memory and direct.reaches(local[(world.local_rank + 1) % size])
         self.reaches_peers = direct.enabled = all(world.node_comm.allgather(reaches))
-        """Whether all ranks of the node can read and write each other's memory."""
         self.cores = topology.cores_per_rank(affinities, world.local_rank)
         self.node_is_crowded = topology.any_crowded(affinities)
         self.recorder = Recorder(world.rank, world.size, world.host, _clock_offset(world))
@@ -85,8 +83,7 @@ class Fabric:
     def share(self, group: Group, key: Any, nbytes: int) -> Coroutine[Segment | None]:
         """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.
 
-        Args:
-            key: Names this exchange; used once among these ranks. All members on the node run this.
+        key: Names this exchange; used once among these ranks. All members on the node run this.
         """
         leader, *others = (group.ranks[position] for position in group.node)
         if not others:
@@ -124,8 +121,7 @@ class Fabric:
     def look_at(self, rank: int, *, many_look: bool = False) -> str:
         """What can be seen of a rank that does not answer, for a report; empty for one of another node.
 
-        Args:
-            many_look: The others of this node look as well; one of them is enough.
+        many_look: The others of this node look as well; one of them is enough.
         """
         if rank not in self.bells:
             return ""
@@ -139,7 +135,6 @@ class Fabric:
             each()
 
     def close(self) -> None:
-        """Stop the loop. Local; the world is closed by whoever started it."""
         self.loop.close()
 
 

@@ -32,24 +32,16 @@ _GROUP_TAG = 32_017
 
 
 @dataclass(eq=False)
-class World:
+class World(topology.Topology):
     """The ranks that train together, seen from this one. Made by `World.start`."""
 
     mpi: ModuleType
-    """The module mpi4py.MPI."""
     comm: MPI.Intracomm
     """All ranks; private to hvlike, errors raise."""
     node_comm: MPI.Intracomm
     """The ranks that share memory with this one, in rank order."""
     rank: int
     size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    nodes: tuple[tuple[int, ...], ...]
-    """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
-    homogeneous: bool
     host: str
     thread_level: int
     """MPI.THREAD_SERIALIZED or MPI.THREAD_MULTIPLE."""
@@ -100,7 +92,7 @@ class World:
     ) -> World:
         _check_process()
         mpi = mpi_library.load_mpi(serialized=serialized)
-        library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+        library = mpi_library.library_name(mpi)
         launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
         source = _check_comm(mpi, comm)
         if ranks_per_node is not None and ranks_per_node < 1:
@@ -120,24 +112,18 @@ class World:
         if node.Get_rank() == 0:
             mpi_library.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
         return cls(
+            **vars(place),
             mpi=mpi,
             comm=private,
             node_comm=node,
             rank=rank,
             size=private.Get_size(),
-            local_rank=place.local_rank,
-            local_size=place.local_size,
-            cross_rank=place.cross_rank,
-            cross_size=place.cross_size,
-            nodes=place.nodes,
-            homogeneous=place.homogeneous,
             host=mpi.Get_processor_name(),
             thread_level=mpi.Query_thread(),
         )
 
     @property
     def on_first_node(self) -> bool:
-        """Whether this rank is on the node of rank 0."""
         return self.rank in self.nodes[0]
 
     def close(self) -> None:
@@ -287,7 +273,6 @@ class Group:
         self.cross_comm = self.comm.Split(self.local_rank if crosses else self.world.mpi.UNDEFINED, self.rank)
 
     def disconnect(self) -> None:
-        """Free the communicators. Collective over the group."""
         for comm in (self.cross_comm, self.comm):
             if comm is not None and comm != self.world.mpi.COMM_NULL:
                 comm.Free()

@@ -67,13 +67,7 @@ class Arithmetic:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        op: ReduceOp,
-        *,
-        divisor: int = 1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
+        self, dtype: torch.dtype, op: ReduceOp, *, divisor: int = 1, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         """Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
         given for bool, when a factor of an integer reduction is not finite, or when the divisor is below 1.
@@ -91,7 +85,6 @@ class Arithmetic:
         self.over: Callable[[Array], Piece] = kernel.over
         """(buffer): view raw memory (1-D, aligned, a whole number of elements) as a piece, without a copy."""
         self.copy: Callable[[Piece, Piece], None] = kernel.copy
-        """(target, source): copy pieces of equal length."""
         self.accumulator: Callable[[int], Piece | None] = kernel.accumulator
         """(length): memory in which a reduction of up to so many elements can go on between calls, if it needs any."""
         self._is_array = self.element.kind is not Kind.HALF
@@ -113,7 +106,6 @@ class Arithmetic:
         return Arithmetic(self.dtype, self.op, divisor=factors.divisor, postscale=factors.postscale / self._early)
 
     def on(self, dtype: torch.dtype) -> Arithmetic:
-        """The same reduction with the same factors on another dtype."""
         factors = self.factors
         return Arithmetic(
             dtype, self.op, divisor=factors.divisor, prescale=factors.prescale, postscale=factors.postscale
@@ -208,7 +200,6 @@ class Arithmetic:
         return accumulator
 
     def fold(self, accumulator: Piece, other: Piece) -> None:
-        """Reduce one more contribution into the accumulator that `begin` returned."""
         with np.errstate(all="ignore"):
             for block in self._blocks(len(other)):
                 self._kernel.fold(accumulator[block], other[block])

@@ -21,7 +21,6 @@ from hvlike.backends.arithmetic.scratch import SCRATCH, ordinary_tensor
 from hvlike.transport.memory.dtypes import Array, Element
 
 KernelCall: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function and what it is called with."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Factors:
 
     @property
     def post(self) -> float:
-        """The one factor with which a floating-point result is multiplied."""
         return self.postscale / self.divisor
 
 
@@ -45,7 +43,6 @@ _FUNCTIONS = {
     ReduceOp.MAX: "maximum",
     ReduceOp.PRODUCT: "multiply",
 }
-"""What numpy and torch call the reductions."""
 
 
 class Kernel:

@@ -35,7 +35,6 @@ _SUPPORTED: dict[Kind, frozenset[ReduceOp]] = {
 
 
 def op_name(op: ReduceOp) -> str:
-    """Return the public name of a reduction: Average, Sum, Adasum, Min, Max or Product."""
     return op.name.capitalize()
 
 

@@ -41,7 +41,6 @@ class Scratch(threading.local):
         self._wide: dict[str, torch.Tensor] = {}
 
     def array(self, name: str, dtype: np.dtype[Any], length: int) -> Array:
-        """Return an uninitialised 1-D array of `length` elements."""
         size = length * dtype.itemsize
         buffer = self._bytes.get(name)
         if buffer is None or buffer.nbytes < size:
@@ -50,7 +49,6 @@ class Scratch(threading.local):
         return view
 
     def wide(self, name: str, length: int) -> torch.Tensor:
-        """Return an uninitialised 1-D float32 tensor of `length` elements."""
         tensor = self._wide.get(name)
         if tensor is None or tensor.numel() < length:
             tensor = ordinary_tensor(np.empty(max(length, BLOCK_BYTES // 4), np.float32), torch.float32)

@@ -43,7 +43,6 @@ PIECE_BYTES = 4 << 20
 """What is copied at once: at 20 GB/s it takes 0.2 ms, many times what it costs to begin a copy."""
 
 AHEAD = 8
-"""Pieces of one call that are on their way to the host before the first is reduced."""
 
 Work = Callable[[Message, list[torch.Tensor]], Coroutine[None]]
 """Done with the copies of some runs, in host memory."""
@@ -127,7 +126,6 @@ class DeviceBackend:
         return wait
 
     def check(self) -> None:
-        """Raise what has gone wrong on the device, if anything has."""
         if self.broken is not None:
             raise self.broken
 
@@ -347,7 +345,6 @@ def _whole_runs(tensors: Sequence[torch.Tensor]) -> Message:
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors of a result: a tensor, or lists and tuples of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -23,7 +23,6 @@ def device_of(backend: Backend) -> DeviceBackend | None:
 
 
 def home_of(backend: Backend) -> torch.device | None:
-    """The device on which the tensors of a job have to be; None for host memory."""
     device = device_of(backend)
     return None if device is None else device.home
 
@@ -37,8 +36,7 @@ def on_device(
     """The same job for the device backend of the op queue.
 
     opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
-    the queue. ready: when the tensors of the
-    job hold their values.
+    the queue. ready: when the tensors of the job hold their values.
     """
 
     def run(host: Backend) -> Coroutine[None]:

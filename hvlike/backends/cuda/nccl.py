@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 ID_BYTES = 128
-"""How long the number is by which the ranks of a communicator find each other."""
 
 SPLITS_FROM = 21801
 """The first version, 2.18.1, whose communicators can be split."""
@@ -39,7 +38,6 @@ class NcclFacts(NamedTuple):
     """What is installed. Plain values."""
 
     cupy: str
-    """Version of CuPy; empty where it is not installed."""
     version: int
     """Version of NCCL in its own notation, 22703 for 2.27.3; 0 where it cannot be used."""
     missing: str
@@ -47,7 +45,6 @@ class NcclFacts(NamedTuple):
     path: str
     """The libnccl that is loaded; empty where none is, or where the system does not tell."""
     torch_version: int
-    """Version of the NCCL that torch was built with; 0 for none."""
 
 
 class Nccl:
@@ -68,11 +65,9 @@ class Nccl:
         return self._ops.get(name)
 
     def dtype(self, dtype: torch.dtype) -> int | None:
-        """The number of a dtype; None for those that cannot be reduced."""
         return self._dtypes.get(dtype)
 
     def new_id(self) -> bytes:
-        """A number for a new communicator; one rank makes it and all use it."""
         number = self._module.get_unique_id()
         # CuPy before 14 has it as numbers of one signed byte.
         return number if isinstance(number, bytes) else bytes(each & 255 for each in number)
@@ -89,7 +84,6 @@ class Nccl:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """The calls made meanwhile begin together."""
         self._module.groupStart()
         try:
             yield
@@ -101,14 +95,12 @@ class Communicator:
     """The ranks of a group, each with its GPU. Calls put work into a stream and return."""
 
     def __init__(self, nccl: Nccl, link: Any) -> None:
-        """link: a communicator of CuPy."""
         self.nccl = nccl
         self.link = link
         self._ended = threading.Lock()
 
     @property
     def splits(self) -> bool:
-        """Whether `split` is there."""
         return self.nccl.version >= SPLITS_FROM and hasattr(self.link, "commSplit")
 
     def split(self, rank: int) -> Communicator:
@@ -170,7 +162,6 @@ def _version_of_torch() -> int:
 
 
 def _path() -> str:
-    """The libnccl in the memory of this process, where Linux lists it."""
     try:
         with open("/proc/self/maps") as lines:
             for line in lines:

@@ -34,17 +34,13 @@ _NAMES = {
 
 
 class Recipe(NamedTuple):
-    """What is done to each tensor."""
-
     op: str
-    """Of NCCL: sum, avg, min, max or prod."""
     before: float
     after: float
     seen_as: torch.dtype | None = None
     """The dtype that NCCL is told; None for the tensor's own."""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The flat tensor as NCCL shall see it, without a copy."""
         return tensor if self.seen_as is None else tensor.view(self.seen_as)
 
 
@@ -68,7 +64,6 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
 
 
 def _in_place(call: Callable[..., None], tensor: torch.Tensor, *others: int) -> tuple[Any, ...]:
-    """A call that reads a flat tensor and writes it."""
     return (call, tensor.data_ptr(), tensor.data_ptr(), len(tensor), *others)
 
 
@@ -164,7 +159,6 @@ class NcclBackend(DeviceBackend):
         yield from ()
 
     def _numbers(self, recipe: Recipe, flats: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """NCCL's numbers of the dtype and of the reduction."""
         op = self._communicator.nccl.op(recipe.op)
         assert op is not None
         return self._number_of(flats[0].dtype) if flats else 0, op

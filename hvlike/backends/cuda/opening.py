@@ -35,13 +35,11 @@ class DeviceBackends:
     """The backends of one process set for one kind of device, on this rank. Used in the loop."""
 
     def __init__(self, group: Group, knobs: Config, host: str) -> None:
-        """host: the name of this machine."""
         self._group = group
         self._knobs = knobs
         self._host = host
         self._root: nccl.Communicator | None = None
         self.choice: Choice | None = None
-        """What was chosen; None before the first tensor."""
 
     def open(self, host: Backend, runtime: DeviceRuntime, device: torch.device | None) -> Coroutine[DeviceBackend]:
         """Make the device backend of an op queue. Collective over the group; in the same order everywhere.
@@ -103,11 +101,7 @@ class DeviceBackends:
         return (yield from self._agree(host, runtime, device, lambda: root.split(group.rank)))
 
     def _agree(
-        self,
-        host: Backend,
-        runtime: DeviceRuntime,
-        device: torch.device,
-        make: Callable[[], nccl.Communicator],
+        self, host: Backend, runtime: DeviceRuntime, device: torch.device, make: Callable[[], nccl.Communicator]
     ) -> Coroutine[nccl.Communicator | None]:
         """What `make` returns, if it does so on all ranks; else None, or an error where NCCL was demanded."""
         attempt = Attempt(make, runtime, device)
@@ -140,7 +134,6 @@ class Attempt:
         self._thread.start()
 
     def ended(self, now: float) -> bool:
-        """Whether it has ended or has been given up."""
         if self._thread.is_alive() and now > self._until:
             self.error = f"nothing was heard of the other ranks for {_CONNECT_SECONDS:g} s"
             return True

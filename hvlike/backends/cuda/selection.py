@@ -12,22 +12,15 @@ NCCL, STAGED, SOLO = "nccl", "staged", "solo"
 
 
 class DeviceFacts(NamedTuple):
-    """What one rank reports of its device."""
-
     host: str
     gpu: str
-    """Different for every GPU of the host."""
     nccl: int
     """Version of NCCL; 0 where it cannot be used."""
     missing: str
-    """Why it cannot."""
 
 
 class Choice(NamedTuple):
-    """A backend, and the reason for it."""
-
     backend: str
-    """nccl, staged or solo."""
     reason: str
 
 
@@ -52,7 +45,6 @@ def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: s
 
 
 def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
-    """Why NCCL cannot serve; empty if it can."""
     for rank, each in zip(ranks, facts, strict=True):
         if not each.nccl:
             return f"rank {rank} has no NCCL ({each.missing})"

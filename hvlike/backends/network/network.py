@@ -64,7 +64,6 @@ class Network:
         self._broken = False
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Reduce flat contiguous CPU tensors in place; the same lengths on every rank; bitwise the same everywhere."""
         tensors = [tensor for tensor in tensors if tensor.numel()]
         pieces = [arithmetic.view(tensor) for tensor in tensors]
         if self._size == 1:
@@ -76,7 +75,6 @@ class Network:
     def _reduce(
         self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        """Reduce among several ranks, in the way that is best for so many bytes."""
         size = sum(map(len, pieces)) * arithmetic.itemsize
         if self._size == 2 and size <= SWAP_BYTES:
             self._buffers.require(size)
@@ -98,7 +96,6 @@ class Network:
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        """Reduce each flat contiguous CPU tensor on the rank `owners[i]`, in place; the others' are only read."""
         owned: list[list[Run]] = [[] for _ in range(self._size)]
         for index, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
             if len(tensor):
@@ -111,7 +108,6 @@ class Network:
             yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=False)
 
     def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Coroutine[None]:
-        """Write each flat contiguous CPU tensor of (owner, tensor) from its owner to all other ranks."""
         if self._size == 1:
             return
         requests: list[Any] = []
@@ -123,7 +119,6 @@ class Network:
         yield from self._keep(complete(requests), requests)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """Send `sends[i]` to rank i and fill `receives[i]` from it; the own part is copied."""
         rank: int = self._comm.Get_rank()
         receives[rank].copy_(sends[rank])
         pipelines = pairwise_alltoall(self._comm, self._natives.byte, sends, receives)
@@ -204,7 +199,6 @@ class Network:
 
 
 def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """The memory of tensors that were viewed as pieces already."""
     return [
         piece.view(np.uint8) if isinstance(piece, np.ndarray) else raw_view(tensor)
         for piece, tensor in zip(pieces, tensors, strict=True)

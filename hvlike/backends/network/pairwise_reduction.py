@@ -34,8 +34,6 @@ _CONTRIBUTION_TAG, _RESULT_TAG, _SWAP_TAG = 1, 2, 4
 
 
 class PairwiseExchange:
-    """One reduction by pairwise exchange, on one rank."""
-
     def __init__(
         self,
         comm: Any,
@@ -98,7 +96,6 @@ class PairwiseExchange:
             ]
 
     def run(self) -> Coroutine[None]:
-        """Exchange and reduce; yields while nothing can move."""
         self._bandwidth.begin()
         yield from drive(self.pipelines)
         # They refer to this exchange: a circle would keep the tensors until the next search for garbage.
@@ -202,7 +199,6 @@ class PairwiseExchange:
         return message_length(message) * self._arithmetic.itemsize
 
     def _bytes_of(self, message: Message) -> list[Array]:
-        """The places of a message in the tensors, as bytes."""
         itemsize = self._arithmetic.itemsize
         return [self._raw[piece][start * itemsize : stop * itemsize] for piece, start, stop in message]
 

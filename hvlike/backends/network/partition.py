@@ -65,7 +65,6 @@ def messages(runs: Iterable[Run], elements: int) -> list[Message]:
 
 
 def message_length(message: Message) -> int:
-    """Elements in a message."""
     return sum(run.stop - run.start for run in message)
 
 

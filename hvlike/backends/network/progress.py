@@ -44,7 +44,6 @@ class MessagePipeline:
 
     @property
     def unfinished(self) -> bool:
-        """Whether messages are in flight or to come."""
         return bool(self.requests or self._waiting)
 
     def step(self) -> bool:
@@ -76,14 +75,12 @@ def drive(pipelines: Sequence[MessagePipeline]) -> Coroutine[None]:
 
 SLOW_BYTES_PER_SECOND = 300e6
 SMALLEST_SAMPLE = 4 << 20
-"""Bytes from which a rate is believed."""
 
 
 class BandwidthEstimator:
     """The rate at which messages have arrived at this rank in the last exchange that was large enough."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """clock: seconds, from any point of time on."""
         self.slow = False
         self._clock = clock
         self._first: float | None = None
@@ -91,7 +88,6 @@ class BandwidthEstimator:
         self._bytes = 0
 
     def begin(self) -> None:
-        """An exchange begins."""
         self._first = None
         self._bytes = 0
 
@@ -104,7 +100,6 @@ class BandwidthEstimator:
             self._bytes += nbytes
 
     def end(self) -> None:
-        """The exchange has ended."""
         if self._first is not None and self._bytes >= SMALLEST_SAMPLE:
             self.slow = self._bytes < SLOW_BYTES_PER_SECOND * (self._last - self._first)
 
@@ -124,11 +119,9 @@ class BufferPool:
             self._size = size
 
     def take(self) -> Array:
-        """Return a free buffer of bytes."""
         return self._free.pop() if self._free else np.empty(self._size, np.uint8)
 
     def give(self, buffer: Array | None) -> None:
-        """Give a buffer back, if it is one."""
         if buffer is not None:
             self._free.append(buffer)
 

@@ -19,7 +19,6 @@ from hvlike.backends.shared_memory.work_stealing import WorkStealing
 from hvlike.transport.memory.allocations import Allocation, Allocations
 
 PASSES = 16
-"""How many chunks are reduced before other coroutines have a turn."""
 
 
 class AllocationPlace(NamedTuple):
@@ -36,7 +35,6 @@ class SharedAllocations:
         """ranks: of the world, those of the backend, in its order."""
         self.allocations = allocations
         self.by_start = allocations.by_start
-        """Empty where this process has none."""
         self._ranks = tuple(ranks)
 
     def places(self, addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, AllocationPlace]:
@@ -52,7 +50,6 @@ class SharedAllocations:
         return found
 
     def has(self, allocation: Allocation) -> bool:
-        """Whether every rank of the backend has a copy of an allocation."""
         return allocation.includes(self._ranks)
 
     def copies(self, place: AllocationPlace, nbytes: int, arithmetic: Arithmetic) -> list[Piece]:
@@ -70,8 +67,6 @@ def place_word(places: dict[int, AllocationPlace]) -> int:
 
 
 class InPlaceReduction:
-    """The chunks that this rank reduces of one piece of work."""
-
     def __init__(
         self, region: Region, arithmetic: Arithmetic, tensors: Sequence[Sequence[Piece]], first_owner: int
     ) -> None:
@@ -89,7 +84,6 @@ class InPlaceReduction:
 
     @property
     def tensors(self) -> int:
-        """How many tensors it reduces."""
         return len(self._tensors)
 
     def begin(self, number: int) -> None:
@@ -98,7 +92,6 @@ class InPlaceReduction:
 
     @property
     def unfinished(self) -> bool:
-        """Whether chunks may be left for this rank."""
         return self._claims.unfinished
 
     def advance(self) -> bool:

@@ -55,7 +55,6 @@ _LINE = 128
 
 
 def region_bytes(ranks: int, chunk: int) -> int:
-    """Bytes of a region for `ranks` ranks and chunks of `chunk` bytes."""
     return ranks * _counter_bytes(ranks) + ranks * ranks * SLOTS * chunk
 
 
@@ -64,8 +63,6 @@ def _counter_bytes(ranks: int) -> int:
 
 
 class RankCounters:
-    """The counters of one rank; see the head of this file."""
-
     __slots__ = ("addresses", "fetched", "passed", "received", "staged", "taken", "words")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
@@ -130,7 +127,6 @@ class Region:
         self.counters = [RankCounters(segment, each, ranks) for each in range(ranks)]
         self.mine = self.counters[rank]
         self.others = [self.counters[peer] for peer in self.peers]
-        """The counters of the peers."""
         self._segment = segment
         self._slots_start = ranks * _counter_bytes(ranks)
         self.fence = fence
@@ -138,7 +134,6 @@ class Region:
         self._scratch = np.empty(chunk, np.uint8)
         self._typed_scratch: dict[torch.dtype, Piece] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
-        """The bells of the peers."""
         self.order = order_by(fence)
         self.turns = Turns(ranks)
 
@@ -148,7 +143,6 @@ class Region:
         return [self._segment.array[first + turn * self.chunk :][: self.chunk] for turn in range(SLOTS)]
 
     def slots(self, arithmetic: Arithmetic) -> Slots:
-        """The slots of reductions of this dtype."""
         table = self._tables.get(arithmetic.dtype)
         if table is None:
             rank, everybody = self.rank, range(self.ranks)
@@ -165,7 +159,6 @@ class Region:
         return table
 
     def scratch(self, arithmetic: Arithmetic) -> Piece:
-        """Private memory for one chunk, valid until the next use."""
         piece = self._typed_scratch.get(arithmetic.dtype)
         if piece is None:
             piece = self._typed_scratch[arithmetic.dtype] = arithmetic.over(self._scratch)

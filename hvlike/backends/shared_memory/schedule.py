@@ -22,7 +22,6 @@ SLOTS = 2
 """How many chunks a rank may have staged for one owner; a third gained nothing."""
 
 Run = tuple[int, int, int]
-"""(tensor, start, stop): elements of one tensor."""
 
 
 MOST_TOGETHER = 1024
@@ -37,7 +36,6 @@ class Chunk(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of all its runs."""
         return sum(stop - start for _, start, stop in self.runs)
 
 
@@ -58,7 +56,6 @@ def fitting(total: int, largest: int, smallest: int, ranks: int) -> int:
 
 
 def cut(lengths: Sequence[int], elements: int) -> list[Run]:
-    """Cut tensors of `lengths` elements into runs of at most `elements`, in order."""
     return [
         (tensor, start, min(start + elements, length))
         for tensor, length in enumerate(lengths)

@@ -30,7 +30,6 @@ STAGED_CHUNK_BYTES = 128 << 10
 """Half a slot: with more chunks the ranks wait less for the first one."""
 
 SHORT_BYTES = 64 << 10
-"""Tensors of fewer bytes share chunks."""
 
 MOST_KNOWN = 64
 """Kinds of work that are kept; with one more all are prepared anew."""
@@ -65,7 +64,6 @@ class SharedBackend:
         return PreparedReduction(self._sync, self._allocations, arithmetic, lengths, stamp, self._stage, cma)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        """Reduce flat contiguous CPU tensors in place; the same lengths on every rank."""
         tensors = [tensor for tensor in tensors if len(tensor)]
         if not tensors:
             return
@@ -102,16 +100,13 @@ class SharedBackend:
         yield from self._reduce_for(tensors, owners, arithmetic, Results.PARTIAL if partial else Results.TO_OWNER)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        """Write each tensor of bytes from the rank `owners[i]` of the node to all others."""
         yield from gather(self._region, zip(tensors, owners, strict=True), self._sync.check_peers)
 
     def gather_chunks(self, tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> Coroutine[None]:
-        """Write every chunk, with elements of one tensor, from its owner to all other ranks of the node."""
         parts = [(tensors[tensor][start:stop], chunk.owner) for chunk in chunks for tensor, start, stop in chunk.runs]
         yield from gather(self._region, parts, self._sync.check_peers)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """Send `sends[i]` to rank i of the node and fill `receives[i]` from it; the own part is copied."""
         yield from alltoall(self._region, sends, receives, self._sync.check_peers)
 
     def close(self) -> None:
@@ -124,15 +119,10 @@ class SharedBackend:
         return deal(lengths, self._region.ranks, largest, smallest, min(short // itemsize, largest))
 
     def _stage(self, lengths: Sequence[int], arithmetic: Arithmetic) -> StagedReduction:
-        """What stages tensors of these lengths, all results to all ranks."""
         return StagedReduction(self._sync, arithmetic, self._deal(lengths, arithmetic))
 
     def _reduce_for(
-        self,
-        tensors: Sequence[torch.Tensor],
-        owners: Sequence[int] | None,
-        arithmetic: Arithmetic,
-        results: Results,
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int] | None, arithmetic: Arithmetic, results: Results
     ) -> Coroutine[list[Chunk]]:
         """Reduce tensors for the owners of their chunks; owners: of each tensor, None: in turn."""
         lengths = list(map(len, tensors))

@@ -39,12 +39,10 @@ class _Stream:
         self._puts = stager == region.rank
 
     def add(self, data: Array) -> None:
-        """Move these bytes after what was added before."""
         size = len(self._slots[0])
         self.chunks.extend(data[start : start + size] for start in range(0, len(data), size))
 
     def step(self) -> bool:
-        """Move one chunk, if that is possible now."""
         words, index = self._mine
         turn = words[index]
         for (others, place), behind in self._others:
@@ -120,10 +118,7 @@ def _are_free(region: Region, targets: Sequence[int], reduced: Sequence[int]) ->
 
 
 def _move(
-    region: Region,
-    left: list[_Stream],
-    check: Callable[[], None],
-    copy_own: Callable[[], object] | None = None,
+    region: Region, left: list[_Stream], check: Callable[[], None], copy_own: Callable[[], object] | None = None
 ) -> Coroutine[None]:
     """Move all chunks; wakes the peers after each step. copy_own: done while the peers have something to do already."""
     passes = 0

@@ -18,13 +18,11 @@ from typing import Generic, TypeVar
 from hvlike.backends.shared_memory.region import BACK, FRONT, SETTLED, Region
 
 Work = TypeVar("Work")
-"""What describes a chunk."""
 
 LEAST_SHARED = 8
 """Chunks of a rank from which on another one helps; with fewer there is less to gain than it costs."""
 
 _PART = 4
-"""So small a part of what is left is claimed at once."""
 
 _SHIFT = 24
 
@@ -33,7 +31,6 @@ class WorkStealing(Generic[Work]):
     """The claims of one rank on one list of chunks, dealt to the ranks in turn."""
 
     def __init__(self, region: Region, runs: Sequence[Work], first_owner: int) -> None:
-        """first_owner: of the first run."""
         rank, ranks = region.rank, region.ranks
         self._fence = region.fence
         self._mine = runs[(rank - first_owner) % ranks :: ranks]

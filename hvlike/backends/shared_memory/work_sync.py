@@ -53,7 +53,6 @@ class WorkSync:
         self.region = region
         self._checks = region.spin.counter_checks
         self.number = 0
-        """Of the newest work that has begun."""
         self._stamp = 0
 
     def post(self, stamp: int, place: int, *, active: bool = True) -> int:
@@ -76,7 +75,6 @@ class WorkSync:
         return self.number
 
     def begin_posted(self) -> int:
-        """The work that was posted begins; returns its number."""
         self.number += 1
         return self.number
 
@@ -93,7 +91,6 @@ class WorkSync:
 
     # As the steps of a reduction, what follows is run between chunks that have emptied the caches.
     def depart(self, number: int) -> Coroutine[None]:
-        """Wait until all have done their part of the work of this number."""
         region = self.region
         region.order()
         region.mine.words[DEPARTED] = number

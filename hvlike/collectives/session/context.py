@@ -129,7 +129,8 @@ class Context:
         self.before_close: list[Callable[[], None]] = []
         self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
         """Told in the loop which ranks have left, and how."""
-        self.guard = Guard(self.world, lambda: self.close(EXIT))
+        world, end = self.world, lambda: self.close(EXIT)
+        self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
         with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
             self._connect(process_sets, settings)
         self.guard.install()

@@ -79,7 +79,6 @@ class ExitObserver:
         self._previous = self._replacement = None
 
     def record(self, status: int) -> None:
-        """Remember that the interpreter exits with `status`."""
         self.status = status
         if self._on_exit is not None:
             self._on_exit(status)

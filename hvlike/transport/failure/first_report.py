@@ -42,9 +42,11 @@ class FirstReport:
         try:
             claimed.bind(self.address)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                _tell(claimed, self.address, f"{rank} {summary}")
-            claimed.close()
+            # An error here: the one that reports has ended meanwhile, or has been told more than it can hold.
+            with claimed, contextlib.suppress(OSError):
+                if error.errno == errno.EADDRINUSE:
+                    claimed.connect(self.address)
+                    claimed.send(f"{rank} {summary}".encode()[:_LINE_BYTES])
             return error.errno != errno.EADDRINUSE
         self._socket = claimed
         return True
@@ -71,22 +73,12 @@ class FirstReport:
 
     def wait_for_holder(self, deadline: float) -> None:
         """Sleep while another process holds the right, at most until `deadline` of time.monotonic()."""
-        while self._socket is None and time.monotonic() < deadline and self._is_held():
+        while self._socket is None and time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(self.address) != 0:
+                    return
             time.sleep(0.05)
-
-    def _is_held(self) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-            probe.setblocking(False)
-            return probe.connect_ex(self.address) == 0
-
-
-def _tell(sender: socket.socket, address: str, text: str) -> None:
-    # An error here: the one that reports has ended meanwhile, or has been told more than it can hold.
-    sender.connect_ex(address)
-    try:
-        sender.send(text.encode()[:_LINE_BYTES])
-    except OSError:
-        return
 
 
 def describe_others(others: Sequence[tuple[int, str]], own: str) -> str:

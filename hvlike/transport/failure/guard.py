@@ -28,16 +28,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver
 from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.host import launchers, mpi_library
-from hvlike.transport.host import mpi_library as mpi
 from hvlike.transport.host.parents import LauncherWatch
 
 GRACE = 5.0
@@ -47,22 +45,6 @@ PRECEDENCE = 0.5
 """Seconds by which the report of a cause may be later than that of its consequence."""
 
 CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
-"""What a rank raises because another one has failed or left."""
-
-
-class Member(Protocol):
-    """What the guard knows of a World: who this rank is, and how to end the job."""
-
-    @property
-    def mpi(self) -> ModuleType: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def on_first_node(self) -> bool: ...
 
 
 class Guard:
@@ -73,13 +55,19 @@ class Guard:
     """
 
     on_duty: ClassVar[Guard | None] = None
-    """The guard that watches this process."""
 
-    def __init__(self, world: Member, on_end: Callable[[], None]) -> None:
-        """on_end: called once, from an atexit handler, when this rank ends well; must not wait for ever."""
-        self._world = world
+    def __init__(
+        self, mpi: ModuleType, rank: int, name: str, on_end: Callable[[], None], *, on_first_node: bool = True
+    ) -> None:
+        """name: of the rank, for reports. on_first_node: this rank is on the node of rank 0, or does not know it yet.
+
+        on_end: called once, from an atexit handler, when this rank ends well; must not wait for ever.
+        """
+        self._mpi = mpi
+        self._rank = rank
+        self._name = name
         self._on_end = on_end
-        self._name = f"rank {world.rank} of {world.size} on {world.host}"
+        self._on_first_node = on_first_node
         self._owner = os.getpid()
         self._exit = ExitObserver(self._on_sys_exit)
         self._failure: int | None = None
@@ -97,7 +85,7 @@ class Guard:
 
     def install(self) -> None:
         """Start watching, if the job has more than one process. Call it after MPI has started."""
-        if self._watching or self._world.mpi.COMM_WORLD.Get_size() == 1:
+        if self._watching or self._mpi.COMM_WORLD.Get_size() == 1:
             return
         if Guard.on_duty is not None:
             Guard.on_duty.uninstall()
@@ -140,7 +128,6 @@ class Guard:
             faulthandler.disable()
 
     def end_job(self, text: str, summary: str) -> None:
-        """Report, and end the job with status 1; from any thread."""
         self._report_text(text, summary)
         self._abort(1)
 
@@ -192,9 +179,7 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, CONSEQUENCES) or (
-            isinstance(error, HorovodInternalError) and not self._world.on_first_node
-        ):
+        if isinstance(error, CONSEQUENCES) or (isinstance(error, HorovodInternalError) and not self._on_first_node):
             # The rank that reports the cause ends this process meanwhile.
             time.sleep(PRECEDENCE)
         text = f"hvlike: {what} on {self._name}\n"
@@ -208,7 +193,7 @@ class Guard:
         self._failed_at = time.monotonic()
         self._summary = summary.strip().partition("\n")[0]
         # At a prompt each rank goes on, and so do the reports.
-        if _is_interactive() or self._first.claim(self._world.rank, self._summary):
+        if _is_interactive() or self._first.claim(self._rank, self._summary):
             # One write, or the lines of several failing ranks are shuffled.
             self._say(text.rstrip("\n"))
 
@@ -273,20 +258,8 @@ class Guard:
                 except OSError:
                     # Same as in `_say`: no reader, and the job must end all the same.
                     continue
-        if not self._world.mpi.Is_finalized():
-            self._world.mpi.COMM_WORLD.Abort(status)
-
-
-@dataclass(frozen=True)
-class _StartingMember:
-    """A rank that has MPI but no World."""
-
-    mpi: ModuleType
-    rank: int
-    size: int
-    host: str
-    on_first_node: bool = True
-    """It is not known yet."""
+        if not self._mpi.Is_finalized():
+            self._mpi.COMM_WORLD.Abort(status)
 
 
 def watch_start() -> None:
@@ -294,12 +267,12 @@ def watch_start() -> None:
 
     Does nothing while a guard watches already, and without MPI. The guard that init() installs at its end takes over.
     """
-    module = mpi.running_mpi()
-    if module is None or mpi_library.is_forked() or Guard.on_duty is not None:
+    mpi = mpi_library.running_mpi()
+    if mpi is None or mpi_library.is_forked() or Guard.on_duty is not None:
         return
-    comm_world = module.COMM_WORLD
-    member = _StartingMember(module, comm_world.Get_rank(), comm_world.Get_size(), module.Get_processor_name())
-    Guard(member, lambda: None).install()
+    rank = mpi.COMM_WORLD.Get_rank()
+    name = f"rank {rank} of {mpi.COMM_WORLD.Get_size()} on {mpi.Get_processor_name()}"
+    Guard(mpi, rank, name, lambda: None).install()
 
 
 def give_up(text: str, summary: str) -> None:

@@ -28,7 +28,6 @@ class Liveness:
     """Watches the processes of the local ranks; those in another PID namespace cannot be seen and are not watched."""
 
     def __init__(self, processes: Mapping[int, int]) -> None:
-        """processes: process id by rank."""
         self._processes = {rank: process for rank, process in processes.items() if _exists(process)}
 
     def lost(self) -> list[int]:
@@ -62,7 +61,6 @@ def answer_stack_signal() -> bool:
 
 
 def ignore_stack_signal() -> None:
-    """Stop answering the signal."""
     faulthandler.unregister(STACK_SIGNAL)
 
 
@@ -95,8 +93,7 @@ logger = logging.getLogger("hvlike")
 def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> Iterator[None]:
     """Warn every `patience` seconds that this rank waits, while the body (a part of init()) runs.
 
-    Args:
-        limit: Seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
+    limit: Seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
     """
     done = threading.Event()
     started = time.monotonic()

@@ -42,8 +42,6 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI library."""
-
     path: str
     """Of the shared object; empty where the system does not tell."""
     vendor: str
@@ -88,15 +86,10 @@ class Mpirun:
     path: str
     family: str
     version: str
-    """The first line with a version in it, as the launcher says it."""
     flags: tuple[str, ...]
 
     def command(self, ranks: int, program: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-        """The command line that runs a program on so many ranks.
-
-        Args:
-            more: Flags of the caller.
-        """
+        """The command line that runs a program on so many ranks. more: Flags of the caller."""
         return [self.path, *self.flags, *more, "-n", str(ranks), *program]
 
 
@@ -131,7 +124,6 @@ def launcher_folders(library_path: str, search_path: str) -> list[str]:
 
 
 def launcher_candidates(places: Sequence[str]) -> Iterator[str]:
-    """The launchers in these folders, each file once."""
     seen = set()
     for folder in places:
         for name in LAUNCHER_NAMES:
@@ -163,7 +155,6 @@ def family_of_library(vendor: str) -> str:
 
 
 def family_of_launcher(version: str) -> str:
-    """The family of a launcher with this answer to --version."""
     if any(sign in version for sign in ("Open MPI", "OpenRTE", "PRRTE")):
         return OPEN_MPI
     return HYDRA if any(sign in version for sign in ("HYDRA", "Intel(R) MPI")) else UNKNOWN

@@ -35,15 +35,12 @@ _LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULT
 
 @dataclass(frozen=True)
 class RankReport:
-    """What MPI says of one rank."""
-
     rank: int
     size: int
     host: str
     thread_level: str
     """MPI's name of it, as THREAD_MULTIPLE."""
     library: str
-    """What the running MPI library calls itself."""
 
 
 class LaunchProbe:
@@ -58,8 +55,7 @@ class LaunchProbe:
         world: MPI.Intracomm = self._mpi.COMM_WORLD
         level = self._mpi.Query_thread()
         names = {getattr(self._mpi, name): name for name in _LEVELS}
-        library = self._mpi.Get_library_version().strip("\0 \n").splitlines()[0]
-        host = self._mpi.Get_processor_name()
+        library, host = mpi_library.library_name(self._mpi), self._mpi.Get_processor_name()
         self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library)
         self._comm: MPI.Intracomm | None = None
         if self.place.size == 1:
@@ -86,7 +82,6 @@ class LaunchProbe:
         return time.time()
 
     def end(self) -> None:
-        """End MPI in this process. Collective; nothing of MPI works afterwards."""
         if self._comm is not None:
             self._comm.Free()
         self._mpi.Finalize()

@@ -19,37 +19,22 @@ class Launcher:
 
     name: str
     size: int
-    """Number of processes it was asked to start."""
     variable: str
-    """The environment variable that holds the size."""
     rank: int | None = None
-    """The number it gave to this process; None where it does not say."""
     fix: str = ""
     """What to do when the loaded MPI library does not understand it."""
 
 
-_SAME_MPI = (
-    "Start the job with the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"
-)
+_SAME_MPI = "Start the job by the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"
+_NO_MPI = "{name} does not start MPI jobs: use `mpirun -n {size} python ...` in its place"
+_INTERFACE = "Choose the interface that the library speaks: "
 
 # Name, the variables with size and rank, a variable that must stand beside them, the fix. The innermost launcher comes
 # first: mpirun inside a batch step sets its own variables and leaves those of the step. SLURM_NTASKS is no sign: sbatch
 # sets it for a script that no launcher has started.
 _SIGNS = (
-    (
-        "torchrun",
-        "WORLD_SIZE",
-        "RANK",
-        "TORCHELASTIC_RUN_ID",
-        "torchrun does not start MPI jobs: use `mpirun -n {size} python ...` in its place",
-    ),
-    (
-        "horovodrun (Gloo)",
-        "HOROVOD_SIZE",
-        "HOROVOD_RANK",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-        "horovodrun without MPI does not start MPI jobs: use `mpirun -n {size} python ...` in its place",
-    ),
+    ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", _NO_MPI),
+    ("horovodrun without MPI (Gloo)", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", _NO_MPI),
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", None, _SAME_MPI),
     ("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", None, _SAME_MPI),
     ("MPICH's mpiexec (Hydra, Intel MPI, PALS)", "PMI_SIZE", "PMI_RANK", None, _SAME_MPI),
@@ -65,15 +50,15 @@ _SIGNS = (
         "FLUX_JOB_SIZE",
         "FLUX_TASK_RANK",
         None,
-        "Choose the interface that the library speaks: `flux run -o mpi=...` or `-o pmi=pmix`, or use mpirun",
+        _INTERFACE + "`flux run -o mpi=...` or `-o pmi=pmix`, or use mpirun",
     ),
     (
         "Slurm's srun",
         "SLURM_STEP_NUM_TASKS",
         "SLURM_PROCID",
         None,
-        "Choose the interface that the library speaks: `srun --mpi=pmix` for Open MPI (4 or newer), `srun --mpi=pmi2` "
-        "for MPICH and Intel MPI (`srun --mpi=list` shows what the site offers), or use mpirun inside the allocation",
+        _INTERFACE + "`srun --mpi=pmix` for Open MPI (4 or newer), `srun --mpi=pmi2` for MPICH and Intel MPI (`srun "
+        "--mpi=list` shows what the site offers), or use mpirun inside the allocation",
     ),
 )
 
@@ -84,18 +69,15 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
         number = environment.get(variable, "")
         if number.isdecimal() and (beside is None or beside in environment):
             rank = environment.get(rank_variable, "")
-            return Launcher(
-                name, int(number), variable, int(rank) if rank.isdecimal() else None, fix.format(size=number)
-            )
+            fix = fix.format(name=name, size=number)
+            return Launcher(name, int(number), variable, int(rank) if rank.isdecimal() else None, fix)
     return None
 
 
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:
     """Raise LaunchError when the launcher was asked for several processes and MPI sees only this one.
 
-    Args:
-        mpi_size: Size of MPI_COMM_WORLD.
-        library: What the loaded MPI library calls itself, for the message.
+    mpi_size: Size of MPI_COMM_WORLD. library: What the loaded MPI library calls itself, for the message.
     """
     launcher = detect_launcher(environment)
     if launcher is None or mpi_size > 1 or launcher.size <= 1:
@@ -111,8 +93,7 @@ def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) 
 def lone_child_warning(environment: Mapping[str, str], size: int) -> str:
     """The warning for a job of one rank in a child of multiprocessing, which no launcher has started; else "".
 
-    Args:
-        size: Number of ranks of the job.
+    size: Number of ranks of the job.
     """
     if size > 1 or multiprocessing.parent_process() is None or detect_launcher(environment) is not None:
         return ""

@@ -40,7 +40,6 @@ os.register_at_fork(after_in_child=_mark_child)
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from a rank."""
     return ForkMark.forked
 
 
@@ -60,11 +59,9 @@ _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 def unlink_start_up_segments(*, alone: bool) -> None:
     """Remove the names of the start-up segments that this process maps; the memory lives on.
 
-    One rank of a node calls it, after MPI has started on all of them.
-
-    Args:
-        alone: No other process will use the segments, because this is the whole job, or all of it ends. Otherwise Open
-            MPI's ranks map each other's segments later, by name.
+    One rank of a node calls it, after MPI has started on all of them. alone: No other process will use the segments,
+    because this is the whole job, or all of it ends. Otherwise Open MPI's ranks map each other's segments later, by
+    name.
     """
     for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
         # Where a machine is split into several nodes for trials, another rank may have been faster.
@@ -117,13 +114,8 @@ def load_mpi(*, serialized: bool = False) -> ModuleType:
     """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED.
 
     Local, but the first call runs MPI_Init, which waits for the other processes of the job. Returns the module
-    `mpi4py.MPI`.
-
-    Args:
-        serialized: Ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
-
-    Raises:
-        LaunchError: If no MPI library loads, MPI is finalised already, or its thread level is too low.
+    `mpi4py.MPI`. serialized: Ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
+    Raises: LaunchError: If no MPI library loads, MPI is finalised already, or its thread level is too low.
     """
     if serialized and "mpi4py.MPI" not in sys.modules:
         _ask_for_serialized()
@@ -196,8 +188,13 @@ def _why_low(mpi: ModuleType) -> str:
         return "The program sets mpi4py.rc.threads = False: remove that line."
     if rc.thread_level not in ("multiple", "serialized"):
         return f"The program sets mpi4py.rc.thread_level = {rc.thread_level!r}: remove that line."
-    library = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
     return (
         f"Either the program initialised MPI itself with a lower level (use MPI.Init_thread(MPI.THREAD_MULTIPLE)), "
-        f"or this library was built without thread support: {library}"
+        f"or this library was built without thread support: {library_name(mpi)}"
     )
+
+
+def library_name(mpi: ModuleType) -> str:
+    """The first line of what the running library calls itself."""
+    name: str = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+    return name

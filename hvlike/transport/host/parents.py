@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "csh", "tcsh", "fish", "busybox"})
 _LAUNCHERS = frozenset(
@@ -26,10 +26,7 @@ _MOST_PARENTS = 8
 _COLUMNS = 80
 
 
-@dataclass(frozen=True)
-class ParentProcess:
-    """A process of this machine."""
-
+class ParentProcess(NamedTuple):
     name: str
     parent: int
 
@@ -52,11 +49,8 @@ class LauncherWatch:
     """Remembers the chain of parents up to the first that is no shell, and notices when it breaks."""
 
     def __init__(
-        self,
-        parent: Callable[[], int] = os.getppid,
-        read: Callable[[int], ParentProcess | None] = read_process,
+        self, parent: Callable[[], int] = os.getppid, read: Callable[[int], ParentProcess | None] = read_process
     ) -> None:
-        """parent: gives this process's parent now; read: name and parent of a process."""
         self._parent = parent
         self._read = read
         self.chain = self._climb()
@@ -64,7 +58,6 @@ class LauncherWatch:
 
     @property
     def launcher(self) -> int:
-        """The process id of the first parent that is no shell."""
         return self.chain[-1]
 
     def is_orphan(self) -> bool:
@@ -84,8 +77,7 @@ class LauncherWatch:
 def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> int | None:
     """How wide the terminal is that shows this rank's stderr, in characters; None where there is none. Local.
 
-    Args:
-        stderr_of: Gives the file that the launcher's stderr is (default: looked up in /proc).
+    stderr_of: Gives the file that the launcher's stderr is (default: looked up in /proc).
     """
     stream = sys.stderr
     if stream is None or stream.closed:

@@ -15,10 +15,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Topology:
-    """The nodes of a job, seen from one rank."""
-
     nodes: tuple[tuple[int, ...], ...]
     """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
     local_rank: int
@@ -26,7 +24,6 @@ class Topology:
     cross_rank: int
     cross_size: int
     homogeneous: bool
-    """Every node holds the same number of ranks."""
 
 
 def group_by_node(node_ids: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -56,7 +53,6 @@ def describe_topology(node_ids: Sequence[Hashable], rank: int) -> Topology:
 
 
 def available_cores() -> frozenset[int]:
-    """The cores on which this process may run."""
     return frozenset(os.sched_getaffinity(0))
 
 

@@ -33,7 +33,6 @@ Coroutine: TypeAlias = Generator[Wait, None, T]
 
 
 def complete(requests: Iterable[Any]) -> Coroutine[None]:
-    """Wait until every MPI request in `requests` is complete."""
     for request in requests:
         while not request.Test():
             yield Wait.POLL
@@ -42,8 +41,7 @@ def complete(requests: Iterable[Any]) -> Coroutine[None]:
 def second_driver(what: str) -> StateError:
     """The error for a thread that advances what another thread advances already.
 
-    Args:
-        what: The coroutine, or the queue whose coroutines are advanced.
+    what: The coroutine, or the queue whose coroutines are advanced.
     """
     return StateError(
         f"two threads advance {what} at the same time: once a coroutine was handed to the loop, only the loop's driver "

@@ -38,7 +38,6 @@ from hvlike.transport.memory.doorbell import Doorbell
 T = TypeVar("T")
 
 _ALREADY_EXECUTING = "generator already executing"
-"""What Python says to a second thread that advances a generator."""
 
 
 class Loop:
@@ -78,9 +77,7 @@ class Loop:
     def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
         """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something.
 
-        Args:
-            is_unfinished: Whether something has begun there for whose end no doorbell rings; a driver that leaves asks
-                it.
+        is_unfinished: Whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
         """
         self._sources.append(source)
         self._unfinished.append(is_unfinished)
@@ -160,7 +157,6 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Stop the threads and fail what is still running with ShutdownError."""
         self._closing = True
         self._bell.ring()
         self.thread_pool.close()
@@ -186,7 +182,6 @@ class Loop:
         self._step(task)
 
     def cancel(self, task: Task[Any], error: BaseException) -> None:
-        """End `task` with `error`. From inside the loop."""
         if not task.done:
             self._check_driver("cancel")
             task.coroutine.close()
@@ -223,11 +218,7 @@ class Loop:
                 self._waiters -= 1
 
     def _listen(self, called: Callable[[], bool], hot: bool) -> None:
-        """What a background thread does until it is `called`.
-
-        Args:
-            hot: Check for a while before the first sleep.
-        """
+        """What a background thread does until it is `called`. hot: Check for a while before the first sleep."""
         linger = RPC_SECONDS if hot and not self._policy.crowded else 0.0
         if (self._inbox or linger) and not self._drive_in_background(called, linger):
             # What this thread has left to be sent when it listens again.
@@ -317,11 +308,7 @@ class Loop:
         return unfinished
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
-        """Drive until `done()` or the deadline; the drive lock was taken and is given back.
-
-        Args:
-            checks: See SpinPolicy.
-        """
+        """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: See SpinPolicy."""
         bell, spin, crowded, background = self._bell, self._spin, self._policy.crowded, self._in_background
         try:
             # `_enter`, without a frame of its own.

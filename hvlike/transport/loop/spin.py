@@ -52,7 +52,6 @@ MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB ove
 """
 
 TICK_SECONDS = 0.25
-"""The longest sleep without a health check."""
 
 PICK_UP_SECONDS = 50e-6
 """How long a background thread that was rung leaves the loop to a thread that may be about to wait."""
@@ -107,11 +106,7 @@ class Spin:
             self._until = now + UNSHARED_SECONDS
 
     def goes_on(self, now: float, *, unnotified: bool) -> bool:
-        """Whether to check once more before sleeping.
-
-        Args:
-            unnotified: No doorbell rings, so only the time counts.
-        """
+        """Whether to check once more before sleeping. unnotified: No doorbell rings, so only the time counts."""
         interrupted = now > self._last + self._interruption
         self._last = now
         self.count += 1

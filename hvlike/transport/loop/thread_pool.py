@@ -45,23 +45,19 @@ class ThreadPool:
         self._hot = False
         self._ended = 0.0
         self.running = 0
-        """Limited work items that run now."""
         with self._lock:
             self._grow()
 
     @property
     def first(self) -> int | None:
-        """The system's number of the first thread."""
         return self._threads[0].native_id
 
     @property
     def queued(self) -> int:
-        """Limited work items that wait for their turn."""
         return len(self._limited)
 
     @property
     def size(self) -> int:
-        """How many threads there are."""
         return len(self._threads)
 
     def allow(self, limit: int) -> None:
@@ -107,7 +103,6 @@ class ThreadPool:
         thread.start()
 
     def _serve(self) -> None:
-        """One thread's life."""
         while True:
             item = self._take()
             if item is not None:

@@ -27,8 +27,6 @@ _POPULATE_WRITE = 23
 
 
 class Allocation:
-    """One shared allocation as this rank sees it."""
-
     def __init__(self, number: tuple[int, int], ranks: Sequence[int], rank: int, nbytes: int, segment: Segment) -> None:
         """number: the same on all ranks, different from that of every other allocation.
 
@@ -42,12 +40,10 @@ class Allocation:
         self._place = {each: index for index, each in enumerate(ranks)}
         self._own = self._place[rank] * self._stride
         self.start: int = segment.address + self._own
-        """The address of this rank's copy."""
         self.works: dict[tuple[int, int], Any] = {}
         """What is kept for operations on a place of this copy, as long as the allocation lives."""
 
     def includes(self, ranks: Sequence[int]) -> bool:
-        """True if all these ranks have a copy."""
         return all(rank in self._place for rank in ranks)
 
     def copy(self, rank: int) -> Array:
@@ -71,7 +67,6 @@ class Allocations:
 
     def __init__(self) -> None:
         self.by_start: dict[int, Allocation] = {}
-        """By the address of this rank's copy."""
         self._starts: list[int] | None = []
         self._made: dict[int, int] = {}
 
@@ -136,7 +131,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first two words of each line: a name and a number."""
     pairs = [line.split()[:2] for line in _lines(path)]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 

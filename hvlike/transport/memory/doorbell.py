@@ -104,8 +104,6 @@ class Fence:
 
 
 class _Pair:
-    """A private semaphore that is posted and taken."""
-
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(SEMAPHORE_BYTES)
         self._semaphore = Semaphore(ctypes.addressof(self._memory))
@@ -159,7 +157,6 @@ class Doorbell:
 
     @property
     def process(self) -> int:
-        """The process id of the rank."""
         return self._words[_PROCESS]
 
     # -- for the rank itself ------------------------------------------------------------------
@@ -171,7 +168,6 @@ class Doorbell:
         self._words[_PROCESS] = process
 
     def enter(self) -> None:
-        """A driver is there from now on."""
         self._words[_DRIVEN] = 1
 
     def leave(self) -> bool:
@@ -203,7 +199,6 @@ class Doorbell:
         return self._driver.wait(seconds)
 
     def awake(self) -> None:
-        """The driver is up again."""
         self._words[_ASLEEP] = 0
 
     def sleep_idle(self, seconds: float) -> bool:

@@ -20,8 +20,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class Kind(enum.Enum):
-    """What arithmetic a dtype has."""
-
     BOOL = "bool"
     INTEGER = "integer"
     HALF = "16-bit float"
@@ -42,7 +40,6 @@ class Element:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return int(self.storage.itemsize)
 
 
@@ -92,32 +89,28 @@ def check_movable(tensor: torch.Tensor) -> Element:
     """
     element = element_of(tensor.dtype)
     if tensor.layout is not torch.strided:
-        raise UsageError(f"expected a dense tensor, got layout {tensor.layout}; convert it with to_dense().")
-    if tensor.device.type != "cpu":
-        raise UsageError(f"expected a tensor in host memory, got one on device {tensor.device}; copy it with cpu().")
-    if not tensor.is_contiguous():
-        raise UsageError(
-            f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
-            "call contiguous() on it."
+        wrong = f"a dense tensor, got layout {tensor.layout}; convert it with to_dense()."
+    elif tensor.device.type != "cpu":
+        wrong = f"a tensor in host memory, got one on device {tensor.device}; copy it with cpu()."
+    elif not tensor.is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        wrong = f"a contiguous tensor, got shape {shape} with strides {strides}; call contiguous() on it."
+    elif tensor.is_conj() or tensor.is_neg():
+        wrong = (
+            "a tensor that holds its own values, got a lazy conjugate or negative; call resolve_conj() or "
+            "resolve_neg() on it."
         )
-    if tensor.is_conj() or tensor.is_neg():
-        raise UsageError(
-            "expected a tensor that holds its own values, got a lazy conjugate or negative; "
-            "call resolve_conj() or resolve_neg() on it."
-        )
-    return element
+    else:
+        return element
+    raise UsageError(f"expected {wrong}")
 
 
 def storage_view(tensor: torch.Tensor) -> Array:
     """View the elements of a contiguous CPU tensor as a 1-D numpy array of the storage dtype, without a copy.
 
-    Returns an array of numel elements that shares the tensor's memory; uint16 for float16 and bfloat16.
-
-    Args:
-        tensor: Any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
-
-    Raises:
-        UsageError: As check_movable does.
+    Returns an array of numel elements that shares the tensor's memory; uint16 for float16 and bfloat16. tensor: Any
+    shape (0-dim and empty too), any dtype of the table, requires_grad or not. Raises: UsageError: As check_movable
+    does.
     """
     element = check_movable(tensor)
     flat = tensor.detach() if tensor.requires_grad else tensor
@@ -144,28 +137,10 @@ def bytes_at(address: int, nbytes: int) -> Array:
 def raw_view(tensor: torch.Tensor) -> Array:
     """View the bytes of a contiguous CPU tensor as a 1-D numpy array of uint8, without a copy.
 
-    Returns an array of numel * itemsize bytes that shares the tensor's memory.
-
-    Args:
-        tensor: Any shape (0-dim and empty too), any dtype of the table, requires_grad or not.
-
-    Raises:
-        UsageError: As check_movable does.
+    Returns an array of numel * itemsize bytes that shares the tensor's memory. tensor: Any shape (0-dim and empty too),
+    any dtype of the table, requires_grad or not. Raises: UsageError: As check_movable does.
     """
     return storage_view(tensor).view(np.uint8)
-
-
-def mpi_datatype(mpi: Any, dtype: torch.dtype) -> Any:
-    """Return the MPI datatype on which MPI's own reductions are right for `dtype`, or None where there is none.
-
-    Args:
-        mpi: The module mpi4py.MPI, or any object with the same names.
-    """
-    name = element_of(dtype).mpi_name
-    return None if name is None else getattr(mpi, name)
-
-
-_ORDERINGS = ("MIN", "MAX")
 
 
 class MpiConstants:
@@ -181,21 +156,15 @@ class MpiConstants:
     def reduction(self, dtype: torch.dtype, op_name: str) -> tuple[Any, Any] | None:
         """Return (datatype, operation) for MPI's own reduction of `dtype`, or None where it is not to be trusted.
 
-        Args:
-            op_name: SUM, PROD, MIN or MAX.
-
-        Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum and maximum of floats (NaN is kept or
-        lost by the order of the operands, which differs between the ranks), and products of complex numbers (compiled
-        with fused operations they depend on that order too).
+        op_name: SUM, PROD, MIN or MAX. Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum and
+        maximum of floats (NaN is kept or lost by the order of the operands, which differs between the ranks), and
+        products of complex numbers (compiled with fused operations they depend on that order too).
         """
-        datatype = mpi_datatype(self._mpi, dtype)
-        kind = element_of(dtype).kind
-        if datatype is None:
-            return None
-        if kind is Kind.FLOAT and op_name in _ORDERINGS:
+        kind, name = element_of(dtype).kind, element_of(dtype).mpi_name
+        if name is None or (kind is Kind.FLOAT and op_name in ("MIN", "MAX")):
             return None
         if kind is Kind.COMPLEX and op_name == "PROD":
             return None
         if kind is Kind.BOOL:
             op_name = "MAX" if op_name in ("SUM", "MAX") else "MIN"
-        return datatype, getattr(self._mpi, op_name)
+        return getattr(self._mpi, name), getattr(self._mpi, op_name)

@@ -70,13 +70,12 @@ def keep_memory() -> bool:
     second time only after it has made up to seven others: it takes some steps until nothing is mapped any more.
     Returns False, after a warning, where malloc is not glibc's.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    if not hasattr(_libc, "gnu_get_libc_version"):
         logger.warning("HVLIKE_KEEP_MEMORY=1 has no effect: the C library of this system is not glibc.")
         return False
-    library.mallopt(_TRIM_THRESHOLD, _NEVER)
-    library.mallopt(_TOP_PAD, _PAD)
-    if not library.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
+    _libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+    _libc.mallopt(_TOP_PAD, _PAD)
+    if not _libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK):
         # Before glibc 2.35 that threshold ends at 32 MiB: then no block at all gets a mapping of its own.
-        library.mallopt(_MMAP_MAX, 0)
+        _libc.mallopt(_MMAP_MAX, 0)
     return True

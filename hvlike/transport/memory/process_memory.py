@@ -23,17 +23,9 @@ class _Range(ctypes.Structure):
 
 # CDLL lets other threads of this process run meanwhile.
 _library = ctypes.CDLL(None, use_errno=True)
-_ARGUMENTS = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
+_ARGUMENTS = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
 
 ROW_BYTES = ctypes.sizeof(_Range)
-"""Of one range in a table of them."""
 
 MOST_RANGES = 1024
 """How many ranges the system takes in one call: UIO_MAXIOV."""
@@ -67,7 +59,6 @@ class Ranges:
     """A table of ranges of memory, as the system reads it: their lengths stay, their addresses may change."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: in bytes."""
         self._table = np.zeros((len(lengths), 2), np.uint64)
         self._table[:, 1] = lengths
         self.addresses = self._table[:, 0]
@@ -123,4 +114,3 @@ def _function(name: str) -> Any:
 
 
 FUNCTIONS = {name: _function(name) for name in (_READ, _WRITE)}
-"""The system calls by name."""

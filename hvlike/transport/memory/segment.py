@@ -81,7 +81,6 @@ class SegmentOffer:
         self.offer = Offer(self._path, nbytes, cookie)
 
     def withdraw(self) -> None:
-        """Close the file (and remove its name); the mappings stay."""
         os.close(self._file)
         if not self._memfd:
             os.unlink(self._path)

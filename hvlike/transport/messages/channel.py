@@ -1,6 +1,10 @@
 """Point-to-point messages between ranks: a small header, a pickle, and tensors out of band.
 
-A message is an object (pickled with protocol 5) and any number of contiguous CPU tensors; encoding.py has its layout.
+A message is an object (pickled with protocol 5) and any number of contiguous CPU tensors.
+
+    header | pickle | inline tensors | buffers of the pickle | length of each buffer | number of buffers
+
+The header holds topic and flags, the tag of the payload (0: the tensors are inline), and the length of the pickle.
 A small message is one MPI message. The tensors of a larger one follow as MPI messages of their own and are received
 straight into their final storage. Messages of one sender without large tensors arrive in order. Between ranks of one
 node the longest tensor may go without MPI (direct_copy.py).
@@ -12,9 +16,10 @@ receiver therefore knows how many messages are on their way and never polls for 
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,27 +27,28 @@ import torch
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.loop.loop import Loop
 from hvlike.transport.memory.doorbell import Doorbell
+from hvlike.transport.memory.dtypes import Array, raw_view
+from hvlike.transport.memory.malloc import allocate_receive_buffer
 from hvlike.transport.messages.direct_copy import CopyOffer, DirectCopies
-from hvlike.transport.messages.encoding import (
-    FLAG_BITS,
-    HAS_BUFFERS,
-    HAS_TENSORS,
-    HEADER,
-    INLINE_BYTES,
-    bytes_of,
-    describe_tensors,
-    make_tensor,
-    pack_buffers,
-    pieces_of,
-    unpack_buffers,
-)
 from hvlike.transport.messages.traffic import Traffic
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Handler = Callable[[int, Any, list[torch.Tensor]], None]
 """Called in the loop with the sender's rank, the object and the tensors; must return quickly."""
+
+INLINE_BYTES = 4096
+"""Tensors up to this size in all are part of the message itself."""
+
+PIECE_BYTES = 16 << 20
+"""The longest MPI message of a payload. Where MPI moves bytes only while it is called, each piece that has arrived
+shows the receiver that it pays to go on polling."""
+
+HEADER = struct.Struct("<IIQ")
+HAS_TENSORS, HAS_BUFFERS = 1, 2
+FLAG_BITS = 2
+_COUNT = struct.Struct("<I")
+
+Description = int | tuple[torch.dtype, tuple[int, ...]]
+"""What the receiver makes a tensor from: dtype and shape, or the length of a tensor of plain bytes."""
 
 _MESSAGE_TAG = 1
 _FIRST_PAYLOAD_TAG = 16
@@ -73,7 +79,6 @@ class Channel:
         self._bells = bells
         self._traffic = traffic
         self.direct = direct
-        """How the longest tensors travel inside the node."""
         self._remote = len(bells) < comm.size
         self._rank: int = comm.rank
         self._status = mpi.Status()
@@ -84,7 +89,7 @@ class Channel:
         self._taken = 0
         self._handlers = _Handlers()
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
-        self._incoming: tuple[int, NDArray[np.uint8], Any] | None = None
+        self._incoming: tuple[int, Array, Any] | None = None
         self._expecting = False
         self._receiving = 0
         self._copying = 0
@@ -97,7 +102,6 @@ class Channel:
         self._loop.perform(lambda: self._handlers.register(topic, handler))
 
     def send_soon(self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """`send` from any thread."""
         self._loop.post(lambda: self.send(rank, topic, value, tensors))
 
     def send(
@@ -116,7 +120,7 @@ class Channel:
             self._loop.post(lambda: self._handlers[topic](rank, value, copies))
             return
         flags, tag, payload_bytes = 0, 0, 0
-        views: list[NDArray[np.uint8]] = []
+        views: list[Array] = []
         offer: CopyOffer | None = None
         content = value
         if tensors:
@@ -153,7 +157,6 @@ class Channel:
 
     @property
     def quiet(self) -> bool:
-        """True when nothing is on its way from here."""
         return not (self._sending or self._copying)
 
     def _is_unfinished(self) -> bool:
@@ -163,7 +166,6 @@ class Channel:
         return bool(self._sending or self._receiving or self._copying) or self._expecting or self._incoming is not None
 
     def _progress(self, rung: bool) -> Wait:
-        """The channel's part of a turn of the loop."""
         wait = self._advance_sends() if self._sending else Wait.NOTIFY
         if rung:
             self._expecting = sum(self._counted) > self._taken
@@ -213,7 +215,7 @@ class Channel:
             received = True
             self._open(source, buffer)
 
-    def _open(self, source: int, buffer: NDArray[np.uint8]) -> None:
+    def _open(self, source: int, buffer: Array) -> None:
         memory = buffer.data
         code, tag, length = HEADER.unpack_from(memory)
         topic, end = code >> FLAG_BITS, HEADER.size + length
@@ -239,11 +241,11 @@ class Channel:
         topic: int,
         value: Any,
         tensors: list[torch.Tensor],
-        views: list[NDArray[np.uint8]],
+        views: list[Array],
         tag: int,
         offer: CopyOffer | None,
     ) -> Coroutine[None]:
-        def start(views: Sequence[NDArray[np.uint8]], offer: CopyOffer | None = None) -> list[Any]:
+        def start(views: Sequence[Array], offer: CopyOffer | None = None) -> list[Any]:
             return [self._comm.Irecv([piece, self._mpi.BYTE], source, tag) for piece in pieces_of(views, offer)]
 
         requests = start(views, offer)
@@ -260,7 +262,7 @@ class Channel:
             self._receiving -= 1
         self._handlers[topic](source, value, tensors)
 
-    def _copy_to(self, rank: int, view: NDArray[np.uint8], tag: int) -> Coroutine[None]:
+    def _copy_to(self, rank: int, view: Array, tag: int) -> Coroutine[None]:
         """The sender's part of a direct copy; by MPI where the receiver asks for that."""
 
         def by_mpi() -> Coroutine[None]:
@@ -284,7 +286,6 @@ class _Handlers(dict[int, Handler]):
         return lambda *message: self._early.setdefault(topic, []).append(message)
 
     def register(self, topic: int, handler: Handler) -> None:
-        """Use `handler` from now on, for the messages that have come already too."""
         self[topic] = handler
         for message in self._early.pop(topic, []):
             handler(*message)
@@ -315,3 +316,62 @@ class Mailbox:
     def _deliver(self, rank: int, message: tuple[Hashable, Any], tensors: list[torch.Tensor]) -> None:
         key, value = message
         self._values.setdefault((rank, key), deque()).append(value)
+
+
+def pack_buffers(found: Sequence[pickle.PickleBuffer]) -> list[memoryview | bytes]:
+    """The end of a message: these buffers, the length of each, and their number."""
+    memories = [each.raw() for each in found]
+    lengths = struct.pack(f"<{len(memories)}Q", *(each.nbytes for each in memories))
+    return [*memories, lengths, _COUNT.pack(len(memories))]
+
+
+def unpack_buffers(message: memoryview) -> list[memoryview]:
+    end = len(message) - _COUNT.size
+    (count,) = _COUNT.unpack_from(message, end)
+    end -= 8 * count
+    lengths = struct.unpack_from(f"<{count}Q", message, end)
+    start = end - sum(lengths)
+    buffers = []
+    for length in lengths:
+        buffers.append(message[start : start + length])
+        start += length
+    return buffers
+
+
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> tuple[list[Array], list[Description]]:
+    """The bytes of these tensors, and what the receiver makes them from."""
+    views: list[Array] = []
+    descriptions: list[Description] = []
+    for tensor in tensors:
+        views.append(view := bytes_of(tensor))
+        descriptions.append(view.nbytes if _is_plain(tensor) else (tensor.dtype, tuple(tensor.shape)))
+    return views, descriptions
+
+
+def make_tensor(description: Description) -> torch.Tensor:
+    if isinstance(description, int):
+        return allocate_receive_buffer((description,), torch.uint8)
+    dtype, shape = description
+    return allocate_receive_buffer(shape, dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> Array:
+    if _is_plain(tensor):
+        plain: Array = tensor.numpy()
+        return plain
+    return raw_view(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for a row of bytes, which is what RPC sends: quicker to describe and to view than other tensors."""
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
+
+
+def pieces_of(views: Sequence[Array], offer: CopyOffer | None = None) -> list[Array]:
+    """The MPI messages of a payload, without the view that is copied directly (`offer`)."""
+    return [
+        view[start : start + PIECE_BYTES]
+        for place, view in enumerate(views)
+        if offer is None or place != offer[0]
+        for start in range(0, view.nbytes, PIECE_BYTES)
+    ]

@@ -18,7 +18,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,16 +25,11 @@ import torch
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory import process_memory
 from hvlike.transport.memory.doorbell import Doorbell, Fence
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+from hvlike.transport.memory.dtypes import Array
 
 LEAST_BYTES = 1 << 20
-"""Smaller payloads gain nothing."""
 
 _UNIT_BYTES = 64 << 10
-"""What is claimed is a multiple of this."""
 
 _MOST_UNITS = 48
 """Of one claim: the loop has other things to do, too."""
@@ -102,11 +96,10 @@ class DirectCopies:
         for word in (_DESTINATION, _READ, _WRITTEN, _SETTLED, _RECEIVED, _REFUSED):
             self._mine[word] = 0
 
-    def send(self, rank: int, view: NDArray[np.uint8], otherwise: Callable[[], Coroutine[None]]) -> Coroutine[None]:
+    def send(self, rank: int, view: Array, otherwise: Callable[[], Coroutine[None]]) -> Coroutine[None]:
         """The sender's part: help to copy, until the receiver has everything.
 
-        Args:
-            otherwise: Sends it by MPI, where the receiver asks for that.
+        otherwise: Sends it by MPI, where the receiver asks for that.
         """
         slot = self._mine
         try:
@@ -121,7 +114,7 @@ class DirectCopies:
         finally:
             self._busy = False
 
-    def _write(self, process: int, slot: memoryview, view: NDArray[np.uint8]) -> Coroutine[None]:
+    def _write(self, process: int, slot: memoryview, view: Array) -> Coroutine[None]:
         payload = _Payload(view)
         theirs = slot[_DESTINATION]
         written = 0
@@ -144,12 +137,11 @@ class DirectCopies:
             slot[_SETTLED] = 1 + written
 
     def receive(
-        self, rank: int, address: int, view: NDArray[np.uint8], otherwise: Callable[[], Coroutine[None]]
+        self, rank: int, address: int, view: Array, otherwise: Callable[[], Coroutine[None]]
     ) -> Coroutine[None]:
         """The receiver's part: copy what lies at `address` of a local rank into `view`.
 
-        Args:
-            otherwise: Receives it by MPI, where the memory of that rank cannot be read after all.
+        otherwise: Receives it by MPI, where the memory of that rank cannot be read after all.
         """
         slot = self._slots[rank]
         over = False
@@ -168,7 +160,7 @@ class DirectCopies:
             if not over:
                 self._abandon(slot, view)
 
-    def _read(self, process: int, slot: memoryview, address: int, view: NDArray[np.uint8]) -> Coroutine[None]:
+    def _read(self, process: int, slot: memoryview, address: int, view: Array) -> Coroutine[None]:
         payload = _Payload(view)
         read = 0
 
@@ -199,7 +191,7 @@ class DirectCopies:
         while slot[_WRITTEN] and not slot[_SETTLED]:
             yield Wait.POLL
 
-    def _abandon(self, slot: memoryview, view: NDArray[np.uint8]) -> None:
+    def _abandon(self, slot: memoryview, view: Array) -> None:
         """The transfer is given up here (shutdown): the sender must not write into memory that is freed."""
         slot[_READ] = _ALL
         self._fence()
@@ -212,15 +204,12 @@ class DirectCopies:
 
 
 class _Payload:
-    """A payload in units."""
-
-    def __init__(self, view: NDArray[np.uint8]) -> None:
+    def __init__(self, view: Array) -> None:
         self.address: int = view.ctypes.data
         self.units = -(-view.nbytes // _UNIT_BYTES)
         self._nbytes = view.nbytes
 
     def free(self, slot: memoryview) -> int:
-        """How many units nobody has claimed."""
         return max(self.units - slot[_READ] - slot[_WRITTEN], 0)
 
     def part(self, first: int, units: int) -> tuple[int, int]:
@@ -229,5 +218,5 @@ class _Payload:
         return start, min(units * _UNIT_BYTES, self._nbytes - start)
 
 
-_kept: list[NDArray[np.uint8]] = []
+_kept: list[Array] = []
 """Memory that a sender who does not answer may still write."""

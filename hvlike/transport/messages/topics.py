@@ -15,11 +15,9 @@ class Topic(enum.IntEnum):
     SHUTDOWN = 3
     """The ranks that end their program or call shutdown()."""
     RPC = 4
-    """Calls, answers and RRefs."""
     ZERO_STATE = 5
     """State of ZeRO's optimizer that one rank asks another one for."""
     METRICS = 6
-    """Metrics that rank 0 aggregates."""
     DEVICE = 7
     """Failures of a GPU backend."""
     BENCH_READY = 990

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sent:
     """What a rank has sent up to a moment, or between two: the later one minus the earlier."""
 
@@ -23,40 +23,30 @@ class Sent:
     data_messages: int = 0
     data_bytes: int = 0
     collectives: int = 0
-    """Calls of MPI's own collectives."""
     collective_bytes: int = 0
     """Size of the buffers this rank has given to them."""
 
     @property
     def control_messages(self) -> int:
-        """Control messages of all kinds."""
         return sum(self.control.values())
 
     def __sub__(self, earlier: Sent) -> Sent:
-        """What was sent since `earlier`."""
         control = Counter(self.control)
         control.subtract(earlier.control)
         others = {name: value - getattr(earlier, name) for name, value in vars(self).items() if name != "control"}
         return Sent({kind: count for kind, count in control.items() if count}, **others)
 
 
-class Traffic:
-    """The counters of one rank, as in `Sent`. Written from inside the loop only, read by any thread."""
+@dataclass
+class Traffic(Sent):
+    """The counters of one rank. Written from inside the loop only, read by any thread."""
 
-    def __init__(self) -> None:
-        self.control: Counter[str] = Counter()
-        self.control_bytes = 0
-        self.data_messages = 0
-        self.data_bytes = 0
-        self.collectives = 0
-        self.collective_bytes = 0
+    control: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> Sent:
-        """What this rank has sent so far."""
         return Sent(**{**vars(self), "control": dict(self.control)})
 
     def count_collective(self, nbytes: int) -> None:
-        """A buffer of `nbytes` is given to a collective of MPI."""
         self.collectives += 1
         self.collective_bytes += nbytes
 
@@ -72,18 +62,15 @@ class CountedComm:
         self._traffic = traffic
 
     def Isend(self, buffer: Any, *others: Any, **named: Any) -> Any:
-        """Start a message."""
         self._traffic.data_messages += 1
         self._traffic.data_bytes += buffer[0].nbytes
         return self._comm.Isend(buffer, *others, **named)
 
     def Ibcast(self, buffer: Any, *others: Any, **named: Any) -> Any:
-        """Start a broadcast."""
         self._traffic.count_collective(buffer[0].nbytes)
         return self._comm.Ibcast(buffer, *others, **named)
 
     def Iallreduce(self, source: Any, target: Any, *others: Any, **named: Any) -> Any:
-        """Start a reduction."""
         self._traffic.count_collective(target[0].nbytes)
         return self._comm.Iallreduce(source, target, *others, **named)
 

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +24,8 @@ class Recorder:
         return False
 
 
-def member(mpi: Any) -> Any:
-    return SimpleNamespace(mpi=mpi, rank=1, size=3, host="here", on_first_node=True)
+def guard_of(mpi: Any, on_end: Callable[[], None] = lambda: None) -> Guard:
+    return Guard(mpi, 1, "rank 1 of 3 on here", on_end)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def hooks() -> tuple[object, ...]:
 
 def test_hooks_come_back() -> None:
     before = hooks()
-    guard = Guard(member(Recorder()), lambda: None)
+    guard = guard_of(Recorder())
     guard.install()
     guard.install()
     assert all(now is not then for now, then in zip(hooks(), before, strict=True))
@@ -55,13 +56,13 @@ def test_hooks_come_back() -> None:
 
 def test_alone_nothing_is_installed() -> None:
     before = hooks()
-    Guard(member(Recorder(size=1)), lambda: None).install()
+    guard_of(Recorder(size=1)).install()
     assert hooks() == before
     assert Guard.on_duty is None
 
 
 def test_hooks_installed_later_by_others_stay() -> None:
-    guard = Guard(member(Recorder()), lambda: None)
+    guard = guard_of(Recorder())
     guard.install()
 
     def theirs(*_: object) -> None: ...
@@ -73,7 +74,7 @@ def test_hooks_installed_later_by_others_stay() -> None:
 
 def test_a_second_guard_sends_the_first_home() -> None:
     before = hooks()
-    first, second = (Guard(member(Recorder()), lambda: None) for _ in range(2))
+    first, second = (guard_of(Recorder()) for _ in range(2))
     first.install()
     second.install()
     first.uninstall()
@@ -83,7 +84,7 @@ def test_a_second_guard_sends_the_first_home() -> None:
 
 
 def test_a_start_does_not_replace_the_guard_on_duty() -> None:
-    guard = Guard(member(Recorder()), lambda: None)
+    guard = guard_of(Recorder())
     guard.install()
     during = hooks()
     watch_start()
@@ -93,7 +94,7 @@ def test_a_start_does_not_replace_the_guard_on_duty() -> None:
 
 def test_an_exception_in_a_thread_is_reported_once_and_aborts(capsys: pytest.CaptureFixture[str]) -> None:
     mpi = Recorder()
-    guard = Guard(member(mpi), lambda: None)
+    guard = guard_of(mpi)
     guard.install()
     thread = threading.Thread(target=lambda: 1 / 0, name="loader")
     thread.start()
@@ -107,7 +108,7 @@ def test_an_exception_in_a_thread_is_reported_once_and_aborts(capsys: pytest.Cap
 
 def test_a_thread_may_end_with_sys_exit(capsys: pytest.CaptureFixture[str]) -> None:
     mpi = Recorder()
-    guard = Guard(member(mpi), lambda: None)
+    guard = guard_of(mpi)
     guard.install()
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()
@@ -121,7 +122,7 @@ def test_a_hook_that_was_there_before_prints_the_traceback(capsys: pytest.Captur
     mpi = Recorder()
     seen: list[object] = []
     threading.excepthook = lambda args: seen.append(args.exc_type)
-    guard = Guard(member(mpi), lambda: None)
+    guard = guard_of(mpi)
     guard.install()
     thread = threading.Thread(target=lambda: 1 / 0)
     thread.start()
@@ -138,7 +139,7 @@ def test_a_farewell_that_fails_aborts() -> None:
     def fail() -> None:
         raise RuntimeError("no way out")
 
-    guard = Guard(member(mpi), fail)
+    guard = guard_of(mpi, fail)
     guard.install()
     with pytest.raises(RuntimeError, match="no way out"):
         guard.at_exit()
