@@ -80,7 +80,7 @@ class OpQueue:
                 if not until:
                     until = now + self.patience
                 elif now > until:
-                    self._hand_over(coroutine, after)
+                    self.submit(lambda backend: coroutine, after, wake=False)
                     return False
                 if self._crowded:
                     # The rank that is waited for may need this core.
@@ -92,14 +92,6 @@ class OpQueue:
         finally:
             self._driving.release()
         return True
-
-    def _hand_over(self, coroutine: Coroutine[None], after: Callable[[Task[None]], None]) -> None:
-        """Let the loop go on with a coroutine that a thread has driven so far."""
-
-        def rest(backend: Backend) -> Coroutine[None]:
-            yield from coroutine
-
-        self.submit(rest, after, wake=False)
 
     def submit(self, job: Job, after: Callable[[Task[None]], None], *, wake: bool = True) -> None:
         """Run `job(backend)` after all that was submitted before, then `after(task)` in the loop. From any thread."""

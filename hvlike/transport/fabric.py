@@ -118,15 +118,15 @@ class Fabric:
         copy.Set_errhandler(self.world.mpi.ERRORS_RETURN)
         return CountedComm(copy, self.traffic)
 
-    def look_at(self, rank: int, *, many_look: bool = False) -> str:
+    def look_at(self, rank: int) -> str:
         """What can be seen of a rank that does not answer, for a report; empty for one of another node.
 
-        many_look: The others of this node look as well; one of them is enough.
+        One of the others on its node looks, which is enough; empty on the rest.
         """
         if rank not in self.bells:
             return ""
         places = self.local_ranks
-        if many_look and places[(places.index(rank) + 1) % len(places)] != self.world.rank:
+        if places[(places.index(rank) + 1) % len(places)] != self.world.rank:
             return ""
         return watchdog.request_stacks(self.bells[rank].process)
 

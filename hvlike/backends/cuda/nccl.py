@@ -53,19 +53,13 @@ class Nccl:
     def __init__(self, module: Any) -> None:
         self._module = module
         self.version = int(module.get_version())
-        self._ops = {
+        self.ops = {
             name: int(getattr(module, constant)) for name, constant in _OPS.items() if hasattr(module, constant)
         }
-        self._dtypes = {
+        """The number of each reduction (sum, avg, min, max, prod) that this version has."""
+        self.dtypes = {
             dtype: int(getattr(module, constant)) for dtype, constant in _DTYPES.items() if hasattr(module, constant)
         }
-
-    def op(self, name: str) -> int | None:
-        """The number of a reduction (sum, avg, min, max, prod); None where this version has it not."""
-        return self._ops.get(name)
-
-    def dtype(self, dtype: torch.dtype) -> int | None:
-        return self._dtypes.get(dtype)
 
     def new_id(self) -> bytes:
         number = self._module.get_unique_id()

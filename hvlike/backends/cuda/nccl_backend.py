@@ -144,13 +144,13 @@ class NcclBackend(DeviceBackend):
         scale_([flat for flat, owner in parts if owner == self._rank], recipe.after)
 
     def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        byte = self._number_of(torch.uint8)
+        byte = self._communicator.nccl.dtypes[torch.uint8]
         parts, call = zip(tensors, owners, strict=True), self._communicator.link.broadcast
         self._begin([_in_place(call, tensor, byte, owner) for tensor, owner in parts if len(tensor)])
         yield from ()
 
     def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        byte, link = self._number_of(torch.uint8), self._communicator.link
+        byte, link = self._communicator.nccl.dtypes[torch.uint8], self._communicator.link
         receives[self._rank].copy_(sends[self._rank])
         others = [peer for peer in range(len(sends)) if peer != self._rank]
         moves = [(link.send, sends[peer], peer) for peer in others]
@@ -159,14 +159,9 @@ class NcclBackend(DeviceBackend):
         yield from ()
 
     def _numbers(self, recipe: Recipe, flats: Sequence[torch.Tensor]) -> tuple[int, int]:
-        op = self._communicator.nccl.op(recipe.op)
-        assert op is not None
-        return self._number_of(flats[0].dtype) if flats else 0, op
-
-    def _number_of(self, dtype: torch.dtype) -> int:
-        number = self._communicator.nccl.dtype(dtype)
-        assert number is not None
-        return number
+        """NCCL's numbers of the dtype and of the reduction."""
+        nccl = self._communicator.nccl
+        return nccl.dtypes[flats[0].dtype] if flats else 0, nccl.ops[recipe.op]
 
     def _begin(self, calls: Sequence[tuple[Any, ...]]) -> None:
         """Put calls (a function of the communicator, and all it is given but the stream) into it, as one group."""

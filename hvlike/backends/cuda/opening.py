@@ -104,48 +104,37 @@ class DeviceBackends:
         self, host: Backend, runtime: DeviceRuntime, device: torch.device, make: Callable[[], nccl.Communicator]
     ) -> Coroutine[nccl.Communicator | None]:
         """What `make` returns, if it does so on all ranks; else None, or an error where NCCL was demanded."""
-        attempt = Attempt(make, runtime, device)
-        while not attempt.ended(time.monotonic()):
+        made: list[nccl.Communicator] = []
+        failure = ""
+
+        def attempt() -> None:
+            nonlocal failure
+            try:
+                # NCCL takes the current device.
+                with runtime.use(runtime.current_stream(device)):
+                    made.append(make())
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"[:300]
+
+        # It waits for other ranks: in a thread of its own, as the loop must go on.
+        thread = threading.Thread(target=attempt, name="hvlike-nccl-connect", daemon=True)
+        thread.start()
+        until = time.monotonic() + _CONNECT_SECONDS
+        while thread.is_alive() and time.monotonic() <= until:
             yield Wait.POLL
-        errors = yield from _tell_all(host, self._group, attempt.error)
+        if thread.is_alive():
+            failure = f"nothing was heard of the other ranks for {_CONNECT_SECONDS:g} s"
+        errors = yield from _tell_all(host, self._group, failure)
         wrong = [f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, errors, strict=True) if text]
         if not wrong:
-            return attempt.made
-        if attempt.made is not None:
-            attempt.made.abort()
+            return made[0]
+        for communicator in made:
+            communicator.abort()
         if self._knobs.cuda_plane == NCCL:
             raise LaunchError(f"HVLIKE_CUDA_PLANE=nccl, but no communicator could be made: {'; '.join(wrong[:3])}")
         self.choice = Choice(STAGED, f"no communicator of NCCL could be made ({wrong[0]})")
         self._log()
         return None
-
-
-class Attempt:
-    """A call that waits for other ranks, in a thread of its own, as the loop must go on."""
-
-    def __init__(self, make: Callable[[], nccl.Communicator], runtime: DeviceRuntime, device: torch.device) -> None:
-        self.made: nccl.Communicator | None = None
-        self.error = ""
-        self._make = make
-        self._runtime = runtime
-        self._device = device
-        self._until = time.monotonic() + _CONNECT_SECONDS
-        self._thread = threading.Thread(target=self._run, name="hvlike-nccl-connect", daemon=True)
-        self._thread.start()
-
-    def ended(self, now: float) -> bool:
-        if self._thread.is_alive() and now > self._until:
-            self.error = f"nothing was heard of the other ranks for {_CONNECT_SECONDS:g} s"
-            return True
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            # NCCL takes the current device.
-            with self._runtime.use(self._runtime.current_stream(self._device)):
-                self.made = self._make()
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"[:300]
 
 
 def _tell_all(host: Backend, group: Group, value: Any) -> Coroutine[list[Any]]:

@@ -91,7 +91,7 @@ class Controller:
         """By number the spec and what follows from it: `Response.extra`, which depends on nothing else."""
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
-        look = partial(fabric.look_at, many_look=True)
+        look = fabric.look_at
         self._probe = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
         self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
         self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}

@@ -104,7 +104,7 @@ class ShutdownBarrier:
             return
         text = (
             f"{self._world} has ended its program, or called shutdown(), {waited:.0f} s ago and waits for the others. "
-            f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0, many_look=True)}"
+            f"Rank 0, which knows for whom, does not answer; {self._fabric.look_at(0)}"
         ).removesuffix("; ")
         # A rank 0 that was only busy has answered before.
         self._stalled = self._limits.judge(text, waited, min(waited, query.asked - query.heard_at(0)))

@@ -19,7 +19,7 @@ from pathlib import Path
 from hvlike.errors import LaunchError
 from hvlike.transport.host.mpi_library import INSTALL_HINT
 
-_SECONDS = 60
+_LIBRARY_SECONDS, _VERSION_SECONDS = 60, 20
 
 # Importing MPI with these settings loads the library and calls nothing that needs MPI_Init.
 _QUESTION = """
@@ -56,13 +56,12 @@ def ask_mpi_library(environment: Mapping[str, str]) -> MpiLibrary:
 
     Raises: LaunchError when mpi4py is missing or finds no library, with what to install.
     """
-    command = [sys.executable, "-c", _QUESTION]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=dict(environment)
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"asking {sys.executable} for the MPI library fails: {error}") from error
+    answer = _ask(
+        [sys.executable, "-c", _QUESTION],
+        f"asking {sys.executable} for the MPI library",
+        _LIBRARY_SECONDS,
+        dict(environment),
+    )
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()
         raise LaunchError(
@@ -72,11 +71,19 @@ def ask_mpi_library(environment: Mapping[str, str]) -> MpiLibrary:
     return MpiLibrary(**json.loads(answer.stdout))
 
 
+def _ask(
+    command: list[str], what: str, seconds: float, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{what} fails: {error}") from error
+
+
 OPEN_MPI, HYDRA, UNKNOWN = "Open MPI", "Hydra", "unknown"
 """Families: a launcher starts the libraries of its own. Hydra is MPICH's, and that of what descends from MPICH."""
 
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
-_VERSION_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -135,12 +142,7 @@ def launcher_candidates(places: Sequence[str]) -> Iterator[str]:
 
 def examine_launcher(path: str) -> Mpirun:
     """What a launcher is. Raises: LaunchError when it does not answer."""
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version fails: {error}") from error
+    answer = _ask([path, "--version"], f"{path} --version", _VERSION_SECONDS)
     text = answer.stdout + answer.stderr
     family = family_of_launcher(text)
     version = next((line.strip() for line in text.splitlines() if any(map(str.isdigit, line))), "")

@@ -13,15 +13,12 @@ import os
 import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvlike.errors import LaunchError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+from hvlike.transport.memory.dtypes import Array
 
 T = TypeVar("T")
 
@@ -42,7 +39,7 @@ class Segment:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
-        self.array: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self.array: Array = np.frombuffer(mapping, dtype=np.uint8)
         self.address: int = self.array.ctypes.data
 
     @classmethod
