@@ -5,32 +5,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import hvlike
 from hvlike.collectives.session import basics
-from hvlike.doctor.job import Case, Gathered, collect_rank_facts, start_job
-from hvlike.doctor.machine_facts import Model, collect_model
+from hvlike.doctor.job import Case, collect_rank_facts, start_job
+from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
+from hvlike.doctor.model import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober
 from hvlike.doctor.runner import as_json, as_text, has_failed, in_one_line, run_checks
-from hvlike.doctor.software_facts import Launchers, Trial, collect_launchers, try_two_ranks
 from hvlike.transport.host.launchers import detect_launcher
 
 
 def check_build() -> str:
     """Return Horovod's list of what is built in. Local; starts neither MPI nor a GPU."""
+    mpi, gloo = basics.mpi_built(), basics.gloo_built()
+    frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
     groups: dict[str, dict[str, bool | int]] = {
-        "Available Frameworks": {
-            "TensorFlow": basics.extension_available("tensorflow"),
-            "PyTorch": basics.extension_available("torch"),
-            "MXNet": basics.extension_available("mxnet"),
-        },
-        "Available Controllers": {"MPI": basics.mpi_built(), "Gloo": basics.gloo_built()},
+        "Available Frameworks": {name: basics.extension_available(key) for name, key in frameworks.items()},
+        "Available Controllers": {"MPI": mpi, "Gloo": gloo},
         "Available Tensor Operations": {
             "NCCL": basics.nccl_built(),
             "DDL": basics.ddl_built(),
             "CCL": basics.ccl_built(),
-            "MPI": basics.mpi_built(),
-            "Gloo": basics.gloo_built(),
+            "MPI": mpi,
+            "Gloo": gloo,
         },
     }
     lines = [f"hvlike v{hvlike.__version__}:"]
@@ -46,13 +45,9 @@ _INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
-    """Run the doctor; returns 1 when a check fails, else 0. Under mpirun every rank calls it, and rank 0 reports.
-
-    Blocks, every question at most for --limit seconds.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m hvlike doctor", description="Look for what keeps jobs from working."
-    )
+    """Run the doctor; returns 1 when a check fails, else 0. Under mpirun every rank calls it, and rank 0 reports."""
+    purpose = "Look for what keeps jobs from working."
+    parser = argparse.ArgumentParser(prog="python -m hvlike doctor", description=purpose)
     parser.add_argument(
         "--check-build", action="store_true", help="print what is built in, as horovodrun does, and end"
     )
@@ -67,26 +62,26 @@ def main(arguments: list[str]) -> int:
             print(check_build())
         return 0
     prober = Prober(options.limit)
-    prober.interruption.watch()
+    prober.watch_for_interruption()
     try:
         case = collect_case(prober, options.model, reports=reports)
     except KeyboardInterrupt:
         print("the doctor was interrupted", file=sys.stderr)
         return _INTERRUPTED
-    if not reports and isinstance(case.job.gathered, Gathered):
+    if not reports and case.gathered is not None:
         # Rank 0 has all that this rank has found.
         return 0
-    answers = run_checks(case)
+    findings = run_checks(case)
     if reports:
-        print(as_json(case, answers) if options.json else as_text(case, answers), flush=True)
-        return int(has_failed(answers))
+        print(as_json(case, findings) if options.json else as_text(case, findings), flush=True)
+        return int(has_failed(findings))
     # With status 1 the launcher would end rank 0 in the middle of its report, which fails for the same reason. A rank
     # that is ended because another one has failed has nothing to add.
-    if has_failed(answers) and not prober.interruption.came:
+    if has_failed(findings) and not prober.interrupted:
         number = launcher.rank if launcher is not None else 0
-        print(in_one_line(f"rank {number} on {case.me.host}", answers), file=sys.stderr, flush=True)
+        print(in_one_line(f"rank {number} on {case.me.host}", findings), file=sys.stderr, flush=True)
         # Nor may rank 0 miss a rank before it has reported.
-        prober.interruption.wait(_LINGER_SECONDS)
+        prober.wait_for_interruption(_LINGER_SECONDS)
     return 0
 
 
@@ -107,7 +102,5 @@ def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
             trial = prober.ask(lambda: try_two_ranks(first, seconds))
         if wanted is not None:
             model = prober.ask(lambda: collect_model(wanted))
-    job = start_job(own, prober)
-    gathered = job.gathered
-    ranks = gathered.ranks if isinstance(gathered, Gathered) and gathered.ranks else (own,)
-    return Case(ranks, job, launchers, trial, model)
+    case = Case((own,), start_job(own, prober), launchers, trial, model)
+    return replace(case, ranks=case.gathered.ranks) if case.gathered and case.gathered.ranks else case

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.doctor.job import Case, RankFacts
 from hvlike.doctor.probe import Gap
+
+if TYPE_CHECKING:
+    from hvlike.doctor.job import Case, RankFacts
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -27,18 +29,12 @@ class Verdict(Enum):
     """There is nothing to check here."""
 
 
-class _Problem(NamedTuple):
-    verdict: Verdict
-    text: str
-    advice: str
-
-
 class Finding:
     """The result of one check. Begin with what was found, then add what is wrong with it."""
 
     def __init__(self, *notes: str, skipped: bool = False) -> None:
         self._notes = list(notes)
-        self._problems: list[_Problem] = []
+        self._problems: list[tuple[Verdict, str, str]] = []
         self._skipped = skipped
 
     @classmethod
@@ -46,36 +42,41 @@ class Finding:
         """Return the finding of a check that does not apply."""
         return cls(*notes, skipped=True)
 
+    @classmethod
+    def failed(cls, text: str, advice: str, *notes: str) -> Finding:
+        """Return the finding of a check with one thing that does not work."""
+        finding = cls(*notes)
+        finding.fail(text, advice)
+        return finding
+
     def note(self, *texts: str) -> None:
         """Add what was found, without judging it."""
         self._notes += texts
 
     def warn(self, text: str, advice: str) -> None:
         """Add something that works, but not well, and what to do about it."""
-        self._problems.append(_Problem(Verdict.WARN, text, advice))
+        self._problems.append((Verdict.WARN, text, advice))
 
     def fail(self, text: str, advice: str) -> None:
         """Add something that does not work, and what to do about it."""
-        self._problems.append(_Problem(Verdict.FAIL, text, advice))
+        self._problems.append((Verdict.FAIL, text, advice))
 
     @property
     def verdict(self) -> Verdict:
         """The gravest of what is wrong."""
-        verdicts = {each.verdict for each in self._problems}
-        for verdict in (Verdict.FAIL, Verdict.WARN):
-            if verdict in verdicts:
-                return verdict
-        return Verdict.SKIP if self._skipped else Verdict.OK
+        verdicts = {verdict for verdict, _, _ in self._problems}
+        calm = Verdict.SKIP if self._skipped else Verdict.OK
+        return next((each for each in (Verdict.FAIL, Verdict.WARN) if each in verdicts), calm)
 
     @property
     def found(self) -> list[str]:
         """One sentence or figure a line. Several ranks may have the same problem, which is told once."""
-        return [text for text in dict.fromkeys([*self._notes, *(each.text for each in self._problems)]) if text]
+        return [each for each in dict.fromkeys([*self._notes, *(text for _, text, _ in self._problems)]) if each]
 
     @property
     def advice(self) -> list[str]:
         """What to do; empty where nothing has to be done."""
-        return [text for text in dict.fromkeys(each.advice for each in self._problems) if text]
+        return [each for each in dict.fromkeys(advice for _, _, advice in self._problems) if each]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -93,17 +94,14 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"
 
 
-def in_seconds(seconds: float) -> str:
-    """Return a time with the unit in which it is short: 87 us, 4.2 ms, 1.3 s."""
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def plural(count: int, noun: str) -> str:
     """Return "1 rank" or "2 ranks"."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def quoted(lines: Iterable[str]) -> list[str]:
+    """Return what another program has printed, so that one sees it."""
+    return [f"| {line}" for line in lines]
 
 
 def nccl_version(number: int) -> str:
@@ -117,7 +115,7 @@ def of_every_rank(case: Case, fact: Callable[[RankFacts], T | Gap]) -> list[tupl
     return [(rank, answer) for rank, answer in answers if not isinstance(answer, Gap)]
 
 
-def by_value(pairs: Sequence[tuple[int, H]]) -> list[tuple[H, str]]:
+def by_value(pairs: Iterable[tuple[int, H]]) -> list[tuple[H, str]]:
     """Return the different values, each with the names of the ranks that have it, in the order of the ranks."""
     ranks: dict[H, list[int]] = {}
     for rank, value in pairs:

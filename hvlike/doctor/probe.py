@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any, Generic, NoReturn, TypeVar
@@ -52,54 +52,54 @@ class Gap:
     """With which the child ended by itself, minus the number of a signal; None: it did not."""
 
 
+class Unanswered(Exception):
+    """A check needs what could not be found out."""
+
+    def __init__(self, gap: Gap) -> None:
+        super().__init__(gap.reason)
+        self.gap = gap
+
+
+def known(value: T | Gap) -> T:
+    """Return the answer. Raises: Unanswered when there is none; the runner then says why."""
+    if isinstance(value, Gap):
+        raise Unanswered(value)
+    return value
+
+
 @dataclass(frozen=True)
 class Answers(Generic[T]):
-    """What a child has sent, and why it sent no more."""
+    """What a child has sent, and why it sent no more: None where it came to its end."""
 
     records: tuple[T, ...]
     gap: Gap | None
-    """None: it came to its end."""
-
-
-class Interruption:
-    """Whether this process was asked to end, as a launcher does when another rank has failed."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def watch(self) -> None:
-        """Take note of SIGTERM from now on, in place of ending. Main thread only."""
-        signal.signal(signal.SIGTERM, self._note)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for it, no longer than so many seconds."""
-        until = time.monotonic() + seconds
-        while not self.came and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.came = True
 
 
 class Prober:
-    """Runs probes in children."""
+    """Runs probes in children, each with `limit` seconds for each record."""
 
     def __init__(self, limit: float = LIMIT) -> None:
-        """limit: seconds for each record."""
         self.limit = limit
-        self.interruption = Interruption()
+        self.interrupted = False
+        """This process was asked to end, as a launcher does when another rank has failed."""
         self._parents = LauncherWatch()
+
+    def watch_for_interruption(self) -> None:
+        """Take note of SIGTERM from now on, in place of ending. Main thread only."""
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "interrupted", True))
+
+    def wait_for_interruption(self, seconds: float) -> None:
+        """Wait for it, no longer than so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.interrupted and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
 
     def ask(self, question: Callable[[], T]) -> T | Gap:
         """The answer to a question, or why there is none. Blocks, at most for the limit.
 
         question: runs in a child; what it returns must pickle.
         """
-
-        def once() -> Iterator[T]:
-            yield question()
-
-        answers = self.follow(once)
+        answers = self.follow(lambda: (each() for each in [question]))
         return answers.records[0] if answers.records else answers.gap or Gap("gave no answer")
 
     def follow(self, stages: Callable[[], Iterator[T]], limits: Limits | None = None) -> Answers[T]:
@@ -107,7 +107,7 @@ class Prober:
 
         limits: seconds for the record of this number; default: the limit for each.
         """
-        if self.interruption.came:
+        if self.interrupted:
             return Answers((), Gap("was not tried any more: the launcher is ending the job"))
         with tempfile.TemporaryFile() as printed:
             reader, writer = Pipe(duplex=False)
@@ -122,9 +122,7 @@ class Prober:
                 reader.close()
                 _end(child)
 
-    def _collect(
-        self, child: int, reader: Connection, limits: Callable[[int], float], printed: IO[bytes]
-    ) -> Answers[Any]:
+    def _collect(self, child: int, reader: Connection, limits: Limits, printed: IO[bytes]) -> Answers[Any]:
         records: list[Any] = []
         while True:
             try:
@@ -139,13 +137,16 @@ class Prober:
             elif kind == "end":
                 return Answers(tuple(records), None)
             else:
-                return Answers(tuple(records), Gap(value.reason, _last_lines(printed), value.status))
+                printed.seek(0)
+                lines = (line.rstrip() for line in printed.read().decode(errors="replace").splitlines())
+                last = [line for line in lines if line.strip(" -=*")][-_LAST_LINES:]
+                return Answers(tuple(records), replace(value, output=tuple(last)))
 
     def _receive(self, reader: Connection, limit: float) -> tuple[str, Any]:
         """Return the next message of the child. Raises: EOFError when it has closed its end without one."""
         until = time.monotonic() + limit
         while not reader.poll(_POLL_SECONDS):
-            if self.interruption.came:
+            if self.interrupted:
                 return "gap", Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
             if self._parents.is_orphan():
                 sys.exit(1)
@@ -197,9 +198,3 @@ def _ending(code: int) -> str:
     if code == -signal.SIGTERM:
         return "was ended by the launcher, which ends the whole job"
     return f"ended the process with status {code}" if code >= 0 else f"crashed with {signal.Signals(-code).name}"
-
-
-def _last_lines(printed: IO[bytes]) -> tuple[str, ...]:
-    printed.seek(0)
-    lines = [line.rstrip() for line in printed.read().decode(errors="replace").splitlines()]
-    return tuple(line for line in lines if line.strip(" -=*"))[-_LAST_LINES:]

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
@@ -144,6 +144,35 @@ def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[
     return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
+class Ended(NamedTuple):
+    """How a command ended, and the lines that it has printed."""
+
+    status: int | None
+    """None: it took too long and was stopped."""
+    output: list[str]
+    errors: list[str]
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], seconds: float, grace: float = _GRACE_SECONDS
+) -> Ended:
+    """Run a command in a process group of its own, which is ended after so many seconds. Blocks."""
+    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment, start_new_session=True
+        )
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            _end(process, partial(os.killpg, process.pid), grace)
+        output.seek(0)
+        errors.seek(0)
+        return Ended(status, output.read().splitlines(), errors.read().splitlines())
+
+
 def run_job(
     mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str], settings: Mapping[str, str], seconds: float
 ) -> Any:
@@ -157,40 +186,25 @@ def run_job(
         LaunchError: With the last lines of the job when it fails, takes too long, or prints no answer.
     """
     command = module_command(mpirun, ranks, module, arguments)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
-    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment, start_new_session=True
+    ended = run_command(command, {**os.environ, "OMP_NUM_THREADS": "1", **settings}, seconds)
+    if ended.status is None:
+        raise LaunchError(
+            f"`{' '.join(command)}` has not ended within {seconds:.0f} s and was stopped. {ranks} ranks may be too "
+            "many for this machine: leave them out, or allow more time with --timeout."
         )
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"`{' '.join(command)}` has not ended within {seconds:.0f} s and was stopped. {ranks} ranks may be too "
-                "many for this machine: leave them out, or allow more time with --timeout."
-            ) from None
-        finally:
-            _end(process, partial(os.killpg, process.pid))
-        printed, complaints = _lines(output), _lines(errors)
-    answers = [line for line in printed if line.startswith("{")]
-    if process.returncode or not answers:
-        last = "\n".join(complaints[-_LAST_LINES:])
-        raise LaunchError(f"`{' '.join(command)}` ended with status {process.returncode}:\n{last}")
+    answers = [line for line in ended.output if line.startswith("{")]
+    if ended.status or not answers:
+        last = "\n".join(ended.errors[-_LAST_LINES:])
+        raise LaunchError(f"`{' '.join(command)}` ended with status {ended.status}:\n{last}")
     return json.loads(answers[-1])
 
 
-def _lines(file: IO[str]) -> list[str]:
-    file.seek(0)
-    return file.read().splitlines()
-
-
-def _end(process: subprocess.Popen[bytes], send: Callable[[int], None]) -> None:
+def _end(process: subprocess.Popen[bytes], send: Callable[[int], None], grace: float = _GRACE_SECONDS) -> None:
     """End a process if it still runs; a launcher ends its ranks. Also after an interrupt of the user."""
     if process.poll() is None:
         send(signal.SIGTERM)
         try:
-            process.wait(_GRACE_SECONDS)
+            process.wait(grace)
         except subprocess.TimeoutExpired:
             send(signal.SIGKILL)
             process.wait()

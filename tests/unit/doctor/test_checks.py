@@ -25,10 +25,12 @@ from support.doctor.healthy import launch_environment as seen
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor import runner
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Case, Gathered, Job, Running, Timing, Timings, Way
-from hvlike.doctor.machine_facts import Files, Folder, Model, Processor, SharedMemory
+from hvlike.doctor.job import Case, Gathered, Job
+from hvlike.doctor.launching import Launchers, Trial
+from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
+from hvlike.doctor.model import Model
 from hvlike.doctor.probe import Gap
-from hvlike.doctor.software_facts import Launchers, Trial
+from hvlike.doctor.timings import Timing, Timings, Way
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
@@ -39,7 +41,7 @@ GPU_SOFTWARE = replace(SOFTWARE, torch="2.13.0+cu124", torch_cuda="12.4")
 
 def folder(**changes: Any) -> Files:
     """The files of a rank whose only folder is like this."""
-    good = Folder("temporary files", "/tmp", None, 1 << 30, "ext4", network=False)
+    good = Folder("temporary files", "/tmp", None, 1 << 30, "ext4")
     return Files((replace(good, **changes),), 1.8e9, backwards=False)
 
 
@@ -51,7 +53,7 @@ def memory(**changes: Any) -> SharedMemory:
 
 def processor(*allowed: int, cores: int = 4, threads: int = 1, quota: float | None = None) -> Processor:
     """A rank that may run on these cores."""
-    return Processor("x86_64", cores, frozenset(allowed), frozenset(range(cores)), quota, threads)
+    return Processor(cores, frozenset(allowed), frozenset(range(cores)), quota, threads)
 
 
 def both(**changes: Any) -> Case:
@@ -67,9 +69,7 @@ def came(**changes: Any) -> Case:
 def singletons(**environment: str) -> Case:
     """A rank that its launcher counts among several and MPI does not."""
     own = rank(environment=seen(environment))
-    started = Job(
-        report(0, 1), Gathered(((0,),), (own,), (report(0, 1),), (1.8e9,)), Gap("failed: LaunchError"), None, None
-    )
+    started = Job(report(0, 1), Gathered(((0,),), (own,), (1.8e9,)), Gap("failed: LaunchError"), None, None)
     return case(own, nodes=((0,),), job=started)
 
 
@@ -259,7 +259,7 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ("clock", both(files=Files((), 1.8e9, backwards=True)), Verdict.FAIL, "clock source"),
     (
         "clock",
-        came(gathered=Gathered(((0,), (1,)), (rank(), rank("beta")), (report(), report(1)), (1.8e9, 1.8e9 + 7))),
+        came(gathered=Gathered(((0,), (1,)), (rank(), rank("beta")), (1.8e9, 1.8e9 + 7))),
         Verdict.WARN,
         "chrony",
     ),
@@ -272,10 +272,10 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ),
     ("filesystem", both(files=folder(free=0)), Verdict.FAIL, "Make room"),
     ("filesystem", both(files=folder(free=MIB)), Verdict.WARN, "Make room"),
-    ("filesystem", case(rank(), rank(files=folder(kind="nfs4", network=True))), Verdict.WARN, "local disk"),
+    ("filesystem", case(rank(), rank(files=folder(kind="nfs4"))), Verdict.WARN, "local disk"),
     ("filesystem", both(files=folder(path="/" + 90 * "x")), Verdict.WARN, "108"),
     ("hvlike", came(running=Gap("failed: LaunchError: cannot share")), Verdict.FAIL, "--limit"),
-    ("hvlike", came(running=Running(("/dev/shm", "/dev/shm"))), Verdict.WARN, "PID namespace"),
+    ("hvlike", came(running=("/dev/shm", "/dev/shm")), Verdict.WARN, "PID namespace"),
     ("hvlike", came(end=Gap("crashed with SIGSEGV")), Verdict.FAIL, "another rank"),
     ("allreduce", came(timings=LATE), Verdict.FAIL, "--limit"),
     ("allreduce", timed("shared", right=False), Verdict.FAIL, "Do not train"),
@@ -323,8 +323,8 @@ RIGHT_TOO: list[tuple[str, Case]] = [
 
 
 def ask(name: str, given: Case) -> tuple[Verdict, str, str]:
-    (answer,) = [each for each in runner.run_checks(given) if each.check == name]
-    return answer.finding.verdict, "\n".join(answer.finding.found), "\n".join(answer.finding.advice)
+    finding = runner.run_checks(given)[name]
+    return finding.verdict, "\n".join(finding.found), "\n".join(finding.advice)
 
 
 @pytest.mark.parametrize(
@@ -351,9 +351,9 @@ def test_nothing_is_said_where_there_is_nothing_to_judge(name: str, given: Case)
 
 
 def test_a_healthy_job_has_no_complaint() -> None:
-    answers = runner.run_checks(case())
-    assert {each.finding.verdict for each in answers} == {Verdict.OK, Verdict.SKIP}
-    assert not runner.has_failed(answers)
+    findings = runner.run_checks(case())
+    assert {each.verdict for each in findings.values()} == {Verdict.OK, Verdict.SKIP}
+    assert not runner.has_failed(findings)
 
 
 def test_every_check_has_a_wrong_case() -> None:
@@ -380,4 +380,4 @@ def test_a_question_that_blocked_fails_its_check_and_no_other_is_lost(name: str,
     assert "given up after 20 s" in found
     assert "| the last line" in found
     assert "--limit" in told
-    assert [each.check for each in runner.run_checks(given())] == list(runner.CHECKS)
+    assert list(runner.run_checks(given())) == list(runner.CHECKS)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.doctor import finding, gpu_checks, gpu_facts, machine_facts, software_checks, software_facts
-from hvlike.doctor.job import Way, ways
+from hvlike.bench.harness.report import format_seconds
+from hvlike.doctor import finding, gpus, launching, machine, model, software
+from hvlike.doctor.timings import Way, ways
 from hvlike.errors import UsageError
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
 
@@ -38,7 +39,7 @@ def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tu
 
 @pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])
 def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
-    made = machine_facts.collect_model(text)
+    made = model.collect_model(text)
     assert sum(made.sizes) == 4 * count
     assert set(made.dtypes) == {"float32"}
 
@@ -46,7 +47,7 @@ def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
 def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
-    made = machine_facts.collect_model(f"{path}:small")
+    made = model.collect_model(f"{path}:small")
     # In the order in which backward brings them, without what needs no gradient.
     assert made.sizes == (80, 48)
     assert "Sequential" in made.name
@@ -55,7 +56,7 @@ def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "net.py", "no/such/file.py:f", "0", "-3", "many"])
 def test_what_is_no_model_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"FILE\.py:function"):
-        machine_facts.collect_model(text)
+        model.collect_model(text)
 
 
 @pytest.mark.parametrize("name", ["nothing", "missing"])
@@ -63,11 +64,11 @@ def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -
     path = tmp_path / "net.py"
     path.write_text(MODEL)
     with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        machine_facts.collect_model(f"{path}:{name}")
+        model.collect_model(f"{path}:{name}")
 
 
 def test_the_environment_is_read() -> None:
-    seen = software_facts.collect_environment(
+    seen = launching.collect_environment(
         {
             "SLURM_JOB_ID": "17",
             "OMPI_COMM_WORLD_SIZE": "4",
@@ -88,8 +89,8 @@ def test_the_environment_is_read() -> None:
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    nothing = software_facts.LaunchEnvironment(None, None, (), None, (), None, ())
-    assert software_facts.collect_environment({}) == nothing
+    nothing = launching.LaunchEnvironment(None, None, (), None, (), None, ())
+    assert launching.collect_environment({}) == nothing
 
 
 MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homework", "tmpfs")]
@@ -107,15 +108,15 @@ MOUNTS = [("/", "ext4"), ("/home", "nfs4"), ("/home/me/disk", "xfs"), ("/homewor
     ],
 )
 def test_a_path_lies_on_the_innermost_mount(path: str, kind: str) -> None:
-    assert machine_facts.kind_of(path, MOUNTS) == kind
+    assert machine.kind_of(path, MOUNTS) == kind
 
 
 def test_a_folder_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
-    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
+    (temporary,) = [each for each in machine.collect_files().folders if each.purpose == "temporary files"]
     assert "No such file" in (temporary.wrong or "")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (temporary,) = [each for each in machine_facts.collect_files().folders if each.purpose == "temporary files"]
+    (temporary,) = [each for each in machine.collect_files().folders if each.purpose == "temporary files"]
     assert temporary.wrong is None
     assert list(tmp_path.iterdir()) == []
 
@@ -138,31 +139,31 @@ def test_the_limit_of_a_container_in_cores(tree: dict[str, str], cores: float | 
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert machine_facts.quota(tmp_path) == cores
+    assert machine.quota(tmp_path) == cores
 
 
 def test_how_hvlike_shares_memory_is_seen_in_the_map(tmp_path: Path) -> None:
     path = tmp_path / "maps"
     for text, expected in (("", None), ("7f /memfd:hvlike (deleted)", "memfd"), ("7f /dev/shm/hvlike-x", "/dev/shm")):
         path.write_text(text)
-        assert machine_facts.mapped_by_hvlike(path) == expected
+        assert machine.mapped_by_hvlike(path) == expected
 
 
 def test_the_driver_says_its_version(tmp_path: Path) -> None:
     path = tmp_path / "version"
-    assert gpu_facts.driver_version(path) is None
+    assert gpus.driver_version(path) is None
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version: 12\n")
-    assert gpu_facts.driver_version(path) == "550.54.15"
+    assert gpus.driver_version(path) == "550.54.15"
 
 
 def test_every_copy_of_nccl_is_seen_once() -> None:
     line = "7f00-7f01 r-xp 00000000 fe:00 17                         "
     maps = "\n".join([f"{line}/a/libnccl.so.2", f"{line}/a/libnccl.so.2", f"{line}/b c/libnccl.so.2.21", "7f00 rw-p"])
-    assert gpu_facts.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
+    assert gpus.loaded_from(maps) == ("/a/libnccl.so.2", "/b c/libnccl.so.2.21")
 
 
 def test_the_software_of_this_process_is_found() -> None:
-    found = software_facts.collect_software()
+    found = software.collect_software()
     assert found.mpi4py_path is not None
     assert found.version("numpy") is not None
     assert found.version("no-such-package") is None
@@ -172,7 +173,7 @@ def test_a_launcher_that_starts_two_jobs_is_seen_through(tmp_path: Path) -> None
     twice = tmp_path / "mpirun"
     twice.write_text("#!/bin/sh\necho ranks: 1\necho ranks: 1\necho some noise\n")
     twice.chmod(0o755)
-    trial = software_facts.try_two_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
+    trial = launching.try_two_ranks(Mpirun(str(twice), HYDRA, "1", ()), 60)
     assert (trial.status, trial.sizes) == (0, (1, 1))
     assert trial.lines == ("ranks: 1", "ranks: 1", "some noise")
 
@@ -181,7 +182,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
     slow = tmp_path / "mpirun"
     slow.write_text("#!/bin/sh\nexec sleep 3600\n")
     slow.chmod(0o755)
-    trial = software_facts.try_two_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
+    trial = launching.try_two_ranks(Mpirun(str(slow), UNKNOWN, "1", ()), 0.1)
     assert (trial.status, trial.sizes) == (None, ())
 
 
@@ -196,7 +197,7 @@ def test_a_launcher_that_hangs_is_stopped(tmp_path: Path) -> None:
 )
 def test_where_a_library_comes_from(path: str, wheels: list[str], origin: str) -> None:
     library = MpiLibrary(path, "Open MPI", "5.0.11", "")
-    assert software_checks.origin_of(library, Path("/env/bin/python"), wheels) == origin
+    assert software.origin_of(library, Path("/env/bin/python"), wheels) == origin
 
 
 def test_numbers_in_words() -> None:
@@ -209,6 +210,6 @@ def test_numbers_in_words() -> None:
         "64 MiB",
         "3072 GiB",
     ]
-    assert [finding.in_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
+    assert [format_seconds(each) for each in (8.7e-5, 4.2e-3, 1.25)] == ["87 us", "4.2 ms", "1.25 s"]
     assert (finding.nccl_version(22703), finding.nccl_version(0)) == ("2.27.3", "none")
-    assert gpu_checks.in_cuda(12040) == "12.4"
+    assert gpus.in_cuda(12040) == "12.4"

@@ -108,7 +108,7 @@ def test_no_child_is_left(then: Callable[[], object]) -> None:
 
 def test_after_the_launcher_has_asked_to_end_nothing_more_is_tried() -> None:
     prober = Prober()
-    prober.interruption.came = True
+    prober.interrupted = True
     answer = prober.ask(lambda: 1)
     assert isinstance(answer, Gap)
     assert "the launcher" in answer.reason
