@@ -9,31 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 import hvlike
-from hvlike.bench.harness.benchmark import (
-    Benchmark,
-    add_bare_and_device,
-    add_common,
-    choice_of,
-    heading,
-    left_out,
-)
-from hvlike.bench.harness.comparison import Entrant, Ratio, Summary, compare, with_samples
-from hvlike.bench.harness.report import (
-    Bars,
-    Curves,
-    format_size,
-    parse_sizes,
-    publish,
-    ratio_cell,
-    table,
-    with_spread,
-)
-from hvlike.bench.peers import HorovodEntrant, Peers
+from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
+from hvlike.bench.harness.comparison import Ratio, Summary, compare, ratios_of, with_samples
+from hvlike.bench.harness.report import Bars, Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import (
     BARE,
     COPY,
@@ -49,7 +34,6 @@ from hvlike.bench.reducers import (
     BareLoop,
     Case,
     contestants,
-    contestants_on_gpu,
 )
 from hvlike.errors import UsageError
 
@@ -79,26 +63,25 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """Those of RATIOS whose contestants took part."""
-        return {
-            name: Ratio.of(self.seconds, above, below)
-            for name, (above, below) in RATIOS.items()
-            if above in self.seconds and below in self.seconds
-        }
+        return ratios_of(self.seconds, RATIOS)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"dtype": self.dtype, "bytes": self.size, "seconds": with_samples(self.seconds), "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """Return two tables for each dtype, times and ratios, with head and foot."""
     parts = [f"allreduce of one tensor, op {conditions['op']}, in place, {heading(conditions)}"]
-    for dtype, found in by_dtype(results).items():
+    for dtype, group in groupby(results, lambda each: each.dtype):
+        found = list(group)
         names, ratios = list(found[0].seconds), list(found[0].ratios)
-        parts.append(table([dtype, "n", *names], [_times(result, names) for result in found]))
-        parts.append(table([f"{dtype} ratios", *ratios], [_ratios(result, ratios) for result in found]))
+        times, rows = [], []
+        for each in found:
+            size = format_size(each.size)
+            medians = (with_spread(Summary.of(each.seconds[name])) for name in names)
+            times.append([size, str(len(each.seconds[OURS])), *medians])
+            rows.append([size, *(ratio_cell(each.ratios[name]) for name in ratios)])
+        parts += [table([dtype, "n", *names], times), table([f"{dtype} ratios", *ratios], rows)]
     foot = (
         f"Times: median over repetitions of the slowest rank, {conditions['caches']} caches [interquartile range].\n"
         "Ratios: of medians [quartiles of the ratios within one repetition]. A pass reads and writes every byte once,\n"
@@ -110,9 +93,9 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def panels(results: Sequence[Result]) -> list[Bars | Curves]:
-    """Times over size and ratios as bars, for each dtype."""
     drawn: list[Bars | Curves] = []
-    for dtype, found in by_dtype(results).items():
+    for dtype, group in groupby(results, lambda each: each.dtype):
+        found = list(group)
         sizes = [float(result.size) for result in found]
         labels = [format_size(result.size) for result in found]
         times = {name: [Summary.of(result.seconds[name]).median for result in found] for name in found[0].seconds}
@@ -127,23 +110,6 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
     return drawn
 
 
-def by_dtype(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the results in groups, in their order."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.dtype, []).append(result)
-    return groups
-
-
-def _times(result: Result, names: Sequence[str]) -> list[str]:
-    cells = [with_spread(Summary.of(result.seconds[name])) for name in names]
-    return [format_size(result.size), str(len(result.seconds[OURS])), *cells]
-
-
-def _ratios(result: Result, names: Sequence[str]) -> list[str]:
-    return [format_size(result.size), *(ratio_cell(result.ratios[name]) for name in names)]
-
-
 DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
@@ -153,7 +119,6 @@ _FIRST_TURNS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument(
         "--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES), help=f"bytes, default {DEFAULT_SIZES}"
     )
@@ -163,56 +128,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op", choices=("sum", "average"), default="sum", help="what all compute, those without average sum and divide"
     )
     parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
-    parser.add_argument("--no-gloo", action="store_true", help="leave gloo out")
     add_bare_and_device(parser, "the tensor")
-    add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}")
+    add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}", "gloo", "Horovod")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective. Returns the exit status."""
     if options.op == "average" and not all(each.is_floating_point for each in options.dtypes):
         raise UsageError("--op average is for floating dtypes: an average of integers has no single meaning.")
-    hvlike.init()
-    device = hvlike.pin_device(options.device)
-    with Peers(
-        without_gloo=left_out(options.no_gloo, "--no-gloo"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod"),
-        device=device,
-    ) as peers:
+    with peers(options.no_gloo, options.no_horovod, options.device) as there:
         bare = BareLoop() if options.bare else None
-        results = [
-            measure(Case(size, dtype, options.op == "average"), peers, options, bare)
-            for dtype in options.dtypes
-            for size in options.sizes
-        ]
+        cases = [Case(size, dtype, options.op == "average") for dtype in options.dtypes for size in options.sizes]
+        results = [measure(case, there, options, bare) for case in cases]
         if hvlike.rank() == 0:
-            conditions = peers.describe("allreduce")
+            conditions = there.describe("allreduce")
             conditions |= {"op": options.op, "caches": "warm" if options.warm else "cold"}
             document = {**conditions, "results": [each.as_json() for each in results]}
             title = f"allreduce, op {options.op}, {hvlike.size()} ranks"
             publish(options, document, as_text(conditions, results), title, panels(results))
-    hvlike.shutdown()
     return 0
 
 
 def default_repetitions(size: int) -> int:
-    """Many for small sizes, fewer for those that take long."""
     return max(_FEWEST, min(_MOST, _BYTES_PER_SIZE // max(size, 1)))
 
 
-def measure(case: Case, peers: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
-    """Measure one size of one dtype. Collective."""
-    if peers.device.type == "cpu":
-        here = contestants(case, peers.raw, peers.group, bare)
-    else:
-        here = contestants_on_gpu(case, peers.device, peers.group)
-    entered: list[Entrant] = [each.warmed(_WARM_UPS) if options.warm else each for each in here]
-    if peers.horovod is not None:
+def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+    entered = contestants(case, there.device, there.raw, there.group, bare)
+    if options.warm:
+        entered = [each.warmed(_WARM_UPS) for each in entered]
+    if there.horovod is not None:
         what = {"size": case.size, "dtype": case.dtype_name, "average": case.average}
-        peers.horovod.ask({"work": "allreduce", "cold": not options.warm, **what})
-        entered.append(HorovodEntrant(peers.horovod))
+        there.horovod.ask({"work": "allreduce", "cold": not options.warm, **what})
+        entered.append(there.horovod.contestant())
     count = options.repetitions or default_repetitions(case.size)
-    found = compare(peers.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed, cold=not options.warm)
+    found = compare(there.raw, entered, count, warmups=_FIRST_TURNS, seed=options.seed, cold=not options.warm)
     return Result(case.dtype_name, case.size, found)
 
 

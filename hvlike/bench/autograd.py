@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-import hvlike
 from hvlike import autograd, rpc
 from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
-from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading, left_out, runs_on_two_ranks
-from hvlike.bench.harness.comparison import Ratio, Summary, take_turns, with_samples
-from hvlike.bench.harness.report import Bars, format_seconds, publish, ratio_cell, table, with_spread
-from hvlike.bench.rpc_session import Setting, TensorPipePair, session, tensorpipe, wait_for_rank_0
+from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading
+from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns, timed, with_samples
+from hvlike.bench.harness.report import Bars, format_seconds, of_medians, publish, ratio_cell, table, with_spread
+from hvlike.bench.rpc_session import Session, TensorPipePair, run_session
 from hvlike.bench.rpc_work import Step, steps_alone
 
 _ELEMENTS = 4
@@ -34,18 +31,19 @@ class Analysis:
     """Seconds, medians over repetitions on one rank while the other sleeps."""
 
     nodes: int
-    backward: float
-    """Of torch's engine over the whole graph."""
-    scan: float
-    """Finding all nodes, leaves and dependencies: once a backward on every worker."""
-    order: float
-    """Finding out what can run: only on a worker that waits for gradients of others."""
+    backward: float  # Of torch's engine over the whole graph
+    scan: float  # Finding all nodes, leaves and dependencies: once a backward on every worker
+    order: float  # Finding out what can run: only on a worker that waits for gradients of others
 
 
 def analyse(nodes: int) -> Analysis:
     """Measure a chain of so many small operations. Local, blocks."""
     leaf = torch.randn(_ELEMENTS, requires_grad=True)
-    root = _chain(leaf, nodes)
+    value = leaf
+    # A sum at the end and the leaf's own node are two of them.
+    for _ in range(nodes - 2):
+        value = torch.tanh(value)
+    root = value.sum()
     edge = get_gradient_edge(root)
 
     def scan() -> LocalGraph:
@@ -53,38 +51,22 @@ def analyse(nodes: int) -> Analysis:
         graph.reach([edge.node])
         return graph
 
+    def median(work: Callable[[], object]) -> float:
+        return statistics.median(timed(work, _TIMES))
+
     graph = scan()
     return Analysis(
         nodes=len(graph.scan.edges),
-        backward=_median_seconds(lambda: torch.autograd.grad(root, leaf, retain_graph=True)),
-        scan=_median_seconds(scan),
-        order=_median_seconds(lambda: clear(graph.scan.edges, dict(graph.scan.waits), [edge.node])),
+        backward=median(lambda: torch.autograd.grad(root, leaf, retain_graph=True)),
+        scan=median(scan),
+        order=median(lambda: clear(graph.scan.edges, dict(graph.scan.waits), [edge.node])),
     )
-
-
-def _chain(leaf: Tensor, nodes: int) -> Tensor:
-    value = leaf
-    # A sum at the end and the leaf's own node are two of them.
-    for _ in range(nodes - 2):
-        value = torch.tanh(value)
-    return value.sum()
-
-
-def _median_seconds(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(_TIMES):
-        start = time.perf_counter()
-        kept = work()
-        taken.append(time.perf_counter() - start)
-        del kept
-    return statistics.median(taken)
 
 
 SAFE, SMART, TENSORPIPE, ALONE = "safe", "smart", "TensorPipe", "one process"
 OURS = (SAFE, SMART)
-NAMES = (*OURS, TENSORPIPE, ALONE)
-"""In the order of the tables."""
-_PAIRS = ((SAFE, TENSORPIPE), (SMART, TENSORPIPE), (SMART, SAFE))
+NAMES = (*OURS, TENSORPIPE, ALONE)  # In the order of the tables
+_PAIRS = {"/".join(pair): pair for pair in ((SAFE, TENSORPIPE), (SMART, TENSORPIPE), (SMART, SAFE))}
 
 
 @dataclass(frozen=True)
@@ -97,20 +79,17 @@ class Result:
     @property
     def ratios(self) -> dict[str, Ratio]:
         """Of times; below 1: the first one is faster."""
-        pairs = [pair for pair in _PAIRS if self.samples.keys() >= set(pair)]
-        return {f"{name}/{to}": Ratio.of(self.samples, name, to) for name, to in pairs}
+        return ratios_of(self.samples, _PAIRS)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         found = with_samples(self.samples)
         ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"work": self.step.title, **asdict(self.step), "unit": "seconds", "found": found, "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Sequence[Analysis]) -> str:
-    """Return a table of steps and one of analyses, with head and foot."""
-    names = [name for name in NAMES if any(name in each.samples for each in results)]
-    pairs = [f"{name}/{to}" for name, to in _PAIRS if name in names and to in names]
+    names = _names(results)
+    pairs = [name for name, pair in _PAIRS.items() if set(pair) <= set(names)]
     rows = [
         [each.step.title, str(len(each.samples[SAFE]))]
         + [_seconds(each.samples.get(name)) for name in names]
@@ -133,26 +112,23 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Seq
 
 
 def panels(results: Sequence[Result], analyses: Sequence[Analysis]) -> list[Bars]:
-    """Times of the steps, the ratios, and what the analysis costs."""
     nan = float("nan")
     titles = [each.step.title for each in results]
     times = {
         name: [Summary.of(each.samples[name]).median if name in each.samples else nan for each in results]
-        for name in NAMES
-        if any(name in each.samples for each in results)
+        for name in _names(results)
     }
-    drawn = [Bars("step", "seconds", titles, times, logarithmic=True)]
-    pairs = sorted({pair for each in results for pair in each.ratios})
-    ratios = {
-        pair: [each.ratios[pair].of_medians if pair in each.ratios else nan for each in results] for pair in pairs
-    }
-    drawn.append(Bars("time, lower is better", "ratio", titles, ratios, line=1.0))
-    parts = {
-        "scan": [100 * each.scan / each.backward for each in analyses],
-        "order": [100 * each.order / each.backward for each in analyses],
-    }
-    drawn.append(Bars("analysis of a graph", "% of its backward", [f"{each.nodes} nodes" for each in analyses], parts))
-    return drawn
+    pairs = [pair for pair in _PAIRS if any(pair in each.ratios for each in results)]
+    parts = {name: [100 * getattr(each, name) / each.backward for each in analyses] for name in ("scan", "order")}
+    return [
+        Bars("step", "seconds", titles, times, logarithmic=True),
+        Bars("time, lower is better", "ratio", titles, of_medians(results, pairs), line=1.0),
+        Bars("analysis of a graph", "% of its backward", [f"{each.nodes} nodes" for each in analyses], parts),
+    ]
+
+
+def _names(results: Sequence[Result]) -> list[str]:
+    return [name for name in NAMES if any(name in each.samples for each in results)]
 
 
 def _seconds(samples: list[float] | None) -> str:
@@ -175,35 +151,24 @@ _ROUNDS = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument(
         "--steps", type=choice_of(STEPS, "step"), default=list(STEPS.values()), help=f"default {','.join(STEPS)}"
     )
-    parser.add_argument("--no-tensorpipe", action="store_true", help="leave torch.distributed.autograd out")
-    add_common(parser, f"{_ROUNDS} turns of each", horovod=False)
+    add_common(parser, f"{_ROUNDS} turns of each", TENSORPIPE)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective; two ranks. Returns the exit status."""
-    if not runs_on_two_ranks("autograd"):
-        return 2
-    with session("autograd") as setting:
-        if hvlike.rank() == 0:
-            compare(options, setting)
-        wait_for_rank_0()
-    return 0
+    return run_session("autograd", options.no_tensorpipe, partial(compare, options))
 
 
-def compare(options: argparse.Namespace, setting: Setting) -> None:
-    """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
+def compare(options: argparse.Namespace, session: Session) -> None:
+    """Measure everything with all contestants and show it. On rank 0."""
     analyses = [analyse(nodes) for nodes in NODES]
-    with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
-        if isinstance(pair, str):
-            reason = f"Without {TENSORPIPE}: {pair}."
-        else:
-            reason = f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."
-        results = measure(options, None if isinstance(pair, str) else pair)
-    conditions = {**setting.conditions, "left_out": [reason]}
+    reason = f"Without {TENSORPIPE} where results are unused: torch's backward does not return then."
+    if isinstance(session.pair, str):
+        reason = f"Without {TENSORPIPE}: {session.pair}."
+    results = measure(options, session.pair)
+    conditions = {**session.conditions, "left_out": [reason]}
     document = {
         **conditions,
         "results": [each.as_json() for each in results],
@@ -213,7 +178,7 @@ def compare(options: argparse.Namespace, setting: Setting) -> None:
     publish(options, document, text, "model-parallel step over two workers", panels(results, analyses))
 
 
-def measure(options: argparse.Namespace, pair: TensorPipePair | None) -> list[Result]:
+def measure(options: argparse.Namespace, pair: TensorPipePair | str) -> list[Result]:
     """Measure every step in rounds, the first of which does not count.
 
     The sample of a turn is the median of what it has timed.
@@ -221,12 +186,10 @@ def measure(options: argparse.Namespace, pair: TensorPipePair | None) -> list[Re
     order = random.Random(options.seed)
     results = []
     for step in options.steps:
-        turns: dict[str, Callable[[], list[float]]] = {
-            mode: partial(step.measure, rpc, autograd, mode=mode) for mode in OURS
-        }
+        turns = {mode: partial(step.measure, rpc, autograd, mode=mode) for mode in OURS}
         if not step.unused:
             turns[ALONE] = partial(steps_alone, step)
-            if pair is not None:
+            if not isinstance(pair, str):
                 turns[TENSORPIPE] = partial(pair.measure, step)
         measured = take_turns(order, turns, (options.repetitions or _ROUNDS) + 1)
         results.append(Result(step, {name: [*map(statistics.median, each[1:])] for name, each in measured.items()}))

@@ -29,7 +29,6 @@ _WARM_UPS = 6
 
 
 def allreduce(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
-    """Return a sum or average of one tensor, in place."""
     case = Case(request["size"], DTYPES[request["dtype"]], request["average"])
     tensor = torch.zeros(case.length, dtype=case.dtype)
     name, op = f"bench.{case.dtype_name}.{case.length}", horovod.Average if case.average else horovod.Sum
@@ -58,8 +57,6 @@ WORK: dict[str, Callable[[Any, RawMpi, Message], Contestant]] = {"allreduce": al
 
 
 class Partner:
-    """Answers the requests of the benchmark until it hangs up."""
-
     def __init__(self, connected: JsonSocket) -> None:
         self._socket = connected
         self._raw = RawMpi()
@@ -94,7 +91,7 @@ class Partner:
         if self._work is not None and "times" in request:
             return {"seconds": self._turn(self._work, request["times"])}
         if self._work is not None and "check" in request:
-            self._work.check()
+            self._work.verify()
         return {}
 
     def _turn(self, work: Contestant, times: int) -> float:

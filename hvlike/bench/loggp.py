@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import hvlike
+from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
 from hvlike.collectives.controller.trace import Trace
@@ -37,44 +38,26 @@ from hvlike.transport.messages.topics import Topic
 
 @dataclass(frozen=True)
 class Constants:
-    """What is measured."""
-
-    latency: float
-    """L: a small message on its way."""
-    overhead: float
-    """o: work of the sender for a message, and again of the receiver."""
-    gap: float
-    """g: between the starts of two messages of a rank."""
-    gap_per_byte: float
-    """G: one over the bandwidth of a node's link."""
-    fold: float
-    """Seconds per byte for adding received bytes."""
-    memory: float
-    """Seconds per byte for a reduction over two ranks of a node, in shared memory."""
-    memory_floor: float
-    """Seconds for a reduction of nothing over two ranks of a node."""
-    take: float
-    """Seconds of the coordinator for a message with the requests of a rank."""
-    take_entry: float
-    """Additional seconds for every tensor in it."""
-    tell: float
-    """Seconds of the coordinator for sending a message with its responses."""
+    latency: float  # L: a small message on its way
+    overhead: float  # o: work of the sender for a message, and again of the receiver
+    gap: float  # g: between the starts of two messages of a rank
+    gap_per_byte: float  # G: one over the bandwidth of a node's link
+    fold: float  # Seconds per byte for adding received bytes
+    memory: float  # Seconds per byte for a reduction over two ranks of a node, in shared memory
+    memory_floor: float  # Seconds for a reduction of nothing over two ranks of a node
+    take: float  # Seconds of the coordinator for a message with the requests of a rank
+    take_entry: float  # Additional seconds for every tensor in it
+    tell: float  # Seconds of the coordinator for sending a message with its responses
     tell_entry: float
-    entry_bytes: float
-    """Size of such a message for every tensor."""
+    entry_bytes: float  # Size of such a message for every tensor
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of one rank."""
-
-    nbytes: float
-    """Of all gradients."""
+    nbytes: float  # Of all gradients
     tensors: int
-    compute: float
-    """Seconds of the step without communication."""
-    rounds: int = 1
-    """How many request messages a rank sends in a negotiated step."""
+    compute: float  # Seconds of the step without communication
+    rounds: int = 1  # How many request messages a rank sends in a negotiated step
 
 
 @dataclass(frozen=True)
@@ -86,12 +69,10 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Nodes, the last of them perhaps not full."""
         return -(-self.ranks // self.ranks_per_node)
 
     @property
     def local(self) -> int:
-        """Ranks of a full node."""
         return min(self.ranks, self.ranks_per_node)
 
 
@@ -112,13 +93,13 @@ def ring(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
 
 def tree(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
     """Reduction to a root along a binomial tree and broadcast back: 2 log n steps with all bytes."""
-    return _levels(n) * (2 * message(c, nbytes, sharing) + nbytes * c.fold)
+    return math.ceil(math.log2(n)) * (2 * message(c, nbytes, sharing) + nbytes * c.fold)
 
 
 def halving(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
     """Reduce-scatter by halving, allgather by doubling: 2 log n steps, the bytes of a ring (Thakur et al. 2005)."""
     moved = (n - 1) / n * nbytes
-    return 2 * _levels(n) * message(c, 0) + moved * (2 * c.gap_per_byte * sharing + c.fold)
+    return 2 * math.ceil(math.log2(n)) * message(c, 0) + moved * (2 * c.gap_per_byte * sharing + c.fold)
 
 
 def pairwise(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
@@ -131,7 +112,6 @@ def pairwise(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
 
 
 def best(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
-    """The fastest of them."""
     return min(each(c, n, nbytes, sharing) for each in (ring, tree, halving, pairwise))
 
 
@@ -143,16 +123,6 @@ def shared(c: Constants, ranks: int, nbytes: float) -> float:
 def hierarchical(c: Constants, job: Job, nbytes: float, across: Across) -> float:
     """Inside each node, across the nodes, each rank with its share of the bytes on the common link, and back."""
     return shared(c, job.local, nbytes) + across(c, job.nodes, nbytes / job.local, job.local)
-
-
-def flat_ring(c: Constants, job: Job, nbytes: float) -> float:
-    """A ring over all ranks, neighbours on one node next to each other: one link in and one out of every node."""
-    return ring(c, job.ranks, nbytes)
-
-
-def flat_tree(c: Constants, job: Job, nbytes: float) -> float:
-    """A tree over all ranks; inside a node, too, by messages."""
-    return tree(c, job.ranks, nbytes)
 
 
 def planned(c: Constants, job: Job, work: Workload) -> float:
@@ -175,8 +145,10 @@ def negotiated(c: Constants, job: Job, work: Workload) -> float:
 AGREEMENTS: dict[str, Callable[[Constants, Job, Workload], float]] = {"planned": planned, "negotiated": negotiated}
 
 REDUCTIONS: dict[str, Callable[[Constants, Job, float], float]] = {
-    "flat ring": flat_ring,
-    "flat tree": flat_tree,
+    # Neighbours on one node are next to each other: one link in and one out of every node.
+    "flat ring": lambda c, job, nbytes: ring(c, job.ranks, nbytes),
+    # Inside a node, too, by messages.
+    "flat tree": lambda c, job, nbytes: tree(c, job.ranks, nbytes),
     "hierarchical": lambda c, job, nbytes: hierarchical(c, job, nbytes, best),
 }
 
@@ -186,14 +158,8 @@ def step(c: Constants, job: Job, work: Workload, agreement: str, reduction: str)
     return work.compute + AGREEMENTS[agreement](c, job, work) + REDUCTIONS[reduction](c, job, work.nbytes)
 
 
-def _levels(n: int) -> int:
-    """Levels of a binary tree over n participants."""
-    return math.ceil(math.log2(n))
-
-
 _MIB = 1 << 20
-_MEMBERS = 100
-"""Ranks that the coordinator is told of."""
+_MEMBERS = 100  # Ranks that the coordinator is told of
 _FEW, _MANY = 1, 101
 _REPETITIONS = 7
 _LIMIT_SECONDS = 30.0
@@ -258,12 +224,7 @@ def _planned_seconds(messages: RawMpi, elements: int) -> float:
 def fold() -> float:
     """Return the seconds per byte for adding received float32 numbers to others."""
     mine, other = np.ones(_MIB, np.float32), np.ones(_MIB, np.float32)
-    seconds = []
-    for _ in range(3 * _REPETITIONS):
-        start = time.perf_counter()
-        np.add(mine, other, out=mine)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / mine.nbytes
+    return statistics.median(timed(lambda: np.add(mine, other, out=mine), 3 * _REPETITIONS)) / mine.nbytes
 
 
 def measure_coordinator() -> dict[str, float]:
@@ -282,32 +243,24 @@ def measure_coordinator() -> dict[str, float]:
 def _measure_agreement(entries: int) -> tuple[float, float, float]:
     """Seconds to take and to send a message about so many tensors, and its bytes; rank 1 plays all members."""
     taken, told, size = [], [], 0
+    ranks, fabric = tuple(range(_MEMBERS)), current().fabric
+    trace = Trace(fabric.recorder, current().find_set(None, "bench simulate").group)
+    spec = RequestSpec("allreduce", ("float32",), ((256, 256),), op=1, strides=(None,))
+    names = [f"layers.{index}.linear.weight" for index in range(entries)]
     for _ in range(_REPETITIONS):
         responses: list[ResponseList] = []
-        coordinator = _coordinator(responses.append)
-        requests = _numbered(coordinator, responses, entries)
-        taken.append(_take(coordinator, responses, requests))
+        inspector = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
+        coordinator = Coordinator(ranks, responses.append, inspector, 4096, trace)
+        # Agreed in full once; from then on members send names and the number.
+        for position in ranks:
+            coordinator.collect(position, [(name, spec) for name in names])
+        agreed = (each for each in responses[-1][0] if isinstance(each, Response))
+        number = next(each.number for each in agreed if each.number is not None)
+        responses.clear()
+        taken.append(_take(coordinator, responses, [(name, number) for name in names]))
         told.append(_tell(responses[-1]))
         size = len(pickle.dumps(responses[-1], protocol=5))
     return statistics.median(taken), statistics.median(told), float(size)
-
-
-def _coordinator(respond: Callable[[ResponseList], None]) -> Coordinator:
-    ranks = tuple(range(_MEMBERS))
-    set_state = current().find_set(None, "bench simulate")
-    inspector = StallInspector(ranks, lambda number: None, StallLimits(None, 0.0))
-    return Coordinator(ranks, respond, inspector, 4096, Trace(current().fabric.recorder, set_state.group))
-
-
-def _numbered(coordinator: Coordinator, responses: list[ResponseList], entries: int) -> list[tuple[str, int]]:
-    """Agree once in full. Returns the requests that members send from then on: names and numbers."""
-    spec = RequestSpec("allreduce", ("float32",), ((256, 256),), op=1, strides=(None,))
-    names = [f"layers.{index}.linear.weight" for index in range(entries)]
-    for position in range(_MEMBERS):
-        coordinator.collect(position, [(name, spec) for name in names])
-    number = next(each.number for each in responses[-1][0] if isinstance(each, Response) and each.number is not None)
-    responses.clear()
-    return [(name, number) for name in names]
 
 
 def _take(coordinator: Coordinator, responses: list[ResponseList], requests: list[tuple[str, int]]) -> float:

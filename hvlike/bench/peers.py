@@ -11,16 +11,17 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 import hvlike
-from hvlike.bench.harness.benchmark import describe, describe_device
-from hvlike.bench.harness.comparison import Ranks
+from hvlike.bench.harness.benchmark import describe
+from hvlike.bench.harness.comparison import Contestant
 from hvlike.bench.harness.processes import Helpers, JsonSocket, Message, find_launcher, module_command
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import HOROVOD, TorchGroup, backend_for, torch_unavailable
@@ -28,7 +29,6 @@ from hvlike.errors import HvlikeError, LaunchError
 
 # What belongs to our own job and must not reach another one.
 _OURS = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
-_CPU = torch.device("cpu")
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
@@ -52,7 +52,7 @@ class HorovodJob:
             raise LaunchError(reason)
 
     def _start(self, helpers: Helpers, cores: list[list[int]]) -> str:
-        """Start the job and greet its ranks; returns the version of Horovod. Raises: LaunchError, OSError."""
+        """Returns the version of Horovod. Raises: LaunchError, OSError."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
         with tempfile.TemporaryDirectory(prefix="hvlike-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
             address = str(Path(folder) / "socket")
@@ -70,7 +70,7 @@ class HorovodJob:
                     if process.poll() is not None or time.monotonic() > end:
                         raise helpers.failure("did not start") from None
                     continue
-                hello = helpers.receive(connected)
+                hello = helpers.ask(connected)
                 greetings[hello["rank"]] = connected, str(hello["version"])
         helpers.sockets = [greetings[rank][0] for rank in range(len(cores))]
         self._ask_each(helpers, [{"cores": each} for each in cores])
@@ -83,7 +83,7 @@ class HorovodJob:
                 connected.send(request)
         except OSError as error:
             raise helpers.failure("no answer") from error
-        answers = [helpers.receive(connected) for connected in helpers.sockets]
+        answers = [helpers.ask(connected) for connected in helpers.sockets]
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise HvlikeError(f"Horovod's job, rank {rank}: {answer['error']}")
@@ -108,6 +108,10 @@ class HorovodJob:
             raise HvlikeError(failure)
         return seconds
 
+    def contestant(self, times: int = 1) -> Contestant:
+        """Return what the other job was last asked to do, so many times a turn."""
+        return Contestant(HOROVOD, lambda: None, lambda: self.ask({"times": times}), lambda: self.ask({"check": True}))
+
     def close(self) -> None:
         """End the other job, if a failure has not. Local."""
         if self._helpers is not None:
@@ -130,71 +134,53 @@ def start_horovod(device: torch.device) -> HorovodJob | str:
 
 
 @dataclass(frozen=True)
-class HorovodEntrant:
-    """What Horovod's job is doing, as an entrant of a comparison."""
-
-    job: HorovodJob
-    times: int = 1
-    name: str = HOROVOD
-
-    def turn(self, ranks: Ranks) -> float:
-        """Do the work once. Collective. Returns the seconds of its slowest rank."""
-        ranks.barrier()
-        return self.job.ask({"times": self.times})
-
-    def check(self) -> None:
-        """Check the results. Collective. Raises: HvlikeError."""
-        self.job.ask({"check": True})
-
-
 class Peers:
-    """MPI, and torch's group and Horovod where they are available. Collective; use as a context manager."""
+    """Who takes part in this run."""
 
-    def __init__(
-        self, *, without_gloo: str | None = None, without_horovod: str | None = None, device: torch.device = _CPU
-    ) -> None:
-        """Start those that are there.
-
-        Args:
-            without_gloo: Why this run leaves torch's group out; None: it takes part if it can.
-            without_horovod: The same for Horovod.
-            device: Where the tensors are; decides over the backend of torch's group.
-        """
-        backend = backend_for(device)
-        self.device = device
-        self.raw = RawMpi()
-        self.left_out: list[str] = []
-        """One sentence for each that does not take part."""
-        self.group: TorchGroup | None = None
-        self.horovod: HorovodJob | None = None
-        reason = without_gloo or torch_unavailable(backend)
-        if reason is None:
-            self.group = TorchGroup(backend)
-        else:
-            self.left_out.append(f"Without {backend}: {reason}.")
-        started = without_horovod or start_horovod(device)
-        if isinstance(started, HorovodJob):
-            self.horovod = started
-        else:
-            self.left_out.append(f"Without Horovod: {started}.")
+    device: torch.device
+    raw: RawMpi
+    group: TorchGroup | None
+    horovod: HorovodJob | None
+    left_out: list[str]  # One sentence for each that does not take part
 
     def describe(self, benchmark: str) -> dict[str, Any]:
         """Return the conditions of the run, and who takes no part in it."""
+        conditions = {**describe(benchmark), "device": "cpu"}
+        if self.device.type != "cpu":
+            gpus = min(torch.cuda.device_count(), hvlike.local_size())
+            conditions |= {
+                "device": torch.cuda.get_device_name(self.device),
+                "gpus": gpus,
+                "ranks_per_gpu": -(-hvlike.local_size() // gpus),
+                "nccl": hvlike.nccl_built(),
+            }
         version = self.horovod.version if self.horovod else None
-        conditions = describe(benchmark, self.raw) | describe_device(self.device)
         return {**conditions, "horovod": version, "left_out": self.left_out}
 
-    def __enter__(self) -> Peers:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # After an error the ranks no longer do the same: a rank that waits for another would wait in vain.
-        if kind is not None:
-            return
-        if self.horovod is not None:
-            self.horovod.close()
-        if self.group is not None:
-            self.group.close()
-        self.raw.free()
+@contextmanager
+def peers(without_torch: str | None, without_horovod: str | None, device: str = "cpu") -> Iterator[Peers]:
+    """Start hvlike, and beside it MPI, torch's group and Horovod where they are available; end them after the work.
+
+    without_torch, without_horovod: why this run leaves it out; None: it takes part if it can. device: where the
+    tensors are; decides over the backend of torch's group. Collective.
+    """
+    hvlike.init()
+    pinned, raw, left_out = hvlike.pin_device(device), RawMpi(), []
+    backend = backend_for(pinned)
+    reason = without_torch or torch_unavailable(backend)
+    group = None if reason else TorchGroup(backend)
+    if reason:
+        left_out.append(f"Without {backend}: {reason}.")
+    started = without_horovod or start_horovod(pinned)
+    horovod = started if isinstance(started, HorovodJob) else None
+    if horovod is None:
+        left_out.append(f"Without Horovod: {started}.")
+    # Nothing is closed after an error: the ranks no longer do the same, and one that waits would wait in vain.
+    yield Peers(pinned, raw, group, horovod, left_out)
+    if horovod is not None:
+        horovod.close()
+    if group is not None:
+        group.close()
+    raw.free()
+    hvlike.shutdown()

@@ -69,11 +69,9 @@ class TorchGroup:
         self._distributed = distributed
 
     def allreduce(self, tensor: torch.Tensor) -> None:
-        """Sum over ranks in place."""
         self._distributed.all_reduce(tensor)
 
     def close(self) -> None:
-        """End the process group."""
         self._distributed.destroy_process_group()
 
 
@@ -81,13 +79,10 @@ BARE = "bare loop"
 
 _CHUNK_BYTES = 128 << 10
 _WORDS_BYTES = 4096
-_STAGED, _REDUCED = 0, 8
-"""Words of a rank, on lines of their own: how many chunks it has staged, and reduced."""
-
+_STAGED, _REDUCED = 0, 8  # Words of a rank, on lines of their own: how many chunks it has staged, and reduced
 _STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
 
-_MOST_POLLS = 1 << 28
-"""These take minutes: then the other rank has left."""
+_MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
 
 
 class BareLoop:
@@ -159,15 +154,8 @@ class BareLoop:
                 raise HvlikeError(f"rank {rank}: the other rank has left the bare loop.")
 
 
-OURS = "hvlike"
-SHARED = "empty_shared"
-MPI = "MPI_Allreduce"
-GLOO = "gloo"
-NCCL = "NCCL"
-HOROVOD = "Horovod"
-FLOOR = "read-write pass"
-SHARED_FLOOR = "pass, shared"
-COPY = "memcpy"
+OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
+FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
 
 DTYPES = {
     str(each).removeprefix("torch."): each
@@ -186,20 +174,16 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        """Its name on the command line."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def length(self) -> int:
-        """Number of elements."""
         return max(1, self.size // self.dtype.itemsize)
 
     def fill(self, tensor: Tensor, rank: int) -> None:
-        """Write what a rank contributes."""
         tensor.fill_(rank + 1)
 
     def verify(self, tensor: Tensor, name: str, rank: int, ranks: int) -> None:
-        """Check the result. Raises: HvlikeError."""
         total = sum(range(1, ranks + 1))
         expected = total / ranks if self.average else total
         if not bool((tensor == expected).all()):
@@ -209,35 +193,57 @@ class Case:
             )
 
 
-def contestants(case: Case, raw: RawMpi, group: TorchGroup | None, bare: BareLoop | None = None) -> list[Contestant]:
-    """Return those who can take part, each with its own way to reduce. Collective."""
-    tensor = torch.zeros(case.length, dtype=case.dtype)
-    shared = hvlike.empty_shared(case.length, dtype=case.dtype)
-    entered = [
-        _reducing(case, OURS, tensor, _by_hvlike(case, tensor, "ordinary")),
-        _reducing(case, SHARED, shared, _by_hvlike(case, shared, "shared")),
-        _by_mpi(case, tensor, raw),
-    ]
-    if group is not None:
-        entered.append(_reducing(case, GLOO, tensor, partial(_by_gloo, case, tensor, group)))
-    if bare is not None and case.dtype not in _HALVES:
-        entered.append(_reducing(case, BARE, tensor, _by_bare_loop(case, tensor, bare)))
-    return [*entered, *_floors(case, tensor), _pass(case, SHARED_FLOOR, shared)]
-
-
-def contestants_on_gpu(case: Case, device: torch.device, group: TorchGroup | None) -> list[Contestant]:
-    """Return those who can reduce a tensor of a GPU, and the floor there. Collective."""
+def contestants(
+    case: Case, device: torch.device, raw: RawMpi, group: TorchGroup | None, bare: BareLoop | None
+) -> list[Contestant]:
+    """Return those who can take part, each with its own way to reduce, and the floors. Collective."""
+    rank, ranks, average = hvlike.rank(), hvlike.size(), case.average
     tensor = torch.zeros(case.length, dtype=case.dtype, device=device)
-    entered = [_reducing(case, OURS, tensor, _by_hvlike(case, tensor, "cuda"))]
+
+    def reducing(name: str, tensor: Tensor, run: Callable[[], object]) -> Contestant:
+        return Contestant(name, partial(case.fill, tensor, rank), run, partial(case.verify, tensor, name, rank, ranks))
+
+    def ours(name: str, tensor: Tensor, kind: str) -> Contestant:
+        op = hvlike.Average if average else hvlike.Sum
+        label = f"bench.{kind}.{case.dtype_name}.{case.length}"
+        return reducing(name, tensor, partial(hvlike.allreduce_, tensor, op=op, name=label))
+
+    def by_group(group: TorchGroup) -> None:
+        group.allreduce(tensor)
+        if average:
+            tensor.div_(ranks)
+
+    def passing(name: str, tensor: Tensor) -> Contestant:
+        """Reads and writes every byte once, in place."""
+        array = _array(tensor)
+        return Contestant(
+            name, partial(case.fill, tensor, rank), partial(np.multiply, array, array.dtype.type(1), out=array)
+        )
+
+    if device.type != "cpu":
+        entered = [ours(OURS, tensor, "cuda")]
+        if group is not None:
+            entered.append(reducing(GLOO if group.backend == "gloo" else NCCL, tensor, partial(by_group, group)))
+        entered.append(Contestant(FLOOR, partial(case.fill, tensor, rank), partial(tensor.mul_, 1)))
+        return [_to_its_end(each, device) for each in entered]
+    # MPI does not add bfloat16, and adds 16-bit floats slowly: they go as the same values in float32.
+    summed = torch.zeros(case.length) if case.dtype in _HALVES else tensor
+    shared = hvlike.empty_shared(case.length, dtype=case.dtype)
+    array, other = summed.numpy(), np.zeros_like(_array(tensor))
+
+    def by_mpi() -> None:
+        raw.allreduce(array)
+        if average:
+            np.divide(array, ranks, out=array)
+
+    entered = [ours(OURS, tensor, "ordinary"), ours(SHARED, shared, "shared"), reducing(MPI, summed, by_mpi)]
     if group is not None:
-        name = GLOO if group.backend == "gloo" else NCCL
-        entered.append(_reducing(case, name, tensor, partial(_by_gloo, case, tensor, group)))
-    floor = Contestant(FLOOR, partial(case.fill, tensor, hvlike.rank()), partial(_pass_on_gpu, tensor))
-    return [_to_its_end(each, device) for each in [*entered, floor]]
-
-
-def _pass_on_gpu(tensor: Tensor) -> None:
-    tensor.mul_(1)
+        entered.append(reducing(GLOO, tensor, partial(by_group, group)))
+    if bare is not None and case.dtype not in _HALVES:
+        chunks = bare.chunks([tensor.numpy()])
+        entered.append(reducing(BARE, tensor, partial(bare.reduce, chunks, 1 / ranks if average else None)))
+    copy = Contestant(COPY, partial(case.fill, tensor, rank), partial(np.copyto, other, _array(tensor)))
+    return [*entered, passing(FLOOR, tensor), copy, passing(SHARED_FLOOR, shared)]
 
 
 def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
@@ -252,62 +258,6 @@ def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
         torch.cuda.synchronize(device)
 
     return replace(contestant, prepare=prepare, run=run)
-
-
-def _reducing(case: Case, name: str, tensor: Tensor, run: Callable[[], None]) -> Contestant:
-    rank, ranks = hvlike.rank(), hvlike.size()
-    return Contestant(name, partial(case.fill, tensor, rank), run, lambda: case.verify(tensor, name, rank, ranks))
-
-
-def _by_hvlike(case: Case, tensor: Tensor, kind: str) -> Callable[[], None]:
-    name = f"bench.{kind}.{case.dtype_name}.{case.length}"
-    op = hvlike.Average if case.average else hvlike.Sum
-
-    def run() -> None:
-        hvlike.allreduce_(tensor, op=op, name=name)
-
-    return run
-
-
-def _by_mpi(case: Case, tensor: Tensor, raw: RawMpi) -> Contestant:
-    """16-bit floats, which MPI does not add (bfloat16) or adds slowly, go as the same values in float32."""
-    if case.dtype in _HALVES:
-        tensor = torch.zeros(case.length)
-    array = tensor.numpy()
-
-    def run() -> None:
-        raw.allreduce(array)
-        if case.average:
-            np.divide(array, hvlike.size(), out=array)
-
-    return _reducing(case, MPI, tensor, run)
-
-
-def _by_gloo(case: Case, tensor: Tensor, group: TorchGroup) -> None:
-    group.allreduce(tensor)
-    if case.average:
-        tensor.div_(hvlike.size())
-
-
-def _by_bare_loop(case: Case, tensor: Tensor, bare: BareLoop) -> Callable[[], None]:
-    chunks = bare.chunks([tensor.numpy()])
-    return partial(bare.reduce, chunks, 1 / hvlike.size() if case.average else None)
-
-
-def _floors(case: Case, tensor: Tensor) -> list[Contestant]:
-    """One pass over the same bytes, by all ranks at once: in place, and into other memory."""
-    array = _array(tensor)
-    other = np.zeros_like(array)
-    prepare = partial(case.fill, tensor, hvlike.rank())
-    return [_pass(case, FLOOR, tensor), Contestant(COPY, prepare, lambda: np.copyto(other, array))]
-
-
-def _pass(case: Case, name: str, tensor: Tensor) -> Contestant:
-    """Read and write every byte once, in place."""
-    array = _array(tensor)
-    factor = array.dtype.type(1)
-    prepare = partial(case.fill, tensor, hvlike.rank())
-    return Contestant(name, prepare, lambda: np.multiply(array, factor, out=array))
 
 
 def _array(tensor: Tensor) -> Array:

@@ -10,39 +10,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import hvlike
 from hvlike import rpc
-from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, left_out, runs_on_two_ranks
-from hvlike.bench.harness.comparison import Ratio, Summary, take_turns
+from hvlike.bench.harness.benchmark import Benchmark, add_common, heading
+from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_cell, table, with_spread
-from hvlike.bench.rpc_session import Setting, TensorPipePair, session, tensorpipe, wait_for_rank_0
-from hvlike.bench.rpc_work import CALLEE, Idle, Rate, Trip, Work
+from hvlike.bench.harness.report import Bars, of_medians, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.rpc_session import Session, round_trips, run_session
+from hvlike.bench.rpc_work import Idle, Rate, Trip, Work
 
-EMPTY_BYTES = 64
-"""Bytes of a message in place of an empty call."""
-
-
-def measure_mpi(raw: RawMpi, work: Trip) -> list[float]:
-    """Seconds of each round trip by plain MPI. On rank 0; rank 1 takes part in a thread that serves a call."""
-    size, count = work.size or EMPTY_BYTES, work.warm_ups + work.trips
-    other = rpc.rpc_async(CALLEE, _take_part, (size, count))
-    taken = raw.round_trips(size, count)
-    other.wait()
-    return taken[work.warm_ups :]
-
-
-_raw: list[RawMpi] = []
-"""Where the calls that rank 1 serves find plain MPI."""
-
-
-def _take_part(size: int, count: int) -> None:
-    _raw[-1].round_trips(size, count)
-
-
+EMPTY_BYTES = 64  # Bytes of a message in place of an empty call
 OURS, TENSORPIPE, MPI = "hvlike", "TensorPipe", "MPI"
-NAMES = (OURS, TENSORPIPE, MPI)
-"""In the order of the tables."""
+NAMES = (OURS, TENSORPIPE, MPI)  # In the order of the tables
+_PAIRS = {f"{OURS}/{other}": (OURS, other) for other in (TENSORPIPE, MPI)}
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,6 @@ class Result:
 
     @property
     def names(self) -> list[str]:
-        """The contestants that took part."""
         return [name for name in NAMES if name in self.samples]
 
     def of(self, name: str, rank: int = 0) -> Summary:
@@ -67,13 +45,10 @@ class Result:
     @property
     def ratios(self) -> dict[str, Ratio]:
         """hvlike's time to that of each other; below 1: hvlike is faster."""
-        if isinstance(self.work, Idle):
-            return {}
         first = {name: [each[0] for each in turns] for name, turns in self.samples.items()}
-        return {name: Ratio.of(first, OURS, name) for name in self.names if name != OURS}
+        return {} if isinstance(self.work, Idle) else ratios_of(first, _PAIRS)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         unit = "parts of a core" if isinstance(self.work, Idle) else "seconds"
         found = {
             name: [
@@ -82,23 +57,22 @@ class Result:
             ]
             for name in self.names
         }
-        ratios = {f"{OURS}/{name}": asdict(each) for name, each in self.ratios.items()}
+        ratios = {name: asdict(each) for name, each in self.ratios.items()}
         return {"work": self.work.title, **asdict(self.work), "unit": unit, "found": found, "ratios": ratios}
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """Return a table for each kind of work, with head and foot."""
     trips, rates, idle = (_of(results, kind) for kind in (Trip, Rate, Idle))
     parts = [f"calls from rank 0 to rank 1, {heading(conditions)}"]
     for title, found, cell in (("round trip", trips, with_spread), ("calls a second", rates, _rate)):
         if found:
-            names, others = found[0].names, list(found[0].ratios)
+            names, pairs = found[0].names, list(found[0].ratios)
             rows = [
                 [each.work.title, str(len(each.samples[OURS])), *(cell(each.of(name)) for name in names)]
-                + [ratio_cell(each.ratios[name]) for name in others]
+                + [ratio_cell(each.ratios[pair]) for pair in pairs]
                 for each in found
             ]
-            parts.append(table([title, "n", *names, *(f"{OURS} / {name}" for name in others)], rows))
+            parts.append(table([title, "n", *names, *pairs], rows))
     for each in idle:
         rows = [[name, *(f"{each.of(name, rank).median:.2%}" for rank in (0, 1))] for name in each.names]
         parts.append(table([each.work.title, "rank 0", "rank 1"], rows))
@@ -111,22 +85,21 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def panels(results: Sequence[Result]) -> list[Bars]:
-    """Round trips, calls a second, idle ranks, and the ratios of the times."""
     drawn = []
-    for title, unit, kind in (("round trip", "seconds", Trip), ("empty calls", "calls a second", Rate)):
+    heights: dict[tuple[str, str], tuple[type[Work], Callable[[Summary], float]]] = {
+        ("round trip", "seconds"): (Trip, lambda summary: summary.median),
+        ("empty calls", "calls a second"): (Rate, lambda summary: 1.0 / summary.median),
+    }
+    for (title, unit), (kind, height) in heights.items():
         found = _of(results, kind)
         if found:
-            series = {name: [_height(each, name) for each in found] for name in found[0].names}
+            series = {name: [height(each.of(name)) for each in found] for name in found[0].names}
             drawn.append(Bars(title, unit, [each.work.title for each in found], series, logarithmic=True))
     timed = [each for each in results if each.ratios]
-    others = sorted({name for each in timed for name in each.ratios}, key=NAMES.index)
-    if others:
-        nan = float("nan")
-        ratios = {
-            f"{OURS} / {name}": [each.ratios[name].of_medians if name in each.ratios else nan for each in timed]
-            for name in others
-        }
-        drawn.append(Bars("time, lower is better", "ratio", [each.work.title for each in timed], ratios, line=1.0))
+    pairs = [pair for pair in _PAIRS if any(pair in each.ratios for each in timed)]
+    if pairs:
+        titles = [each.work.title for each in timed]
+        drawn.append(Bars("time, lower is better", "ratio", titles, of_medians(timed, pairs), line=1.0))
     for each in _of(results, Idle):
         series = {name: [100 * each.of(name, rank).median for rank in (0, 1)] for name in each.names}
         drawn.append(Bars(each.work.title, "% of a core", ["rank 0", "rank 1"], series))
@@ -135,11 +108,6 @@ def panels(results: Sequence[Result]) -> list[Bars]:
 
 def _of(results: Sequence[Result], kind: type[Work]) -> list[Result]:
     return [each for each in results if isinstance(each.work, kind)]
-
-
-def _height(result: Result, name: str) -> float:
-    median = result.of(name).median
-    return 1.0 / median if isinstance(result.work, Rate) else median
 
 
 def _rate(summary: Summary) -> str:
@@ -152,45 +120,29 @@ _ROUNDS = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument(
         "--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES), help=f"bytes, default {DEFAULT_SIZES}"
     )
     parser.add_argument(
         "--idle", type=float, default=2.0, metavar="SECONDS", help="to watch an idle pair; default %(default)s"
     )
-    parser.add_argument("--no-tensorpipe", action="store_true", help="leave torch.distributed.rpc out")
-    add_common(parser, f"{_ROUNDS} turns of each, a third of them idle", horovod=False)
+    add_common(parser, f"{_ROUNDS} turns of each, a third of them idle", TENSORPIPE)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective; two ranks. Returns the exit status."""
-    if not runs_on_two_ranks("rpc"):
-        return 2
-    with session("rpc") as setting:
-        raw = RawMpi()
-        _raw.append(raw)
-        if hvlike.rank() == 0:
-            compare(options, setting, raw)
-        wait_for_rank_0()
-        _raw.remove(raw)
-        raw.free()
-    return 0
+    return run_session("rpc", options.no_tensorpipe, partial(compare, options))
 
 
-def compare(options: argparse.Namespace, setting: Setting, raw: RawMpi) -> None:
-    """Measure everything with all contestants and show it. On rank 0, while the main thread of rank 1 sleeps."""
-    reasons = []
-    with tensorpipe(setting.cores, left_out(options.no_tensorpipe, "--no-tensorpipe")) as pair:
-        if isinstance(pair, str):
-            reasons.append(f"Without {TENSORPIPE}: {pair}.")
-        results = measure(options, raw, None if isinstance(pair, str) else pair)
-    conditions = {**setting.conditions, "left_out": reasons}
+def compare(options: argparse.Namespace, session: Session) -> None:
+    """Measure everything with all contestants and show it. On rank 0."""
+    left_out = [f"Without {TENSORPIPE}: {session.pair}."] if isinstance(session.pair, str) else []
+    results = measure(options, session)
+    conditions = {**session.conditions, "left_out": left_out}
     document = {**conditions, "results": [each.as_json() for each in results]}
     publish(options, document, as_text(conditions, results), "remote calls between two ranks", panels(results))
 
 
-def measure(options: argparse.Namespace, raw: RawMpi, pair: TensorPipePair | None) -> list[Result]:
+def measure(options: argparse.Namespace, session: Session) -> list[Result]:
     """Measure every work in rounds, the first of which does not count.
 
     The sample of a turn is the median of what it has timed.
@@ -202,9 +154,9 @@ def measure(options: argparse.Namespace, raw: RawMpi, pair: TensorPipePair | Non
     for work in works:
         turns: dict[str, Callable[[], list[float]]] = {OURS: partial(work.measure, rpc)}
         if isinstance(work, Trip):
-            turns[MPI] = partial(measure_mpi, raw, work)
-        if pair is not None:
-            turns[TENSORPIPE] = partial(pair.measure, work)
+            turns[MPI] = partial(measure_mpi, session.raw, work)
+        if not isinstance(session.pair, str):
+            turns[TENSORPIPE] = partial(session.pair.measure, work)
         if isinstance(work, Idle):
             results.append(Result(work, take_turns(order, turns, -(-rounds // 3))))
         else:
@@ -212,6 +164,11 @@ def measure(options: argparse.Namespace, raw: RawMpi, pair: TensorPipePair | Non
             medians = {name: [[statistics.median(turn)] for turn in each[1:]] for name, each in measured}
             results.append(Result(work, medians))
     return results
+
+
+def measure_mpi(raw: RawMpi, work: Trip) -> list[float]:
+    """Seconds of each round trip by plain MPI, without those that do not count."""
+    return round_trips(raw, work.size or EMPTY_BYTES, work.warm_ups + work.trips)[work.warm_ups :]
 
 
 BENCHMARK = Benchmark("rpc", "calls by hvlike.rpc beside torch.distributed.rpc and plain MPI", add_arguments, run)

@@ -1,7 +1,9 @@
 """What bench rpc and bench autograd share: a session in which rank 0 measures, and TensorPipe's two processes.
 
 TensorPipe polls: each of its processes keeps a core busy for as long as it runs. They are stopped (SIGSTOP) whenever
-it is not their turn, and continued (SIGCONT) warm, with their connections as they are.
+it is not their turn, and continued (SIGCONT) warm, with their connections as they are. Each runs this file
+(`python -m hvlike.bench.rpc_session`) with its rank, the file where both meet, and the file descriptor of its socket.
+Rank 0 of them answers requests for work; the main thread of rank 1 sleeps until the benchmark ends.
 """
 
 from __future__ import annotations
@@ -12,19 +14,22 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import rpc as torch_rpc
+import torch.distributed.autograd
+import torch.distributed.rpc
 
 import hvlike
 from hvlike import rpc
-from hvlike.bench.harness.benchmark import describe_alone
-from hvlike.bench.harness.processes import Helpers
-from hvlike.bench.rpc_work import CALLEE, Work, as_message
+from hvlike.bench.harness.benchmark import describe, runs_on_two_ranks
+from hvlike.bench.harness.processes import Helpers, JsonSocket, Message
+from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.rpc_work import CALLEE, Step, Work, as_message, from_message
 from hvlike.errors import HvlikeError, LaunchError
 
 
@@ -40,7 +45,7 @@ class TensorPipePair:
             for rank, each in enumerate(cores):
                 self._start(rank, each)
             for end in self._helpers.sockets:
-                self._helpers.receive(end)
+                self._helpers.ask(end)
         except BaseException:
             self._helpers.end()
             self._folder.cleanup()
@@ -52,13 +57,12 @@ class TensorPipePair:
         self._helpers.connect(ours)
         with theirs:
             arguments = [str(rank), str(Path(self._folder.name) / "meeting"), str(theirs.fileno())]
-            command = [sys.executable, "-m", "hvlike.bench.rpc_peer", *arguments]
+            command = [sys.executable, "-m", "hvlike.bench.rpc_session", *arguments]
             process = self._helpers.start(command, pass_fds=[theirs.fileno()])
         os.sched_setaffinity(process.pid, cores)
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
         return [process.pid for process in self._helpers.processes]
 
     def measure(self, work: Work) -> list[float]:
@@ -82,42 +86,6 @@ class TensorPipePair:
         self._folder.cleanup()
 
 
-_rank_0_is_done = threading.Event()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where the measurement runs."""
-
-    conditions: dict[str, Any]
-    cores: Sequence[Sequence[int]]
-    """Of each rank."""
-
-
-@contextmanager
-def session(benchmark: str) -> Iterator[Setting]:
-    """Start RPC, and end it and hvlike at the end. Collective; hvlike is initialised on two ranks."""
-    conditions = describe_alone(benchmark)
-    cores = hvlike.allgather_object(sorted(os.sched_getaffinity(0)), name="bench.cores")
-    rpc.init_rpc(f"worker{hvlike.rank()}")
-    yield Setting(conditions, cores)
-    rpc.shutdown()
-    hvlike.shutdown()
-
-
-def wait_for_rank_0() -> None:
-    """Sleep on rank 1 until rank 0 has done its calls. Collective."""
-    if hvlike.rank() == 0:
-        rpc.rpc_sync(CALLEE, _end)
-    else:
-        _rank_0_is_done.wait()
-        _rank_0_is_done.clear()
-
-
-def _end() -> None:
-    _rank_0_is_done.set()
-
-
 @contextmanager
 def tensorpipe(cores: Sequence[Sequence[int]], without: str | None) -> Iterator[TensorPipePair | str]:
     """Start TensorPipe's processes on rank 0, or say why they take no part. without: the user's reason for that."""
@@ -132,9 +100,96 @@ def tensorpipe(cores: Sequence[Sequence[int]], without: str | None) -> Iterator[
 def _start(cores: Sequence[Sequence[int]]) -> TensorPipePair | str:
     if hvlike.local_size() != hvlike.size():
         return "the ranks are on several nodes, its processes here are on one"
-    if not torch_rpc.is_available():
+    if not torch.distributed.rpc.is_available():
         return "this torch was built without it"
     try:
         return TensorPipePair(cores)
     except (LaunchError, OSError) as error:
         return str(error)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a measurement finds on rank 0."""
+
+    conditions: dict[str, Any]
+    raw: RawMpi
+    pair: TensorPipePair | str  # Or why there is none
+
+
+_rank_0_is_done = threading.Event()
+_raw: list[RawMpi] = []  # Where the calls that rank 1 serves find plain MPI
+
+
+def run_session(benchmark: str, without: str | None, measure: Callable[[Session], None]) -> int:
+    """Start hvlike, RPC and TensorPipe, and measure on rank 0, while the main thread of rank 1 sleeps.
+
+    without: why TensorPipe is to take no part; None: it takes part if it can. Collective; two ranks. Returns the exit
+    status.
+    """
+    if not runs_on_two_ranks(benchmark):
+        return 2
+    conditions = describe(benchmark)
+    cores = hvlike.allgather_object(sorted(os.sched_getaffinity(0)), name="bench.cores")
+    rpc.init_rpc(f"worker{hvlike.rank()}")
+    raw = RawMpi()
+    _raw.append(raw)
+    if hvlike.rank() == 0:
+        with tensorpipe(cores, without) as pair:
+            measure(Session(conditions, raw, pair))
+        rpc.rpc_sync(CALLEE, _end)
+    else:
+        _rank_0_is_done.wait()
+        _rank_0_is_done.clear()
+    _raw.remove(raw)
+    raw.free()
+    rpc.shutdown()
+    hvlike.shutdown()
+    return 0
+
+
+def _end() -> None:
+    _rank_0_is_done.set()
+
+
+def round_trips(raw: RawMpi, size: int, count: int) -> list[float]:
+    """Seconds of round trips by plain MPI. On rank 0; rank 1 takes part in a thread that serves a call."""
+    other = rpc.rpc_async(CALLEE, _take_part, (size, count))
+    taken = raw.round_trips(size, count)
+    other.wait()
+    return taken
+
+
+def _take_part(size: int, count: int) -> None:
+    _raw[-1].round_trips(size, count)
+
+
+def main(rank: int, meeting: str, descriptor: int) -> None:
+    """Join TensorPipe's pair, answer requests, and leave with the other process."""
+    # A stopped process of a group of its own is ended by the kernel when its parent goes, also by kill -9.
+    os.setpgid(0, 0)
+    connected = JsonSocket(socket.socket(fileno=descriptor))
+    theirs: Any = torch.distributed.rpc
+    # torch uses deprecated calls itself.
+    warnings.simplefilter("ignore")
+    options = theirs.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
+    theirs.init_rpc(f"peer{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    connected.send({"rank": rank})
+    while (request := connected.receive()) is not None:
+        connected.send(_answer(request))
+    theirs.shutdown()
+
+
+def _answer(request: Message) -> Message:
+    """Do some work and say what it has measured, or what went wrong."""
+    try:
+        work = from_message(request)
+        theirs = torch.distributed.rpc
+        samples = work.measure(theirs, torch.distributed.autograd) if isinstance(work, Step) else work.measure(theirs)
+        return {"samples": samples}
+    except (HvlikeError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

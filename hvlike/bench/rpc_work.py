@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.processes import Message
 from hvlike.bench.harness.report import format_size
 from hvlike.errors import HvlikeError
@@ -32,8 +33,7 @@ def nothing() -> None:
     """The empty call."""
 
 
-def echo(tensor: torch.Tensor) -> torch.Tensor:
-    """Send a tensor back."""
+def echo(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -50,7 +50,6 @@ class Trip:
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
         return f"echo of {format_size(self.size)}" if self.size else "empty call"
 
     @property
@@ -65,24 +64,14 @@ class Trip:
 
     def measure(self, rpc: ModuleType) -> list[float]:
         """Seconds of each round trip. Blocks. Raises: HvlikeError when a wrong tensor comes back."""
-        if not self.size:
-            return self._timed(lambda: rpc.rpc_sync(CALLEE, nothing))
-        tensor = torch.arange(self.size, dtype=torch.uint8)
-        if not torch.equal(rpc.rpc_sync(CALLEE, echo, (tensor,)), tensor):
-            raise HvlikeError(f"{rpc.__name__}: the {self.title} is not what was sent")
-        return self._timed(lambda: rpc.rpc_sync(CALLEE, echo, (tensor,)))
-
-    def _timed(self, call: Any) -> list[float]:
-        for _ in range(self.warm_ups):
-            call()
-        taken = []
-        for _ in range(self.trips):
-            start = time.perf_counter()
-            # Kept until the clock has stopped: giving the memory back is no part of the trip.
-            answer = call()
-            taken.append(time.perf_counter() - start)
-            del answer
-        return taken
+        call = partial(rpc.rpc_sync, CALLEE, nothing)
+        if self.size:
+            tensor = torch.arange(self.size, dtype=torch.uint8)
+            call = partial(rpc.rpc_sync, CALLEE, echo, (tensor,))
+            if not torch.equal(call(), tensor):
+                raise HvlikeError(f"{rpc.__name__}: the {self.title} is not what was sent")
+        timed(call, self.warm_ups)
+        return timed(call, self.trips)
 
 
 @dataclass(frozen=True)
@@ -93,16 +82,14 @@ class Rate:
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
         return f"{self.in_flight} in flight"
 
     def measure(self, rpc: ModuleType) -> list[float]:
         """Seconds a call, one value. Blocks."""
         count = _CALLS if self.in_flight == 1 else _CALLS_AT_ONCE
         self._run(rpc, max(_WARM_UPS, self.in_flight))
-        start = time.perf_counter()
-        self._run(rpc, count)
-        return [(time.perf_counter() - start) / count]
+        (seconds,) = timed(lambda: self._run(rpc, count), 1)
+        return [seconds / count]
 
     def _run(self, rpc: ModuleType, count: int) -> None:
         flying: deque[Any] = deque()
@@ -122,7 +109,6 @@ class Idle:
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
         return f"idle for {self.seconds:g} s"
 
     def measure(self, rpc: ModuleType) -> list[float]:
@@ -143,44 +129,39 @@ _SECONDS_PER_TURN = 0.25
 _MOST_STEPS, _FEWEST_STEPS = 100, 5
 
 
-@dataclass(frozen=True)
-class NetworkShape:
-    """The size of a network: square layers of `width` with tanh, `layers` on each rank, and a batch."""
-
-    width: int
-    batch: int
-    layers: int
-
-    @property
-    def title(self) -> str:
-        """Its name in tables."""
-        return f"{self.layers}+{self.layers} layers of {self.width}, batch {self.batch}"
+Shape = tuple[int, int, int]
+"""Of a network: square layers of this width with tanh, a batch, and so many layers on each rank."""
 
 
 @lru_cache
-def half(shape: NetworkShape, which: int) -> nn.Sequential:
+def half(shape: Shape, which: int) -> nn.Sequential:
     """One half of the network, the same weights in all processes, the same object for all steps of one."""
+    width, _, count = shape
     generator = torch.Generator().manual_seed(which)
     layers: list[nn.Module] = []
-    for _ in range(shape.layers):
-        layer = nn.Linear(shape.width, shape.width)
+    for _ in range(count):
+        layer = nn.Linear(width, width)
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / shape.width**0.5)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / width**0.5)
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers)
 
 
 @lru_cache
-def inputs(shape: NetworkShape) -> Tensor:
-    """A batch."""
-    return torch.randn(shape.batch, shape.width, generator=torch.Generator().manual_seed(2))
+def inputs(shape: Shape) -> Tensor:
+    return torch.randn(shape[1], shape[0], generator=torch.Generator().manual_seed(2))
 
 
-def second_half(shape: tuple[int, int, int], hidden: Tensor) -> Tensor:
+def second_half(shape: Shape, hidden: Tensor) -> Tensor:
     """Run the second half on this rank."""
-    output: Tensor = half(NetworkShape(*shape), 1)(hidden)
+    output: Tensor = half(shape, 1)(hidden)
     return output
+
+
+def _loss(shape: Shape) -> Tensor:
+    """By ordinary autograd."""
+    return second_half(shape, half(shape, 0)(inputs(shape))).square().mean()
 
 
 @dataclass(frozen=True)
@@ -190,24 +171,22 @@ class Step:
     width: int
     batch: int
     layers: int
-    unused: int = 0
-    """Calls of the second half whose results nothing uses."""
+    unused: int = 0  # Calls of the second half whose results nothing uses
 
     @property
-    def shape(self) -> NetworkShape:
-        """Of the network."""
-        return NetworkShape(self.width, self.batch, self.layers)
+    def shape(self) -> Shape:
+        return (self.width, self.batch, self.layers)
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
-        return self.shape.title + (f", {self.unused} unused results" if self.unused else "")
+        title = f"{self.layers}+{self.layers} layers of {self.width}, batch {self.batch}"
+        return title + (f", {self.unused} unused results" if self.unused else "")
 
     def run(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> dict[Tensor, Tensor]:
         """One step; the gradients of rank 0. On rank 0, blocks."""
-        shape = (self.width, self.batch, self.layers)
+        shape = self.shape
         with autograd.context() as context:
-            hidden = half(self.shape, 0)(inputs(self.shape))
+            hidden = half(shape, 0)(inputs(shape))
             for _ in range(self.unused):
                 rpc.rpc_sync(CALLEE, second_half, (shape, hidden))
             loss = rpc.rpc_sync(CALLEE, second_half, (shape, hidden)).square().mean()
@@ -218,17 +197,9 @@ class Step:
     def measure(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> list[float]:
         """Seconds of each of some steps after a few that do not count. Raises: HvlikeError for wrong gradients."""
         self._check(rpc, autograd, **mode)
-        start = time.perf_counter()
-        for _ in range(_STEP_WARM_UPS):
-            self.run(rpc, autograd, **mode)
-        each = (time.perf_counter() - start) / _STEP_WARM_UPS
-        taken = []
-        for _ in range(max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS_PER_TURN / each)))):
-            start = time.perf_counter()
-            found = self.run(rpc, autograd, **mode)
-            taken.append(time.perf_counter() - start)
-            del found
-        return taken
+        run = partial(self.run, rpc, autograd, **mode)
+        each = sum(timed(run, _STEP_WARM_UPS)) / _STEP_WARM_UPS
+        return timed(run, max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS_PER_TURN / each))))
 
     def _check(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> None:
         found = self.run(rpc, autograd, **mode)
@@ -239,32 +210,25 @@ class Step:
 
 
 @lru_cache
-def expected(shape: NetworkShape) -> tuple[Tensor, ...]:
+def expected(shape: Shape) -> tuple[Tensor, ...]:
     """The gradients of the first half by ordinary autograd."""
-    loss = half(shape, 1)(half(shape, 0)(inputs(shape))).square().mean()
-    return torch.autograd.grad(loss, list(half(shape, 0).parameters()))
+    return torch.autograd.grad(_loss(shape), list(half(shape, 0).parameters()))
 
 
 def steps_alone(step: Step) -> list[float]:
     """Seconds of each of some steps in one process, without RPC: what the arithmetic takes."""
-    found = []
     parameters = [*half(step.shape, 0).parameters(), *half(step.shape, 1).parameters()]
-    for _ in range(_FEWEST_STEPS * 4):
-        start = time.perf_counter()
-        loss = half(step.shape, 1)(half(step.shape, 0)(inputs(step.shape))).square().mean()
-        torch.autograd.grad(loss, parameters)
-        found.append(time.perf_counter() - start)
-    return found[_FEWEST_STEPS:]
+    taken = timed(lambda: torch.autograd.grad(_loss(step.shape), parameters), _FEWEST_STEPS * 4)
+    return taken[_FEWEST_STEPS:]
 
 
 Work = Trip | Rate | Idle | Step
-_KINDS: dict[str, type[Work]] = {"trip": Trip, "rate": Rate, "idle": Idle, "step": Step}
+_KINDS: dict[str, type[Work]] = {each.__name__: each for each in (Trip, Rate, Idle, Step)}
 
 
 def as_message(work: Work) -> Message:
     """Return the work as a message for a process beside this one."""
-    (kind,) = [kind for kind, each in _KINDS.items() if isinstance(work, each)]
-    return {"kind": kind, **asdict(work)}
+    return {"kind": type(work).__name__, **asdict(work)}
 
 
 def from_message(message: Message) -> Work:

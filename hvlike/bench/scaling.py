@@ -12,28 +12,25 @@ import json
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
-from hvlike.bench.harness.comparison import Summary
-from hvlike.bench.harness.processes import find_launcher, refuse_inside_a_job, run_job
+from hvlike.bench.harness.comparison import Summary, timed
+from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
-from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.messages.traffic import Sent
 
 
-@dataclass(frozen=True)
-class RankCounts:
+class RankCounts(NamedTuple):
     """What one rank has sent in all its steps, and how long each took."""
 
     sent: Sent
@@ -44,35 +41,26 @@ class RankCounts:
 class Agreement:
     """What one way to agree, planned or negotiated, costs at one number of ranks. All counts are per step."""
 
-    control: float
-    """Control messages a rank sends, mean over ranks."""
-    most_control: float
-    """The same of the rank that sends most: the coordinator."""
+    control: float  # Control messages a rank sends, mean over ranks
+    most_control: float  # The same of the rank that sends most: the coordinator
     control_bytes: float
-    kinds: dict[str, float]
-    """Control messages of each kind, mean over ranks."""
-    data_messages: float
-    """Messages with data to other nodes a rank sends, mean over ranks."""
+    kinds: dict[str, float]  # Control messages of each kind, mean over ranks
+    data_messages: float  # Messages with data to other nodes a rank sends, mean over ranks
     data_bytes: float
-    collectives: float
-    """Calls of MPI's own collectives, mean over ranks."""
+    collectives: float  # Calls of MPI's own collectives, mean over ranks
     collective_bytes: float
-    seconds: float
-    """Median over steps of the slowest rank."""
+    seconds: float  # Median over steps of the slowest rank
     quartiles: list[float]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One number of ranks."""
-
     ranks: int
     nodes: int
     ways: dict[str, Agreement]
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> Result:
-        """Make it of the JSON that the job has printed."""
         ways = {name: Agreement(**way) for name, way in answer["ways"].items()}
         return cls(answer["ranks"], answer["nodes"], ways)
 
@@ -102,23 +90,11 @@ def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
     )
 
 
-_HEADER = [
-    "ranks",
-    "nodes",
-    "agreement",
-    "control",
-    "most",
-    "control bytes",
-    "data msgs",
-    "data bytes",
-    "MPI calls",
-    "their bytes",
-    "step",
-]
+_WAY = ["ranks", "nodes", "agreement"]
+_COUNTS = ["control", "most", "control bytes", "data msgs", "data bytes", "MPI calls", "their bytes", "step"]
 
 
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
-    """Return the table with its head and foot."""
     rows = [
         [
             str(result.ranks),
@@ -150,19 +126,21 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
     )
     if any("waiting" in way.kinds for result in results for way in result.ways.values()):
         foot += "\nSome ranks waited for half a second and said so (kind waiting): the machine was too busy."
-    return f"{head}\n\n{table(_HEADER, rows)}\n\n{foot}"
+    return f"{head}\n\n{table([*_WAY, *_COUNTS], rows)}\n\n{foot}"
 
 
 def panels(results: Sequence[Result]) -> list[Curves]:
     """Control messages over ranks, of a rank on average and of the coordinator, and the time of a step."""
     ranks = [float(result.ranks) for result in results]
     labels = [str(result.ranks) for result in results]
-    messages: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
+    messages, seconds = {}, {}
     for name in results[0].ways:
         ways = [result.ways[name] for result in results]
-        messages.update(_named(f"{name}, mean", [way.control for way in ways]))
-        messages.update(_named(f"{name}, coordinator", [way.most_control for way in ways]))
+        mean, most = [way.control for way in ways], [way.most_control for way in ways]
+        for who, counts in (("mean", mean), ("coordinator", most)):
+            # A logarithmic axis has no zero, so the legend says where all values are zero.
+            label = f"{name}, {who}" if any(counts) else f"{name}, {who}: none"
+            messages[label] = [count or math.nan for count in counts]
         seconds[name] = [1e3 * way.seconds for way in ways]
     return [
         Curves("control messages of a step", "ranks", "messages", ranks, messages, labels),
@@ -170,16 +148,10 @@ def panels(results: Sequence[Result]) -> list[Curves]:
     ]
 
 
-def _named(name: str, values: list[float]) -> dict[str, list[float]]:
-    """Return a curve. A logarithmic axis has no zero, so the legend says where all values are zero."""
-    return {name if any(values) else f"{name}: none": [value or math.nan for value in values]}
-
-
 DEFAULT_RANKS = "1,2,4,8,16,32"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument(
         "--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"a job for each, default {DEFAULT_RANKS}"
     )
@@ -193,15 +165,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Start the jobs and print what they have counted. Outside of mpirun. Returns the exit status."""
-    try:
-        refuse_inside_a_job(os.environ, "scaling")
-        mpirun = find_launcher()
-        results = [_measure(mpirun, ranks, options) for ranks in options.ranks]
-    except (LaunchError, UsageError) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+def run(options: argparse.Namespace) -> None:
+    refuse_inside_a_job(os.environ, "scaling")
+    mpirun = find_launcher()
+    results = [_measure(mpirun, ranks, options) for ranks in options.ranks]
     conditions = {
         "benchmark": "scaling",
         "tensors": 2 * options.layers,
@@ -213,7 +180,6 @@ def run(options: argparse.Namespace) -> int:
     }
     document = {**conditions, "results": [asdict(each) for each in results]}
     publish(options, document, as_text(conditions, results), "what a training step sends", panels(results))
-    return 0
 
 
 def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
@@ -226,7 +192,10 @@ def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
 
 
 BENCHMARK = Benchmark(
-    "scaling", "what a training step sends at 1 to 32 ranks; run it without mpirun", add_arguments, run
+    "scaling",
+    "what a training step sends at 1 to 32 ranks; run it without mpirun",
+    add_arguments,
+    outside_of_jobs(run),
 )
 
 
@@ -237,9 +206,8 @@ _WARMUPS = 3
 def main(arguments: list[str]) -> int:
     """Measure both ways and print them on rank 0. Collective. Returns the exit status."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--width", type=int, required=True)
+    for name in ("--steps", "--layers", "--width"):
+        parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hvlike.init()
@@ -291,11 +259,7 @@ def measure(step: Callable[[], None], steps: int) -> Agreement:
         step()
     traffic = current().fabric.traffic
     before = traffic.snapshot()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
+    seconds = timed(step, steps)
     mine = RankCounts(traffic.snapshot() - before, seconds)
     counts: list[RankCounts] = hvlike.allgather_object(mine, name="bench scaling")
     return summarise(counts, steps)

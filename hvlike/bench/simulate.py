@@ -9,20 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvlike.bench.harness.benchmark import Benchmark, add_outputs, positive, positives
-from hvlike.bench.harness.processes import find_launcher, refuse_inside_a_job, run_job
+from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, parse_size, publish, table
 from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload, step
-from hvlike.errors import LaunchError, UsageError
+from hvlike.errors import UsageError
 
-REDUCTION = "hierarchical"
-"""The one that hvlike does. The steps are computed with it."""
+REDUCTION = "hierarchical"  # The one that hvlike does. The steps are computed with it.
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,11 @@ class Step:
     nodes: int
     agreement: dict[str, float]
     reduction: dict[str, float]
-    total: dict[str, float]
-    """With each agreement, and the hierarchical reduction."""
-    efficiency: dict[str, float]
-    """Computation as a part of the step."""
+    total: dict[str, float]  # With each agreement, and the hierarchical reduction
+    efficiency: dict[str, float]  # Computation as a part of the step
 
 
 def simulate(constants: Constants, job: Job, work: Workload) -> Step:
-    """Compute all parts of a step."""
     total = {name: step(constants, job, work, name, REDUCTION) for name in AGREEMENTS}
     return Step(
         job.ranks,
@@ -53,7 +48,6 @@ def simulate(constants: Constants, job: Job, work: Workload) -> Step:
 
 
 def as_text(constants: Constants, conditions: dict[str, Any], steps: Sequence[Step]) -> str:
-    """Return the constants, the table, and how to read it."""
     work = conditions["workload"]
     head = (
         f"a step of {format_seconds(work['compute'])} with {format_size(int(work['nbytes']))} of gradients in "
@@ -78,7 +72,6 @@ def as_text(constants: Constants, conditions: dict[str, Any], steps: Sequence[St
 
 
 def panels(steps: Sequence[Step]) -> list[Curves]:
-    """Steps and their parts over the number of ranks."""
     ranks = [float(each.ranks) for each in steps]
     labels = [str(each.ranks) for each in steps]
     totals = {name: [1e3 * each.total[name] for each in steps] for name in AGREEMENTS}
@@ -91,9 +84,7 @@ def _describe(constants: Constants, conditions: dict[str, Any]) -> str:
     link = 8e-9 / constants.gap_per_byte if constants.gap_per_byte else float("inf")
     network = f"L {_time(constants.latency)}, link {link:.3g} Gbit/s"
     if conditions["network_measured"]:
-        network += (
-            " between two ranks of this machine: NO NETWORK was measured, give one with --latency and --bandwidth"
-        )
+        network += " between two ranks of this machine: NO NETWORK was measured, give it: --latency, --bandwidth"
     else:
         network += " as given, in part or in whole, by --latency and --bandwidth"
     return (
@@ -126,7 +117,6 @@ def above_zero(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"default {DEFAULT_RANKS}")
     parser.add_argument("--ranks-per-node", type=positive, default=8, help="default 8")
     parser.add_argument("--gradients", type=parse_size, default=parse_size("97.5MiB"), help="bytes, default 97.5MiB")
@@ -142,13 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measure the constants on two ranks, compute, print. Outside of mpirun. Returns the exit status."""
-    try:
-        measured = _constants(options)
-    except (LaunchError, UsageError) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+def run(options: argparse.Namespace) -> None:
+    """Measure the constants on two ranks, compute, print. Outside of mpirun. Raises: LaunchError, UsageError."""
+    measured = _constants(options)
     constants = override(measured, options.latency, options.bandwidth)
     work = Workload(options.gradients, options.tensors, options.compute / 1e3, options.rounds)
     steps = [simulate(constants, Job(ranks, options.ranks_per_node), work) for ranks in options.ranks]
@@ -164,17 +150,13 @@ def run(options: argparse.Namespace) -> int:
     document = {**conditions, "results": [asdict(each) for each in steps]}
     title = "a training step after the LogGP model"
     publish(options, document, as_text(constants, conditions, steps), title, panels(steps))
-    return 0
 
 
 def override(measured: Constants, latency: float | None, bandwidth: float | None) -> Constants:
     """Return the constants with a network's latency (us) and bandwidth (Gbit/s) where these are given."""
-    changed = measured
-    if latency is not None:
-        changed = replace(changed, latency=latency * 1e-6)
-    if bandwidth is not None:
-        changed = replace(changed, gap_per_byte=8e-9 / bandwidth)
-    return changed
+    given = {} if latency is None else {"latency": latency * 1e-6}
+    given |= {} if bandwidth is None else {"gap_per_byte": 8e-9 / bandwidth}
+    return replace(measured, **given)
 
 
 def read_constants(path: Path) -> Constants:
@@ -195,5 +177,8 @@ def _constants(options: argparse.Namespace) -> Constants:
 
 
 BENCHMARK = Benchmark(
-    "simulate", "a step on 1 to 100000 ranks after a model, from constants measured here", add_arguments, run
+    "simulate",
+    "a step on 1 to 100000 ranks after a model, from constants measured here",
+    add_arguments,
+    outside_of_jobs(run),
 )

@@ -12,17 +12,9 @@ from functools import partial
 from typing import Any
 
 import hvlike
-from hvlike.bench.harness.benchmark import (
-    Benchmark,
-    add_bare_and_device,
-    add_common,
-    choice_of,
-    heading,
-    left_out,
-)
+from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import (
     Contestant,
-    Entrant,
     OverheadRatio,
     Summary,
     compare,
@@ -33,21 +25,17 @@ from hvlike.bench.harness.comparison import (
 )
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_spread
-from hvlike.bench.peers import HorovodEntrant, Peers
+from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import BareLoop
 from hvlike.bench.trainers import (
     ALONE,
     DEFAULT,
-    LARGE,
     OURS,
     WORKLOADS,
-    BareTrainer,
     Trainer,
     Workload,
-    ddp,
+    contestants,
     expected_gradients,
-    ours,
-    ours_ddp,
     verify_gradients,
     verify_replicas,
 )
@@ -60,10 +48,8 @@ class Result:
     model: str
     purpose: str
     tensors: int
-    size: int
-    """Bytes of all gradients."""
-    steps: int
-    """Steps in a row whose mean is one repetition."""
+    size: int  # Bytes of all gradients
+    steps: int  # Steps in a row whose mean is one repetition
     seconds: dict[str, list[float]]
 
     @property
@@ -84,7 +70,6 @@ class Result:
         return {f"{OURS}/{name}": overhead_ratio(found[OURS], found[name]) for name in found if name != OURS}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         return {
             "model": self.model,
             "tensors": self.tensors,
@@ -98,7 +83,6 @@ class Result:
 
 
 def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
-    """Return a table for each model, with head and foot."""
     parts = [f"training step, float32, SGD, {heading(conditions)}"]
     for result in results:
         amount = f"{result.tensors} tensors, {format_size(result.size)} of gradients"
@@ -132,17 +116,14 @@ _HEADER = ["contestant", "n", "step", "overhead", "of step", "hvlike / it"]
 
 def _rows(result: Result) -> list[list[str]]:
     rows = []
-    count = f"{len(result.seconds[ALONE])} x {result.steps}"
     for name, samples in result.seconds.items():
-        step = Summary.of(samples)
-        row = [name, count, with_spread(step), "", "", ""]
+        row = [name, f"{len(samples)} x {result.steps}", with_spread(Summary.of(samples)), "", "", ""]
         if name != ALONE:
             over = Summary.of(result.overheads[name])
             low, median, high = (
                 f"{1e3 * each:.3g}" for each in (over.first_quartile, over.median, over.third_quartile)
             )
-            row[3] = f"{median} [{low}, {high}] ms"
-            row[4] = f"{result.relative[name].median:.1%}"
+            row[3:5] = f"{median} [{low}, {high}] ms", f"{result.relative[name].median:.1%}"
         if name not in (ALONE, OURS):
             ratio = result.ratios[f"{OURS}/{name}"]
             row[5] = "-" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -156,65 +137,50 @@ _MODEL_SECONDS = 12.0
 _FEWEST, _MOST = 7, 60
 # In these hvlike learns the order of the gradients and makes its plan.
 _FIRST_STEPS = 10
-_KNOWN = WORKLOADS | LARGE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
-    default, known = ",".join(DEFAULT), ", ".join(_KNOWN)
-    models = choice_of(_KNOWN, "model")
+    default, known = ",".join(DEFAULT), ", ".join(WORKLOADS)
+    models = choice_of(WORKLOADS, "model")
     parser.add_argument("--models", type=models, default=models(default), help=f"of {known}; default {default}")
-    parser.add_argument("--no-ddp", action="store_true", help="leave torch's DistributedDataParallel out")
     parser.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view, too")
     add_bare_and_device(parser, "the model")
-    add_common(parser, f"what takes about {_MODEL_SECONDS:.0f} s a model, {_FEWEST} to {_MOST}")
+    add_common(parser, f"what takes about {_MODEL_SECONDS:.0f} s a model, {_FEWEST} to {_MOST}", "DDP", "Horovod")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective. Returns the exit status."""
-    hvlike.init()
-    device = hvlike.pin_device(options.device)
-    with Peers(
-        without_gloo=left_out(options.no_ddp, "--no-ddp"),
-        without_horovod=left_out(options.no_horovod, "--no-horovod"),
-        device=device,
-    ) as peers:
+    with peers(options.no_ddp, options.no_horovod, options.device) as there:
         bare = BareLoop() if options.bare else None
-        results = [measure(replace(each, device=device), peers, options, bare) for each in options.models]
+        results = [measure(replace(each, device=there.device), there, options, bare) for each in options.models]
         if hvlike.rank() == 0:
-            conditions = peers.describe("step")
+            conditions = there.describe("step")
             document = {**conditions, "results": [each.as_json() for each in results]}
             title = f"training step on {hvlike.size()} ranks"
             publish(options, document, as_text(conditions, results), title, panels(results))
-    hvlike.shutdown()
     return 0
 
 
-def measure(workload: Workload, peers: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
-    """Measure one model. Collective."""
-    rank, raw, seed = hvlike.rank(), peers.raw, options.seed
+def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+    rank, raw, seed = hvlike.rank(), there.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
-    contestants = [Trainer(ALONE, workload, seed, rank), ours(workload, seed, rank), ours_ddp(workload, seed, rank)]
-    if peers.group is not None:
-        views, backend = [False, True] if options.bucket_view else [False], peers.group.backend
-        contestants += [ddp(workload, seed, rank, view=view, backend=backend) for view in views]
-    if bare is not None:
-        contestants.append(BareTrainer(workload, seed, rank, bare))
-    for trainer in contestants:
+    backend = there.group.backend if there.group else None
+    trainers = contestants(workload, seed, rank, backend, options.bucket_view, bare)
+    for trainer in trainers:
         trainer.step()
         if trainer.name != ALONE:
             verify_gradients(trainer, expected, rank)
         trainer.steps(_FIRST_STEPS - 1)
     del expected
-    steps, affordable = _effort(contestants, raw)
-    entered: list[Entrant] = [_contestant(each, steps) for each in contestants]
-    if peers.horovod is not None:
-        peers.horovod.ask({"work": "step", "cold": False, "model": workload.name, "seed": seed})
-        entered.append(HorovodEntrant(peers.horovod, steps))
+    steps, affordable = _effort(trainers, raw)
+    # A step before the clock starts brings the model back into the caches, as in a training without interruptions.
+    entered = [Contestant(each.name, partial(each.steps, 1), partial(each.steps, steps)) for each in trainers]
+    if there.horovod is not None:
+        there.horovod.ask({"work": "step", "cold": False, "model": workload.name, "seed": seed})
+        entered.append(there.horovod.contestant(steps))
     seconds = compare(raw, entered, options.repetitions or affordable, warmups=1, seed=seed)
-    for trainer in contestants[1:]:
+    for trainer in trainers[1:]:
         verify_replicas(trainer, raw)
-    parameters = contestants[0].parameters
+    parameters = trainers[0].parameters
     return Result(
         workload.name,
         workload.purpose,
@@ -225,15 +191,10 @@ def measure(workload: Workload, peers: Peers, options: argparse.Namespace, bare:
     )
 
 
-def _contestant(trainer: Trainer, steps: int) -> Contestant:
-    # A step before the clock starts brings the model back into the caches, as in a training without interruptions.
-    return Contestant(trainer.name, partial(trainer.steps, 1), partial(trainer.steps, steps))
-
-
-def _effort(contestants: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
+def _effort(trainers: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
     """Return the steps of a turn and how many repetitions there is time for, the same on all ranks."""
     taken = []
-    for trainer in contestants:
+    for trainer in trainers:
         times = []
         for _ in range(3):
             raw.barrier()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,25 +18,26 @@ from torch.nn import functional
 import hvlike
 from hvlike.bench.harness.benchmark import settle
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.reducers import BARE, GLOO_BACKEND, BareLoop
+from hvlike.bench.reducers import BARE, BareLoop
 from hvlike.errors import HvlikeError
 from hvlike.nn import DistributedDataParallel
 
 
-class Perceptron(nn.Module):
-    """`layers` square linear layers of `width` with ReLU between them; mean squared error."""
+class WithLoss(nn.Module):
+    """A network and the loss of what it computes."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        steps: list[nn.Module] = []
-        for _ in range(layers):
-            steps += [nn.Linear(width, width), nn.ReLU()]
-        self.layers = nn.Sequential(*steps[:-1])
+        self.network, self.loss = network, loss
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """inputs, targets: (batch, width). Returns the loss, a scalar."""
-        loss: Tensor = nn.functional.mse_loss(self.layers(inputs), targets)
-        return loss
+        return self.loss(self.network(inputs), targets)
+
+
+def perceptron(width: int, layers: int) -> WithLoss:
+    """`layers` square linear layers of `width` with ReLU between them; mean squared error."""
+    steps = [step for _ in range(layers) for step in (nn.Linear(width, width), nn.ReLU())]
+    return WithLoss(nn.Sequential(*steps[:-1]), functional.mse_loss)
 
 
 class Transformer(nn.Module):
@@ -84,23 +86,17 @@ class Bottleneck(nn.Module):
         return functional.relu(self.body(images) + self.shortcut(images))
 
 
-class ResNet50(nn.Module):
-    """25.6 million parameters in 161 tensors; cross entropy."""
-
-    def __init__(self, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
-        channels = 64
-        for stage, depth in enumerate(_DEPTHS):
-            width = 64 << stage
-            for position in range(depth):
-                layers.append(Bottleneck(channels, width, 2 if stage and not position else 1))
-                channels = width * _EXPANSION
-        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """images: (batch, 3, H, W); labels: (batch) int64. Returns the loss, a scalar."""
-        return functional.cross_entropy(self.layers(images), labels)
+def resnet50(classes: int = 1000) -> WithLoss:
+    """25.6 million parameters in 161 tensors; cross entropy. Of images, (batch, 3, H, W), and int64 labels."""
+    layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    channels = 64
+    for stage, depth in enumerate(_DEPTHS):
+        width = 64 << stage
+        for position in range(depth):
+            layers.append(Bottleneck(channels, width, 2 if stage and not position else 1))
+            channels = width * _EXPANSION
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return WithLoss(nn.Sequential(*layers), functional.cross_entropy)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
@@ -114,7 +110,7 @@ Shape = tuple[int, ...]
 def resnet_50() -> list[Shape]:
     """161 tensors, 25 557 032 elements."""
     with torch.device("meta"):
-        return [tuple(parameter.shape) for parameter in ResNet50().parameters()]
+        return [tuple(parameter.shape) for parameter in resnet50().parameters()]
 
 
 def bert(width: int, layers: int) -> list[Shape]:
@@ -147,13 +143,7 @@ class Shaped(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
-    @staticmethod
-    def longest(shapes: Sequence[Shape]) -> int:
-        """Number of elements that a batch needs."""
-        return max(math.prod(shape) for shape in shapes)
-
     def forward(self, values: Tensor) -> Tensor:
-        """values: (longest,). Returns the loss, a scalar."""
         loss = torch.zeros(())
         for weight in self.weights:
             loss = loss + torch.dot(weight.flatten(), values[: weight.numel()])
@@ -169,11 +159,9 @@ class Workload:
 
     name: str
     purpose: str
-    build: Callable[[], nn.Module]
-    """Returns a module that maps a batch to its loss."""
+    build: Callable[[], nn.Module]  # Returns a module that maps a batch to its loss
     batch: Callable[[], Batch]
-    device: torch.device | str = "cpu"
-    """Where both are; drawn on the CPU, so the same everywhere."""
+    device: torch.device | str = "cpu"  # Where both are; drawn on the CPU, so the same everywhere
 
     def model(self, seed: int) -> nn.Module:
         """Return the model with weights that depend on the seed alone."""
@@ -181,66 +169,50 @@ class Workload:
         return self.build().to(self.device)
 
     def data(self, seed: int) -> Batch:
-        """Return a batch that depends on the seed alone."""
         torch.manual_seed(seed)
         return tuple(each.to(self.device) for each in self.batch())
 
 
 def _perceptron(name: str, purpose: str, width: int, layers: int, batch: int) -> Workload:
-    return Workload(
-        name,
-        purpose,
-        lambda: Perceptron(width, layers),
-        lambda: (torch.randn(batch, width), torch.randn(batch, width)),
-    )
-
-
-def _transformer(name: str, purpose: str, width: int, layers: int, batch: int, length: int) -> Workload:
-    vocabulary = 512
-    return Workload(
-        name,
-        purpose,
-        lambda: Transformer(width, layers, vocabulary, length),
-        lambda: (torch.randint(vocabulary, (batch, length)), torch.randint(vocabulary, (batch, length))),
-    )
+    return Workload(name, purpose, partial(perceptron, width, layers), lambda: tuple(torch.randn(2, batch, width)))
 
 
 def shaped(name: str, purpose: str, shapes: Sequence[Shape]) -> Workload:
     """A model of parameters of these shapes whose gradients cost nearly nothing."""
-    return Workload(name, purpose, lambda: Shaped(shapes), lambda: (torch.randn(Shaped.longest(shapes)),))
+    longest = max(math.prod(shape) for shape in shapes)
+    return Workload(name, purpose, lambda: Shaped(shapes), lambda: (torch.randn(longest),))
 
 
+_VOCABULARY = 512
 _CHEAP = "gradients by one elementwise operation each"
 
 WORKLOADS: dict[str, Workload] = {
     each.name: each
     for each in (
         _perceptron("mlp", "four layers of 2048 x 2048, batch 64", 2048, 4, 64),
-        _transformer("transformer", "width 256, 4 layers, batch 8 x 64 tokens", 256, 4, 8, 64),
+        Workload(
+            "transformer",
+            "width 256, 4 layers, batch 8 x 64 tokens",
+            lambda: Transformer(256, 4, _VOCABULARY, 64),
+            lambda: tuple(torch.randint(_VOCABULARY, (2, 8, 64))),
+        ),
         _perceptron("small", "eight layers of 256 x 256, batch 32", 256, 8, 32),
         shaped("tensors400", f"400 tensors of 1 to 16 KiB; {_CHEAP}", small(400)),
         shaped("resnet", f"ResNet-50's shapes; {_CHEAP}", resnet_50()),
         shaped("bert", f"BERT-base's shapes; {_CHEAP}", bert(768, 12)),
         shaped("bert400", f"BERT-large's 391 tensors at a quarter of its width; {_CHEAP}", bert(256, 24)),
+        Workload(
+            "resnet50",
+            "ResNet-50 itself, batch 32 x 3 x 224 x 224: meant for a GPU, a step takes a CPU many seconds",
+            resnet50,
+            lambda: (torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))),
+        ),
     )
 }
-LARGE: dict[str, Workload] = {
-    "resnet50": Workload(
-        "resnet50",
-        "ResNet-50 itself, batch 32 x 3 x 224 x 224: meant for a GPU, a step takes a CPU many seconds",
-        ResNet50,
-        lambda: (torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))),
-    )
-}
-"""Measured when they are asked for by name."""
-
 DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
 
 
-ALONE = "no communication"
-OURS = "hvlike"
-OURS_DDP = "hvlike DDP"
-
+ALONE, OURS, OURS_DDP = "no communication", "hvlike", "hvlike DDP"
 # Small enough that hundreds of steps on random data stay finite.
 _LEARNING_RATE = 1e-4
 
@@ -257,7 +229,6 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
 
     def step(self) -> None:
-        """Train on the batch."""
         self.optimizer.zero_grad()
         self.network(*self.batch).backward()
         self.optimizer.step()
@@ -270,20 +241,11 @@ class Trainer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of the model, in its order."""
         return list(self.model.parameters())
 
     def checksum(self) -> float:
         """Return a number that is the same for replicas whose weights are equal bit for bit."""
         return float(sum(each.detach().double().sum() for each in self.parameters))
-
-
-def ours(workload: Workload, seed: int, rank: int) -> Trainer:
-    """Return a trainer with hvlike.DistributedOptimizer, as users wrap it."""
-    trainer = Trainer(OURS, workload, seed, rank)
-    named = trainer.model.named_parameters()
-    trainer.optimizer = hvlike.DistributedOptimizer(trainer.optimizer, named_parameters=named)
-    return trainer
 
 
 class BareTrainer(Trainer):
@@ -301,22 +263,25 @@ class BareTrainer(Trainer):
         self.optimizer.step()
 
 
-def ours_ddp(workload: Workload, seed: int, rank: int) -> Trainer:
-    """Return a trainer with hvlike.nn.DistributedDataParallel with its defaults. Collective."""
-    trainer = Trainer(OURS_DDP, workload, seed, rank)
-    trainer.network = DistributedDataParallel(trainer.model)
-    return trainer
+def contestants(
+    workload: Workload, seed: int, rank: int, backend: str | None, bucket_view: bool, bare: BareLoop | None
+) -> list[Trainer]:
+    """Return those who train, first the one without communication. Collective.
 
-
-def ddp(workload: Workload, seed: int, rank: int, *, view: bool, backend: str = GLOO_BACKEND) -> Trainer:
-    """Return a trainer with torch's DistributedDataParallel over the default process group. Collective.
-
-    view: with gradient_as_bucket_view. backend: of that group.
+    backend: of torch's default process group, None: there is none. bucket_view: its DDP with gradient_as_bucket_view,
+    too.
     """
-    trainer = Trainer(f"DDP-{backend} view" if view else f"DDP-{backend}", workload, seed, rank)
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    trainer.network = parallel(trainer.model, gradient_as_bucket_view=view)
-    return trainer
+    _, ours, ours_ddp = entered = [Trainer(name, workload, seed, rank) for name in (ALONE, OURS, OURS_DDP)]
+    # As users wrap them.
+    named = ours.model.named_parameters()
+    ours.optimizer = hvlike.DistributedOptimizer(ours.optimizer, named_parameters=named)
+    ours_ddp.network = DistributedDataParallel(ours_ddp.model)
+    for view in [] if backend is None else [False, True][: 1 + bucket_view]:
+        ddp = Trainer(f"DDP-{backend}{' view' * view}", workload, seed, rank)
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        ddp.network = parallel(ddp.model, gradient_as_bucket_view=view)
+        entered.append(ddp)
+    return entered if bare is None else [*entered, BareTrainer(workload, seed, rank, bare)]
 
 
 # Sums of a few ranks' float32 values in different orders.

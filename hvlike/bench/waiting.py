@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import hvlike
-from hvlike.bench.harness.benchmark import Benchmark, add_common, describe_alone, heading, runs_on_two_ranks
+from hvlike.bench.harness.benchmark import Benchmark, add_common, describe, heading, runs_on_two_ranks
 from hvlike.bench.harness.comparison import Summary, with_samples
 from hvlike.bench.harness.report import Bars, format_seconds, publish, table, with_quartiles
 from hvlike.collectives.requests.request import Request, spec_of_tensors
@@ -53,7 +53,6 @@ class Bell:
         os.read(self._file, 1)
 
     def close(self) -> None:
-        """Close this end."""
         os.close(self._file)
 
 
@@ -62,11 +61,31 @@ Work = Callable[[], None]
 
 def works() -> dict[str, Work]:
     """One short piece of work of each kind, well below a millisecond where that is possible."""
+    a, b, product = torch.randn(256, 256), torch.randn(256, 256), torch.empty(256, 256)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    batch, x = torch.randn(32, 64), torch.zeros(64)
+
+    def matmul() -> None:
+        torch.mm(a, b, out=product)
+
+    def train() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    def small_operations() -> None:
+        for _ in range(50):
+            x.add_(1.0)
+
+    def python() -> None:
+        total = 0
+        for number in range(2000):
+            total += number * number
+
     return {
-        "matmul": _matmul(),
-        "forward and backward": _training(),
-        "small operations": _small_operations(),
-        "pure Python": _python,
+        "matmul": matmul,
+        "forward and backward": train,
+        "small operations": small_operations,
+        "pure Python": python,
     }
 
 
@@ -87,45 +106,10 @@ def repeated(work: Work, seconds: float) -> Work:
     return run
 
 
-def _matmul() -> Work:
-    a, b, product = torch.randn(256, 256), torch.randn(256, 256), torch.empty(256, 256)
-
-    def work() -> None:
-        torch.mm(a, b, out=product)
-
-    return work
-
-
-def _training() -> Work:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    batch = torch.randn(32, 64)
-
-    def work() -> None:
-        model.zero_grad()
-        model(batch).square().mean().backward()
-
-    return work
-
-
-def _small_operations() -> Work:
-    x = torch.zeros(64)
-
-    def work() -> None:
-        for _ in range(50):
-            x.add_(1.0)
-
-    return work
-
-
-def _python() -> None:
-    total = 0
-    for number in range(2000):
-        total += number * number
-
-
 NOTHING, AGAIN = "nothing", "nothing, again"
 NAMED, PLANNED = "a named allreduce", "a bucket of gradients"
-WAITS = (NOTHING, AGAIN, NAMED, PLANNED)
+_SHOWN = (AGAIN, NAMED, PLANNED)
+WAITS = (NOTHING, *_SHOWN)
 IN_SYNCHRONIZE = "(waits in synchronize)"
 
 _WORK_SECONDS = 0.04
@@ -137,32 +121,28 @@ Operation = Callable[[Callable[[], None]], None]
 """Starts an operation, calls what it is given while the operation is in flight, and waits for its end."""
 
 
-def _named() -> Operation:
-    """An allreduce by name."""
-    tensor = torch.zeros(_ELEMENTS)
+def operations() -> dict[str, Operation]:
+    """An allreduce by name, and a step of a DistributedOptimizer whose only bucket starts in backward.
 
-    def run(between: Callable[[], None]) -> None:
+    Collective: takes the first step.
+    """
+    tensor, parameter = torch.zeros(_ELEMENTS), torch.nn.Parameter(torch.zeros(_ELEMENTS))
+    optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
+
+    def named(between: Callable[[], None]) -> None:
         handle = hvlike.allreduce_async_(tensor, op=hvlike.Sum, name=_NAME)
         between()
         hvlike.synchronize(handle)
 
-    return run
-
-
-def _planned() -> Operation:
-    """A step of a DistributedOptimizer whose only bucket starts in backward. Collective: takes the first step."""
-    parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS))
-    optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
-
-    def run(between: Callable[[], None]) -> None:
+    def planned(between: Callable[[], None]) -> None:
         optimizer.zero_grad()
         loss: Any = parameter.sum()
         loss.backward()
         between()
         optimizer.step()
 
-    run(lambda: None)
-    return run
+    planned(lambda: None)
+    return {NAMED: named, PLANNED: planned}
 
 
 def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, dict[str, list[float]]]:
@@ -170,7 +150,7 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
 
     Returns on rank 0 seconds[work][wait], one value a repetition; the others sleep and return nothing.
     """
-    operations = {NAMED: _named(), PLANNED: _planned()}
+    started = operations()
     order = random.Random(seed)
     long = {name: repeated(work, _WORK_SECONDS) for name, work in works.items()} if hvlike.rank() == 0 else {}
     seconds: dict[str, dict[str, list[float]]] = {name: {wait: [] for wait in WAITS} for name in long}
@@ -178,10 +158,10 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
         for name in works:
             for wait in order.sample(WAITS, len(WAITS)):
                 if hvlike.rank() == 0:
-                    seconds[name][wait].append(_timed(long[name], operations.get(wait), bell))
-                elif wait in operations:
+                    seconds[name][wait].append(_timed(long[name], started.get(wait), bell))
+                elif wait in started:
                     bell.wait()
-                    operations[wait](lambda: None)
+                    started[wait](lambda: None)
     return seconds
 
 
@@ -252,21 +232,16 @@ def _completion(tensor: torch.Tensor, work: Work | None, bell: Bell) -> float:
 def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the seconds of each wait divided by those of waiting for nothing, within a repetition."""
     alone = seconds[NOTHING]
-    return {
-        wait: [one / other for one, other in zip(each, alone, strict=True)]
-        for wait, each in seconds.items()
-        if wait != NOTHING
-    }
+    others = {wait: each for wait, each in seconds.items() if wait != NOTHING}
+    return {wait: [one / other for one, other in zip(each, alone, strict=True)] for wait, each in others.items()}
 
 
 FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
 _REPETITIONS = 15
-_LATENCIES = 4
-"""So many times as many latencies are measured: each is short."""
+_LATENCIES = 4  # So many times as many latencies are measured: each is short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     add_common(parser, f"{_REPETITIONS}, about a minute in all")
     parser.add_argument(
         "--switch-interval",
@@ -278,7 +253,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective; two ranks of one host. Returns the exit status."""
     # Otherwise a bucket starts in step() only, where the main thread waits itself.
     os.environ["HVLIKE_OVERLAP"] = "1"
     torch.set_num_threads(1)
@@ -286,12 +260,16 @@ def run(options: argparse.Namespace) -> int:
     if not runs_on_two_ranks("waiting"):
         return 2
     repetitions = options.repetitions or _REPETITIONS
-    conditions = {**describe_alone("waiting"), "switch_interval": options.switch_interval}
+    conditions = {**describe("waiting"), "switch_interval": options.switch_interval}
     bell = Bell()
     found: dict[str, dict[str, Any]] = {}
     for threads in (FREE, ONE_CORE):
         if threads is ONE_CORE:
-            pin()
+            # Another one for each rank.
+            cores = sorted(os.sched_getaffinity(0))
+            core = cores[hvlike.rank() % len(cores)]
+            os.sched_setaffinity(0, {core})
+            current().fabric.loop.pin(core)
         seconds = slowdowns(works(), repetitions, options.seed, bell)
         late = latencies(works(), repetitions * _LATENCIES, options.seed, bell)
         found[threads] = {"slowdown": {name: ratios(each) for name, each in seconds.items()}, "latency": late}
@@ -303,16 +281,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def pin() -> None:
-    """Put the main thread and the background thread of this rank on one core, another one for each rank."""
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[hvlike.rank() % len(cores)]
-    os.sched_setaffinity(0, {core})
-    current().fabric.loop.pin(core)
-
-
 def as_json(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the results for JSON: median, quartiles and samples of everything."""
     return {
         threads: {
             "slowdown": {work: with_samples(waits) for work, waits in results["slowdown"].items()},
@@ -323,14 +292,13 @@ def as_json(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
-    """Return two tables for each placement of the threads."""
     interval = format_seconds(conditions["switch_interval"])
     parts = [f"what waiting costs a rank, {heading(conditions)}\nthe GIL changes hands after {interval}"]
     for threads, results in found.items():
-        rows = [
-            [work, *(_ratio(waits[wait]) for wait in (AGAIN, NAMED, PLANNED))]
-            for work, waits in results["slowdown"].items()
-        ]
+        rows = []
+        for work, waits in results["slowdown"].items():
+            summaries = (Summary.of(waits[wait]) for wait in _SHOWN)
+            rows.append([work, *(with_quartiles(each.median, each, 3) for each in summaries)])
         slowdown = table(["slowdown of", f"waits for {AGAIN}", NAMED, PLANNED], rows)
         late = [[work, *_times(each)] for work, each in results["latency"].items()]
         latency = table(["ended after, main thread in", "median", "quartiles", "worst"], late)
@@ -344,21 +312,12 @@ def as_text(conditions: dict[str, Any], found: dict[str, dict[str, Any]]) -> str
 
 
 def panels(found: dict[str, dict[str, Any]]) -> list[Bars]:
-    """Return the slowdowns of all kinds of work, a panel for each placement of the threads."""
     drawn = []
     for threads, results in found.items():
         groups = list(results["slowdown"])
-        series = {
-            wait: [Summary.of(results["slowdown"][work][wait]).median for work in groups]
-            for wait in (AGAIN, NAMED, PLANNED)
-        }
+        series = {wait: [Summary.of(results["slowdown"][work][wait]).median for work in groups] for wait in _SHOWN}
         drawn.append(Bars(threads, "time / time without waiting", groups, series, line=1.0))
     return drawn
-
-
-def _ratio(samples: list[float]) -> str:
-    summary = Summary.of(samples)
-    return with_quartiles(summary.median, summary, 3)
 
 
 def _times(samples: list[float]) -> tuple[str, str, str]:

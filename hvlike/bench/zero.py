@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch import Tensor
+from torch.optim import Adam
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, positive
-from hvlike.bench.harness.comparison import Contestant, Entrant, Ratio, Summary, compare, with_samples
+from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
-from hvlike.bench.peers import Peers
+from hvlike.bench.peers import Peers, peers
 from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped, verify_replicas
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
@@ -31,14 +32,11 @@ class Result:
 
     elements: int
     tensors: int
-    state: dict[str, list[int]]
-    """Of the optimizer, by rank."""
-    gradients: dict[str, list[int]]
-    """What is left after a step, by rank."""
+    state: dict[str, list[int]]  # Of the optimizer, by rank
+    gradients: dict[str, list[int]]  # What is left after a step, by rank
     seconds: dict[str, list[float]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for JSON."""
         return {
             "elements": self.elements,
             "tensors": self.tensors,
@@ -50,23 +48,13 @@ class Result:
 
 
 def as_text(conditions: dict[str, Any], result: Result) -> str:
-    """Return a table with head and foot."""
-    size = conditions["ranks"]
     rows = []
     for name, samples in result.seconds.items():
-        state, step, ratio = result.state[name], Summary.of(samples), Ratio.of(result.seconds, name, ADAM).paired
-        share = max(state) / (result.state[ADAM][0] / size)
-        rows.append(
-            [
-                name,
-                str(len(samples)),
-                format_size(max(state)),
-                "-" if "Adam" in name else f"{share:.3f}",
-                format_size(max(result.gradients[name])),
-                with_spread(step),
-                with_quartiles(ratio.median, ratio, 3),
-            ]
-        )
+        state, ratio = max(result.state[name]), Ratio.of(result.seconds, name, ADAM).paired
+        share = state / (result.state[ADAM][0] / conditions["ranks"])
+        row = [name, str(len(samples)), format_size(state), "-" if "Adam" in name else f"{share:.3f}"]
+        row += [format_size(max(result.gradients[name])), with_spread(Summary.of(samples))]
+        rows.append([*row, with_quartiles(ratio.median, ratio, 3)])
     head = (
         f"training step, float32, Adam, {result.elements / 1e6:.1f} M parameters in {result.tensors} tensors, "
         f"{heading(conditions)}"
@@ -82,7 +70,6 @@ def as_text(conditions: dict[str, Any], result: Result) -> str:
 
 
 def panels(result: Result) -> list[Bars]:
-    """The state on a rank, and a step's time."""
     state = {name: [max(each) / (1 << 20)] for name, each in result.state.items()}
     steps = {name: [1e3 * Summary.of(each).median] for name, each in result.seconds.items()}
     return [Bars("optimizer state on a rank", "MiB", ["Adam"], state), Bars("a step", "ms", ["Adam"], steps)]
@@ -99,7 +86,9 @@ class ZeroTrainer(Trainer):
     @property
     def state_bytes(self) -> int:
         """Bytes that the optimizer keeps on this rank."""
-        values = (value for state in _inner(self.optimizer).state.values() for value in state.values())
+        # torch's ZeroRedundancyOptimizer has the one with the state inside.
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        values = (value for state in optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     @property
@@ -108,31 +97,22 @@ class ZeroTrainer(Trainer):
         return sum(each.grad.nbytes for each in self.parameters if each.grad is not None)
 
 
-def _inner(optimizer: Any) -> Any:
-    """Return the optimizer that keeps the state: torch's ZeroRedundancyOptimizer has another one inside."""
-    return getattr(optimizer, "optim", optimizer)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--width", type=positive, default=640, help="of the transformer layers; default 640")
     parser.add_argument("--layers", type=positive, default=10, help="number of those; default 10: 50 M parameters")
     parser.add_argument("--bucket-view", action="store_true", help="ZeRO with parameters_as_bucket_view, too")
     parser.add_argument("--torch", action="store_true", help="torch's own DDP over gloo and ZeRO, too; one node")
-    add_common(parser, str(_REPETITIONS), horovod=False)
+    add_common(parser, str(_REPETITIONS))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print on rank 0. Collective. Returns the exit status."""
-    hvlike.init()
     without = None if options.torch else "no --torch"
-    with Peers(without_gloo=without, without_horovod="it has no such optimizer") as peers:
-        result = measure(options, peers)
+    with peers(without, "it has no such optimizer") as there:
+        result = measure(options, there)
         if hvlike.rank() == 0:
-            conditions = peers.describe("zero")
+            conditions = there.describe("zero")
             document, text = {**conditions, **result.as_json()}, as_text(conditions, result)
             publish(options, document, text, f"Adam on {hvlike.size()} ranks", panels(result))
-    hvlike.shutdown()
     return 0
 
 
@@ -141,12 +121,11 @@ def shapes_of(width: int, layers: int) -> list[Shape]:
     return [(2 * width, width), *bert(width, layers)[1:]]
 
 
-def measure(options: argparse.Namespace, peers: Peers) -> Result:
-    """Measure all contestants. Collective."""
+def measure(options: argparse.Namespace, there: Peers) -> Result:
     shapes = shapes_of(options.width, options.layers)
     workload = shaped("zero", "a transformer's shapes", shapes)
     chosen = [ADAM, ZERO, *([VIEW] if options.bucket_view else []), ALONE]
-    if peers.group is not None:
+    if there.group is not None:
         chosen += [TORCH_ADAM, TORCH_ZERO]
     trainers = [_make(name, workload, options.seed) for name in chosen]
     state, gradients = {}, {}
@@ -155,66 +134,43 @@ def measure(options: argparse.Namespace, peers: Peers) -> Result:
         state[trainer.name] = hvlike.allgather_object(trainer.state_bytes)
         gradients[trainer.name] = hvlike.allgather_object(trainer.gradient_bytes)
         trainer.optimizer.zero_grad()
-    contestants: list[Entrant] = [_contestant(trainer, trainers) for trainer in trainers]
+    prepare = partial(_zero_gradients, trainers)
+    contestants = [Contestant(trainer.name, prepare, trainer.step) for trainer in trainers]
     repetitions = options.repetitions or _REPETITIONS
-    seconds = compare(peers.raw, contestants, repetitions, warmups=1, seed=options.seed, cold=False)
-    _verify(trainers, peers.raw)
+    seconds = compare(there.raw, contestants, repetitions, warmups=1, seed=options.seed, cold=False)
+    _verify(trainers, there.raw)
     elements = sum(each.numel() for each in trainers[0].parameters)
     return Result(elements, len(shapes), state, gradients, seconds)
 
 
-def _contestant(trainer: ZeroTrainer, trainers: Sequence[ZeroTrainer]) -> Contestant:
-    def prepare() -> None:
-        for other in trainers:
-            # Only one contestant at a time needs its gradients.
-            other.optimizer.zero_grad()
-
-    return Contestant(trainer.name, prepare, trainer.step)
+def _zero_gradients(trainers: Sequence[ZeroTrainer]) -> None:
+    """Only one contestant at a time needs its gradients."""
+    for trainer in trainers:
+        trainer.optimizer.zero_grad()
 
 
 def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
     """Make a contestant. Collective."""
     trainer = ZeroTrainer(name, workload, seed, hvlike.rank())
-    trainer.network, trainer.optimizer = _KINDS[name](trainer.model)
+    model, parameters, rate = trainer.model, list(trainer.model.parameters()), _LEARNING_RATE
+    if name in (TORCH_ADAM, TORCH_ZERO):
+        parallel: Any = torch.nn.parallel.DistributedDataParallel
+        trainer.network = parallel(model, gradient_as_bucket_view=True)
+    elif name != ALONE:
+        trainer.network = DistributedDataParallel(model)
+    if name in (ADAM, TORCH_ADAM):
+        trainer.optimizer = Adam(parameters, lr=rate)
+    elif name == TORCH_ZERO:
+        from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
+
+        made: Any = Theirs
+        trainer.optimizer = made(parameters, Adam, lr=rate)
+    else:
+        alone, view = name == ALONE, name == VIEW
+        trainer.optimizer = ZeroRedundancyOptimizer(
+            parameters, Adam, reduce_gradients=alone, parameters_as_bucket_view=view, lr=rate
+        )
     return trainer
-
-
-def _adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    return DistributedDataParallel(model), Adam(model.parameters(), lr=_LEARNING_RATE)
-
-
-def _zero(model: nn.Module, *, view: bool = False) -> tuple[nn.Module, Optimizer]:
-    parameters = model.parameters()
-    return DistributedDataParallel(model), ZeroRedundancyOptimizer(
-        parameters, Adam, parameters_as_bucket_view=view, lr=_LEARNING_RATE
-    )
-
-
-def _alone(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    return model, ZeroRedundancyOptimizer(model.parameters(), Adam, reduce_gradients=True, lr=_LEARNING_RATE)
-
-
-def _torch_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    return parallel(model, gradient_as_bucket_view=True), Adam(model.parameters(), lr=_LEARNING_RATE)
-
-
-def _torch_zero(model: nn.Module) -> tuple[nn.Module, Optimizer]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer as Theirs
-
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    made: Any = Theirs
-    return parallel(model, gradient_as_bucket_view=True), made(model.parameters(), Adam, lr=_LEARNING_RATE)
-
-
-_KINDS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
-    ADAM: _adam,
-    ZERO: _zero,
-    VIEW: lambda model: _zero(model, view=True),
-    ALONE: _alone,
-    TORCH_ADAM: _torch_adam,
-    TORCH_ZERO: _torch_zero,
-}
 
 
 def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
@@ -227,9 +183,7 @@ def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
             raise hvlike.HvlikeError(f"{trainer.name} left other weights than {first}: sums {found} and {right}.")
 
 
-_TOLERANCE = 1e-2
-"""Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way."""
-
+_TOLERANCE = 1e-2  # Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way
 BENCHMARK = Benchmark(
     "zero", "an Adam step with state spread over the ranks beside one with all of it on each", add_arguments, run
 )

@@ -18,7 +18,6 @@ from hvlike.transport.host.launchers import detect_launcher
 
 
 def check_build() -> str:
-    """Return Horovod's list of what is built in. Local; starts neither MPI nor a GPU."""
     mpi, gloo = basics.mpi_built(), basics.gloo_built()
     frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
     groups: dict[str, dict[str, bool | int]] = {

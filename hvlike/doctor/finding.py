@@ -21,12 +21,9 @@ class Verdict(Enum):
     """Whether what was found is right."""
 
     OK = "ok"
-    WARN = "warn"
-    """It works, but slower or less safely than it could."""
-    FAIL = "FAIL"
-    """It does not work; the exit status is 1."""
-    SKIP = "skip"
-    """There is nothing to check here."""
+    WARN = "warn"  # It works, but slower or less safely than it could
+    FAIL = "FAIL"  # It does not work; the exit status is 1
+    SKIP = "skip"  # There is nothing to check here
 
 
 class Finding:
@@ -63,7 +60,6 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """The gravest of what is wrong."""
         verdicts = {verdict for verdict, _, _ in self._problems}
         calm = Verdict.SKIP if self._skipped else Verdict.OK
         return next((each for each in (Verdict.FAIL, Verdict.WARN) if each in verdicts), calm)
@@ -75,7 +71,6 @@ class Finding:
 
     @property
     def advice(self) -> list[str]:
-        """What to do; empty where nothing has to be done."""
         return [each for each in dict.fromkeys(advice for _, _, advice in self._problems) if each]
 
 

@@ -24,18 +24,11 @@ _INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-st
 
 @dataclass(frozen=True)
 class Gpus:
-    """What this process can compute on."""
-
-    devices: tuple[str, ...]
-    """Name and memory of each that torch can use."""
-    driver: str | None
-    """The version of the kernel's driver; None: there is none."""
-    driver_cuda: int | None
-    """The newest CUDA that the driver serves, as 12040; None: unknown."""
-    visible: str | None
-    """CUDA_VISIBLE_DEVICES."""
-    wrong: str | None
-    """What torch says where it cannot use them though it was built to."""
+    devices: tuple[str, ...]  # Name and memory of each that torch can use
+    driver: str | None  # The version of the kernel's driver; None: there is none
+    driver_cuda: int | None  # The newest CUDA that the driver serves, as 12040; None: unknown
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    wrong: str | None  # What torch says where it cannot use them though it was built to
 
 
 def collect_gpus() -> Gpus:
@@ -80,12 +73,9 @@ class NcclState:
     """NCCL in a process that has loaded torch and CuPy."""
 
     facts: NcclFacts
-    loaded: tuple[str, ...]
-    """Every libnccl that is in the memory of the process: more than one are two copies."""
-    cupy: tuple[str, ...]
-    """The distributions of CuPy, each with its version."""
-    packages: tuple[str, ...]
-    """The distributions of NCCL, each with its version."""
+    loaded: tuple[str, ...]  # Every libnccl that is in the memory of the process: more than one are two copies
+    cupy: tuple[str, ...]  # The distributions of CuPy, each with its version
+    packages: tuple[str, ...]  # The distributions of NCCL, each with its version
 
 
 def collect_nccl_state() -> NcclState:
@@ -104,7 +94,6 @@ def loaded_from(maps: str) -> tuple[str, ...]:
 
 
 def check_gpu(case: Case) -> Finding:
-    """The driver and the GPUs of every node, as its first rank sees them."""
     firsts = [case.ranks[node[0]] for node in case.nodes]
     seen = [(each.host, known(each.gpus), known(each.software).torch_cuda) for each in firsts]
     if all(gpus.driver is None and not gpus.devices for _, gpus, _ in seen):
@@ -137,7 +126,6 @@ def _check_driver(finding: Finding, where: str, gpus: Gpus, torch_cuda: str | No
 
 
 def check_gpu_sharing(case: Case) -> Finding:
-    """How many ranks share a GPU."""
     counts = dict(of_every_rank(case, lambda each: each.gpus))
     if not any(each.devices for each in counts.values()):
         return Finding.skip("no GPU")

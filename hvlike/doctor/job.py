@@ -76,22 +76,19 @@ class Gathered:
 
     nodes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankFacts, ...]
-    wall_times: tuple[float, ...]
-    """Of all ranks at the same moment."""
+    wall_times: tuple[float, ...]  # Of all ranks at the same moment
 
 
 @dataclass(frozen=True)
 class Job:
     """How far the job came. A Gap: there it ended. None: not reached."""
 
-    report: RankReport | Gap
-    """What MPI says of this rank."""
+    report: RankReport | Gap  # What MPI says of this rank
     gathered: Gathered | Gap | None
     running: tuple[str | None, ...] | Gap | None
     """How each rank shares memory with those of its node: "memfd", "/dev/shm", or None where it is alone."""
     timings: Timings | Gap | None
-    end: Gap | None
-    """What went wrong at the very end."""
+    end: Gap | None  # What went wrong at the very end
 
 
 def start_job(own: RankFacts, prober: Prober) -> Job:
@@ -129,19 +126,14 @@ def _steps(own: RankFacts) -> Iterator[Any]:
 class Case:
     """What was found out, on one rank alone or on all."""
 
-    ranks: tuple[RankFacts, ...]
-    """Of all ranks where they came together, else of this one."""
+    ranks: tuple[RankFacts, ...]  # Of all ranks where they came together, else of this one
     job: Job
-    launchers: Launchers | Gap | None
-    """None: not looked at."""
-    trial: Trial | Gap | None
-    """None: not tried."""
-    model: Model | Gap | None
-    """None: the user named none."""
+    launchers: Launchers | Gap | None  # None: not looked at
+    trial: Trial | Gap | None  # None: not tried
+    model: Model | Gap | None  # None: the user named none
 
     @property
     def me(self) -> RankFacts:
-        """The first of the ranks."""
         return self.ranks[0]
 
     @property
@@ -152,7 +144,6 @@ class Case:
         return asked if asked > len(self.ranks) else 0
 
     def host(self, node: Sequence[int]) -> str:
-        """Of a node."""
         return self.ranks[node[0]].host
 
     @property
@@ -181,7 +172,6 @@ def check_thread_level(case: Case) -> Finding:
 
 
 def check_hosts(case: Case) -> Finding:
-    """Hosts, and the ranks that share the memory of one."""
     if case.job.gathered is None:
         return Finding.skip("MPI did not start")
     nodes = known(case.job.gathered).nodes

@@ -53,16 +53,11 @@ class LaunchEnvironment:
     """The environment of a process, as far as it decides how a job starts."""
 
     launcher: Launcher | None
-    batch: str | None
-    """The batch system and its job, as "Slurm job 17"; None outside of one."""
-    interfaces: tuple[str, ...]
-    """Ways by which ranks find each other that the launcher offers."""
-    omp_threads: str | None
-    """OMP_NUM_THREADS as it is set."""
-    mpi4py: tuple[str, ...]
-    """Settings of mpi4py, as NAME=value."""
-    wrong_setting: str | None
-    """Why init() would refuse the settings; None: it would not."""
+    batch: str | None  # The batch system and its job, as "Slurm job 17"; None outside of one
+    interfaces: tuple[str, ...]  # Ways by which ranks find each other that the launcher offers
+    omp_threads: str | None  # OMP_NUM_THREADS as it is set
+    mpi4py: tuple[str, ...]  # Settings of mpi4py, as NAME=value
+    wrong_setting: str | None  # Why init() would refuse the settings; None: it would not
     ignored_settings: tuple[tuple[str, str], ...]
     """Variables of Horovod that are set and mean nothing here, with the reason."""
 
@@ -168,29 +163,18 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Launchers:
-    """Of this machine."""
-
-    on_path: tuple[Mpirun, ...]
-    """What mpirun and mpiexec are when they are called by name."""
-    unreadable: tuple[str, ...]
-    """Error texts of those whose --version failed."""
-    belonging: Mpirun | None
-    """One that belongs to the loaded library, wherever it lies; None: none was found."""
-    srun: str | None
-    """Where srun lies."""
+    on_path: tuple[Mpirun, ...]  # What mpirun and mpiexec are when they are called by name
+    unreadable: tuple[str, ...]  # Error texts of those whose --version failed
+    belonging: Mpirun | None  # One that belongs to the loaded library, wherever it lies; None: none was found
+    srun: str | None  # Where srun lies
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A job of two ranks that was started."""
-
     command: str
-    status: int | None
-    """Its exit status; None: it was stopped."""
-    sizes: tuple[int, ...]
-    """How many ranks MPI counted, as each of them says."""
-    lines: tuple[str, ...]
-    """Its first and last lines."""
+    status: int | None  # Its exit status; None: it was stopped
+    sizes: tuple[int, ...]  # How many ranks MPI counted, as each of them says
+    lines: tuple[str, ...]  # Its first and last lines
 
 
 def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]) -> Launchers:
@@ -223,8 +207,7 @@ def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     return Trial(name, status, tuple(sizes), tuple(shown))
 
 
-_FAMILY_NAMES = {HYDRA: "MPICH"}
-"""What users call a family of launchers."""
+_FAMILY_NAMES = {HYDRA: "MPICH"}  # What users call a family of launchers
 
 
 def check_mpirun(case: Case) -> Finding:

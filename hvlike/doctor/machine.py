@@ -26,18 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Processor:
-    """Cores and threads of one process."""
-
-    cores: int
-    """Of the machine."""
-    allowed: frozenset[int]
-    """On which this process may run."""
-    around: frozenset[int]
-    """On which the launcher may run, that is, what it could have left to its ranks."""
-    quota: float | None
-    """Cores' worth of time that the container may use; None: no limit is known."""
-    threads: int
-    """That torch wants for an operation."""
+    cores: int  # Of the machine
+    allowed: frozenset[int]  # On which this process may run
+    around: frozenset[int]  # On which the launcher may run, that is, what it could have left to its ranks
+    quota: float | None  # Cores' worth of time that the container may use; None: no limit is known
+    threads: int  # That torch wants for an operation
 
 
 def collect_processor(launcher: int) -> Processor:
@@ -114,7 +107,6 @@ def check_cores(case: Case) -> Finding:
 
 
 def check_omp_threads(case: Case) -> Finding:
-    """OMP_NUM_THREADS, and the threads that torch uses for an operation."""
     set_to = case.me.environment.omp_threads
     finding = Finding(f"OMP_NUM_THREADS is {'not set' if set_to is None else set_to}")
     for node in case.nodes:
@@ -141,12 +133,8 @@ _OPEN_MPI_BYTES = 16 << 20
 
 _MPICH_BYTES_A_RANK = 1 << 20
 _SMALL_SHM = 64 << 20
-LARGEST_RING, _SMALLEST_RING = 2 << 20, 64 << 10
-"""Budgets, in bytes, of the staging ring of one queue."""
-
-_QUEUES = 3
-"""Those of a training: requests, small requests at once, and the gradients of one optimizer."""
-
+LARGEST_RING, _SMALLEST_RING = 2 << 20, 64 << 10  # Budgets, in bytes, of the staging ring of one queue
+_QUEUES = 3  # Those of a training: requests, small requests at once, and the gradients of one optimizer
 _MORE_SHM = (
     "Give it more room: `docker run --shm-size=1g`, in Kubernetes an emptyDir of medium Memory on /dev/shm, else "
     "`mount -o remount,size=1g /dev/shm`."
@@ -155,16 +143,11 @@ _MORE_SHM = (
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What the node offers."""
-
-    total: int | None
-    """Bytes of /dev/shm; None: there is none."""
+    total: int | None  # Bytes of /dev/shm; None: there is none
     free: int | None
     writable: bool
-    memfd: bool
-    """Another process of this node can map a file without a name, which no size of /dev/shm limits."""
-    available: int | None
-    """Bytes of memory that the system or the container can still give; None: unknown."""
+    memfd: bool  # Another process of this node can map a file without a name, which no size of /dev/shm limits
+    available: int | None  # Bytes of memory that the system or the container can still give; None: unknown
 
 
 def collect_shared_memory() -> SharedMemory:
@@ -224,7 +207,6 @@ def _describe_shared_memory(memory: SharedMemory) -> str:
 
 
 def _check_room(finding: Finding, where: str, memory: SharedMemory, vendor: str, local: int) -> None:
-    """Of so many ranks of a node."""
     enough, free = True, memory.free or 0
     needed = {"Open MPI": _OPEN_MPI_BYTES, "MPICH": local * _MPICH_BYTES_A_RANK}.get(vendor, 0)
     if needed and memory.free is not None and not memory.writable:
@@ -250,46 +232,31 @@ def _check_room(finding: Finding, where: str, memory: SharedMemory, vendor: str,
 
 
 def ring_bytes(local: int, budget: int) -> int:
-    """Return the bytes of the staging ring of one queue among so many ranks of a node."""
     return region_bytes(local, chunk_bytes(local, budget))
 
 
 _NETWORK_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
 _TEMPORARY = "temporary files"
 _LITTLE_ROOM = 64 << 20
-_LONG_PATH = 80
-"""Characters. The path of a socket, which is longer, may have 108."""
-
-_EARLIEST = 1_735_689_600
-"""The first of January 2025: a clock that says less was never set."""
-
-_APART_SECONDS = 1.0
-"""Between the wall clocks of two hosts."""
+_LONG_PATH = 80  # Characters. The path of a socket, which is longer, may have 108.
+_EARLIEST = 1_735_689_600  # The first of January 2025: a clock that says less was never set
+_APART_SECONDS = 1.0  # Between the wall clocks of two hosts
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A place that is written to."""
-
     purpose: str
     path: str
-    wrong: str | None
-    """Why a file cannot be written there; None: it can."""
-    free: int | None
-    """Bytes; None where the system does not say."""
-    kind: str
-    """The type of the filesystem, as "ext4"; empty where the system does not say."""
+    wrong: str | None  # Why a file cannot be written there; None: it can
+    free: int | None  # Bytes; None where the system does not say
+    kind: str  # The type of the filesystem, as "ext4"; empty where the system does not say
 
 
 @dataclass(frozen=True)
 class Files:
-    """The places of one process, and its clocks."""
-
     folders: tuple[Folder, ...]
-    wall_time: float
-    """Seconds since 1970."""
-    backwards: bool
-    """The monotonic clock went backwards while it was looked at."""
+    wall_time: float  # Seconds since 1970
+    backwards: bool  # The monotonic clock went backwards while it was looked at
 
 
 def collect_files() -> Files:

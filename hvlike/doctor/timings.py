@@ -11,6 +11,7 @@ import torch
 
 import hvlike
 from hvlike.bench.harness.benchmark import settle
+from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.report import format_seconds
 from hvlike.collectives.session.context import current
 from hvlike.doctor.finding import Finding, in_bytes
@@ -19,18 +20,12 @@ from hvlike.doctor.probe import known
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
 
-SIZES = (4 << 10, 1 << 20, 16 << 20)
-"""Bytes."""
+SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
 _WARM, _REPEATS = 3, 7
 _FLOAT_BYTES = 4
-_SLOWER_THAN_A_COPY = 40
-"""A reduction inside a node that takes so many times as long as a copy is not as it should be."""
-
-_SLOW_NETWORK = 100e6
-"""Bytes a second: less than a gigabit network."""
-
-_SLOW_SMALL = 5e-3
-"""Seconds for a reduction of some KiB inside a node."""
+_SLOWER_THAN_A_COPY = 40  # A reduction inside a node that takes so many times as long as a copy is not as it should be
+_SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
+_SLOW_SMALL = 5e-3  # Seconds for a reduction of some KiB inside a node
 
 
 class Way(NamedTuple):
@@ -47,8 +42,7 @@ class Row(NamedTuple):
     median: float
     low: float
     high: float
-    right: bool
-    """Every element of every result was the sum."""
+    right: bool  # Every element of every result was the sum
 
 
 class Timing(NamedTuple):
@@ -56,8 +50,7 @@ class Timing(NamedTuple):
 
     way: Way
     rows: tuple[Row, ...]
-    reason: str = ""
-    """Why it is this backend, where there was a choice."""
+    reason: str = ""  # Why it is this backend, where there was a choice
 
 
 class Timings(NamedTuple):
@@ -140,16 +133,10 @@ def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Ite
 def _copy_seconds() -> float:
     source = torch.ones(SIZES[-1] // _FLOAT_BYTES)
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    return statistics.median(timed(lambda: target.copy_(source), _REPEATS)[1:])
 
 
 def check_allreduce(case: Case) -> Finding:
-    """The times of every backend."""
     if case.job.timings is None:
         return Finding.skip("hvlike did not start")
     timings = known(case.job.timings)

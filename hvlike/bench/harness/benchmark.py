@@ -10,18 +10,16 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import hvlike
-from hvlike.bench.harness.raw_mpi import RawMpi
+from hvlike.bench.harness.raw_mpi import mpi_name
 from hvlike.observe.pictures import png
 
 
-@dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     """One benchmark: its name, one line of purpose, its options, and how it runs (on every rank; exit status)."""
 
     name: str
@@ -30,20 +28,21 @@ class Benchmark:
     run: Callable[[argparse.Namespace], int]
 
 
-def add_common(parser: argparse.ArgumentParser, repetitions: str, *, horovod: bool = True) -> None:
-    """Add --repetitions, --no-horovod, --seed, --json and --plot.
+def add_common(parser: argparse.ArgumentParser, repetitions: str, *without: str) -> None:
+    """Add --repetitions, --seed, --json, --plot, and an option to leave out each contestant of `without`.
 
-    repetitions: the default in words. horovod: whether it could take part.
+    repetitions: the default in words.
     """
     parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
-    if horovod:
-        parser.add_argument("--no-horovod", action="store_true", help="leave Horovod out where it is installed")
+    for name in without:
+        # The value is the reason that reports give.
+        option = f"--no-{name.lower()}"
+        parser.add_argument(option, action="store_const", const=f"left out by {option}", help=f"leave {name} out")
     parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
     add_outputs(parser)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --plot."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
 
@@ -54,11 +53,6 @@ def add_bare_and_device(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")
 
 
-def left_out(by_hand: bool, option: str) -> str | None:
-    """Return why a contestant is left out, if the user wants it so."""
-    return f"left out by {option}" if by_hand else None
-
-
 def positive(text: str) -> int:
     """Return a whole number above 0. Raises: argparse.ArgumentTypeError."""
     if not text.strip().isdigit() or int(text) < 1:
@@ -67,7 +61,6 @@ def positive(text: str) -> int:
 
 
 def positives(text: str) -> list[int]:
-    """Return whole numbers above 0, separated by commas. Raises: argparse.ArgumentTypeError."""
     return [positive(each) for each in text.split(",")]
 
 
@@ -86,26 +79,13 @@ def choice_of(known: Mapping[str, Known], kind: str) -> Callable[[str], list[Kno
     return parse
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return for the conditions of a run the device, and how many ranks of this node share each GPU."""
-    if device.type == "cpu":
-        return {"device": "cpu"}
-    gpus = min(torch.cuda.device_count(), hvlike.local_size())
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "gpus": gpus,
-        "ranks_per_gpu": -(-hvlike.local_size() // gpus),
-        "nccl": hvlike.nccl_built(),
-    }
-
-
 def settle(device: torch.device) -> None:
     """Wait until the device has done what this process has asked of it."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
 
 
-def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
+def describe(benchmark: str) -> dict[str, Any]:
     """Return what was measured with what; hvlike is initialised."""
     return {
         "benchmark": benchmark,
@@ -117,16 +97,8 @@ def describe(benchmark: str, raw: RawMpi) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "mpi": raw.library,
+        "mpi": mpi_name(),
     }
-
-
-def describe_alone(benchmark: str) -> dict[str, Any]:
-    """Return the same where plain MPI is no contestant. Collective."""
-    raw = RawMpi()
-    conditions = describe(benchmark, raw)
-    raw.free()
-    return conditions
 
 
 def runs_on_two_ranks(benchmark: str) -> bool:
@@ -143,11 +115,9 @@ def runs_on_two_ranks(benchmark: str) -> bool:
 def heading(conditions: dict[str, Any]) -> str:
     """Return the conditions as the head of a table."""
     horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
-    gpus = (
-        f"{conditions['gpus']} x {conditions['device']}, {conditions['ranks_per_gpu']} rank(s) on each\n"
-        if "gpus" in conditions
-        else ""
-    )
+    gpus = ""
+    if "gpus" in conditions:
+        gpus = f"{conditions['gpus']} x {conditions['device']}, {conditions['ranks_per_gpu']} rank(s) on each\n"
     return (
         f"{gpus}{conditions['ranks']} ranks on {conditions['nodes']} node(s), {conditions['cores']} cores for rank 0, "
         f"{conditions['torch_threads']} thread(s) each\n"

@@ -11,54 +11,47 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-SCRUB_BYTES = 24 << 20
-"""Private memory touched before each measurement: more than a core's share of the caches."""
+from hvlike.bench.harness.raw_mpi import RawMpi
+
+SCRUB_BYTES = 24 << 20  # Private memory touched before each measurement: more than a core's share of the caches
 
 
-class Ranks(Protocol):
-    """What a comparison needs of the job: RawMpi has it."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def maximum(self, values: list[float]) -> list[float]:
-        """Return for each value the maximum over ranks."""
-
-
-class Entrant(Protocol):
-    """Takes part in a comparison, in this process or elsewhere."""
-
-    @property
-    def name(self) -> str:
-        """The name of the samples."""
-
-    def turn(self, ranks: Ranks) -> float:
-        """Do the work once and return its seconds on this rank. Collective."""
-
-    def check(self) -> None:
-        """Check the result of the first turn. Raises: HvlikeError when it is wrong."""
+def timed(call: Callable[[], object], count: int) -> list[float]:
+    """Return the seconds of each of so many calls."""
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter()
+        # Kept until the clock has stopped: giving the memory back is no part of the call.
+        answer = call()
+        taken.append(time.perf_counter() - start)
+        del answer
+    return taken
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work here. `prepare` is not timed and makes the input anew; `run` is timed."""
+    """One way to do the work. `prepare` is not timed and makes the input anew; `run` is timed.
+
+    `run` may return its seconds, a float, where it knows better; `verify` checks what it has done, raises HvlikeError.
+    """
 
     name: str
-    prepare: Callable[[], None]
-    run: Callable[[], None]
-    verify: Callable[[], None] = lambda: None
+    prepare: Callable[[], object]
+    run: Callable[[], object]
+    verify: Callable[[], object] = lambda: None
 
-    def turn(self, ranks: Ranks) -> float:
+    def turn(self, raw: RawMpi) -> float:
         """Prepare, wait for all ranks, run. Collective. Returns the seconds that `run` took."""
         self.prepare()
-        ranks.barrier()
+        raw.barrier()
         start = time.perf_counter()
-        self.run()
-        return time.perf_counter() - start
+        answer = self.run()
+        taken = time.perf_counter() - start
+        return answer if isinstance(answer, float) else taken
 
     def warmed(self, times: int) -> Contestant:
         """Return the same contestant, which has done its work so many times just before its turn."""
@@ -71,27 +64,19 @@ class Contestant:
 
         return replace(self, prepare=prepare)
 
-    def check(self) -> None:
-        """Verify what `run` has done."""
-        self.verify()
-
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and quartiles."""
-
     median: float
     first_quartile: float
     third_quartile: float
 
     @property
     def spread(self) -> float:
-        """The interquartile range as a part of the median."""
         return (self.third_quartile - self.first_quartile) / self.median
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
-        """Summarise samples; at least one."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -115,13 +100,7 @@ def take_turns(
 
 
 def compare(
-    ranks: Ranks,
-    contestants: Sequence[Entrant],
-    repetitions: int,
-    *,
-    warmups: int = 2,
-    seed: int = 0,
-    cold: bool = True,
+    raw: RawMpi, contestants: Sequence[Contestant], repetitions: int, *, warmups: int, seed: int, cold: bool = True
 ) -> dict[str, list[float]]:
     """Measure all contestants `repetitions` times, after `warmups` that do not count.
 
@@ -136,12 +115,12 @@ def compare(
         for contestant in order.sample(contestants, len(contestants)):
             if cold:
                 np.add(private, 1.0, out=private)
-            seconds = contestant.turn(ranks)
+            seconds = contestant.turn(raw)
             if repetition == 0:
-                contestant.check()
+                contestant.verify()
             if repetition >= warmups:
                 measured[contestant.name].append(seconds)
-    return {name: ranks.maximum(samples) for name, samples in measured.items()}
+    return {name: raw.maximum(samples) for name, samples in measured.items()}
 
 
 @dataclass(frozen=True)
@@ -149,15 +128,18 @@ class Ratio:
     """How two contestants compare."""
 
     of_medians: float
-    paired: Summary
-    """Of the ratios within one repetition."""
+    paired: Summary  # Of the ratios within one repetition
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], name: str, to: str) -> Ratio:
-        """The times of `name` divided by those of `to`."""
         above, below = samples[name], samples[to]
         paired = Summary.of([a / b for a, b in zip(above, below, strict=True)])
         return cls(statistics.median(above) / statistics.median(below), paired)
+
+
+def ratios_of(samples: Mapping[str, Sequence[float]], pairs: Mapping[str, tuple[str, str]]) -> dict[str, Ratio]:
+    """Return the ratios of those pairs, (one, other) by name, of which both have taken part."""
+    return {name: Ratio.of(samples, *pair) for name, pair in pairs.items() if samples.keys() >= set(pair)}
 
 
 _RESAMPLES = 2000

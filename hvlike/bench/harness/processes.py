@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -36,7 +37,6 @@ class JsonSocket:
         self._lines = connected.makefile("r")
 
     def send(self, message: Message) -> None:
-        """Send one message. Raises: OSError when the other end is gone."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Message | None:
@@ -48,7 +48,6 @@ class JsonSocket:
         return message
 
     def close(self) -> None:
-        """Close this end."""
         self._lines.close()
         self._socket.close()
 
@@ -78,23 +77,17 @@ class Helpers:
         self.sockets.append(JsonSocket(connected))
         return self.sockets[-1]
 
-    def receive(self, end: JsonSocket) -> Message:
-        """Return the next message of one of them. Raises: LaunchError with their last output when none comes."""
+    def ask(self, end: JsonSocket, request: Message | None = None) -> Message:
+        """Send a request, if there is one, and return the next message. Raises: LaunchError with their last output."""
         try:
+            if request is not None:
+                end.send(request)
             message = end.receive()
         except OSError as error:
             raise self.failure("no answer") from error
         if message is None:
             raise self.failure("ended early")
         return message
-
-    def ask(self, end: JsonSocket, request: Message) -> Message:
-        """Send a request and return the answer. Raises: LaunchError with their last output."""
-        try:
-            end.send(request)
-        except OSError as error:
-            raise self.failure("no answer") from error
-        return self.receive(end)
 
     def failure(self, what: str) -> LaunchError:
         """Return an error with what they printed last."""
@@ -113,7 +106,6 @@ class Helpers:
         self.end()
 
     def end(self) -> None:
-        """End those that still run: SIGTERM, then SIGKILL."""
         self._hang_up()
         for process in self.processes:
             _end(process, process.send_signal)
@@ -134,21 +126,33 @@ def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:
         )
 
 
+def outside_of_jobs(measure: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """Return how a benchmark runs that starts its jobs itself: an error is printed, and is its exit status, 1 or 2."""
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            measure(options)
+        except (LaunchError, UsageError) as error:
+            print(error, file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+        return 0
+
+    return run
+
+
 def find_launcher() -> Mpirun:
     """Return the mpirun of the MPI library that is loaded here. Raises: LaunchError when there is none."""
     return find_mpirun(ask_mpi_library(os.environ), os.environ)
 
 
 def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs a module on so many ranks."""
     return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
 class Ended(NamedTuple):
     """How a command ended, and the lines that it has printed."""
 
-    status: int | None
-    """None: it took too long and was stopped."""
+    status: int | None  # None: it took too long and was stopped
     output: list[str]
     errors: list[str]
 

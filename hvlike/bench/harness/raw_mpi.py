@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def mpi_name() -> str:
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().strip("\0 ").splitlines()[0].split(",")[0].split())
+
+
 class RawMpi:
     """Plain MPI over all ranks of the job, on a communicator of its own. Every call blocks."""
 
@@ -24,14 +30,12 @@ class RawMpi:
         self._comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        self.library: str = " ".join(MPI.Get_library_version().strip("\0 ").splitlines()[0].split(",")[0].split())
 
     def allreduce(self, array: Array) -> None:
         """Sum a float32 or float64 array over all ranks in place: MPI_Allreduce. Collective."""
         self._comm.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
 
     def barrier(self) -> None:
-        """Wait for all ranks. Collective."""
         self._comm.Barrier()
 
     def maximum(self, values: list[float]) -> list[float]:
@@ -81,5 +85,4 @@ class RawMpi:
         return (called - start) / count, (ended - start) / count
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
         self._comm.Free()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ from hvlike.observe.pictures import new_figure
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
-    lines = []
-    for line in (header, *rows):
-        first, *others = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        lines.append("  ".join([line[0].ljust(len(first)), *others]).rstrip())
-    return "\n".join(lines)
+    lines = [header, *rows]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    cells = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
+    return "\n".join("  ".join(each).rstrip() for each in cells)
 
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -37,7 +36,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return a list of bytes from sizes separated by commas. Raises: argparse.ArgumentTypeError."""
     return [parse_size(each) for each in text.split(",")]
 
 
@@ -63,7 +61,6 @@ def with_spread(summary: Summary, cell: Callable[[float], str] = format_seconds)
 
 
 def with_quartiles(median: float, summary: Summary, digits: int = 2) -> str:
-    """Return a median with the quartiles of a summary."""
     return f"{median:.{digits}f} [{summary.first_quartile:.{digits}f}, {summary.third_quartile:.{digits}f}]"
 
 
@@ -72,9 +69,14 @@ def ratio_cell(ratio: Ratio | None) -> str:
     return "-" if ratio is None else with_quartiles(ratio.of_medians, ratio.paired)
 
 
+def of_medians(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[float]]:
+    """Return for bars the ratios of medians of results that have `ratios`; NaN where one has no such ratio."""
+    found = {pair: [each.ratios.get(pair) for each in results] for pair in pairs}
+    return {pair: [each.of_medians if each else math.nan for each in ratios] for pair, ratios in found.items()}
+
+
 _PANEL_INCHES = (6.4, 4.4)
-_FILLED = 0.8
-"""Part of the distance between two groups that their bars fill."""
+_FILLED = 0.8  # Part of the distance between two groups that their bars fill
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,23 @@ class Bars:
     unit: str
     groups: Sequence[str]
     series: Mapping[str, Sequence[float]]
-    line: float | None = None
-    """Height of a line for comparison, for example 1 for ratios."""
+    line: float | None = None  # Height of a line for comparison, for example 1 for ratios
     logarithmic: bool = False
+
+    def draw(self, axes: Any) -> None:
+        width = _FILLED / max(1, len(self.series))
+        for index, (name, values) in enumerate(self.series.items()):
+            offset = (index - (len(self.series) - 1) / 2) * width
+            bars = axes.bar([place + offset for place in range(len(self.groups))], values, width, label=name)
+            axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
+        axes.set_xticks(range(len(self.groups)), self.groups)
+        axes.set_ylabel(self.unit)
+        if self.logarithmic:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+        if self.line is not None:
+            axes.axhline(self.line, color="black", linewidth=0.8)
 
 
 @dataclass(frozen=True)
@@ -99,27 +115,18 @@ class Curves:
     unit: str
     positions: Sequence[float]
     series: Mapping[str, Sequence[float]]
-    labels: Sequence[str] | None = None
-    """What to write at the positions; None for the numbers themselves."""
+    labels: Sequence[str] | None = None  # What to write at the positions; None for the numbers themselves
 
-
-def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
-    """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
-    width, height = _PANEL_INCHES
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(width * columns, height * rows)
-    figure.suptitle(title)
-    for index, panel in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        if isinstance(panel, Bars):
-            _draw_bars(axes, panel)
-        else:
-            _draw_curves(axes, panel)
-        axes.set_title(panel.title, fontsize="medium")
-        axes.grid(True, axis="y", alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.savefig(path, format="png")
+    def draw(self, axes: Any) -> None:
+        for name, values in self.series.items():
+            axes.plot(self.positions, values, marker="o", markersize=3, label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        if self.labels is not None:
+            axes.set_xticks(self.positions, self.labels, rotation=30, fontsize="small")
+            axes.minorticks_off()
+        axes.set_xlabel(self.abscissa)
+        axes.set_ylabel(self.unit)
 
 
 def publish(
@@ -131,29 +138,17 @@ def publish(
         draw(options.plot, title, panels)
 
 
-def _draw_bars(axes: Any, panel: Bars) -> None:
-    width = _FILLED / max(1, len(panel.series))
-    for index, (name, values) in enumerate(panel.series.items()):
-        offset = (index - (len(panel.series) - 1) / 2) * width
-        bars = axes.bar([place + offset for place in range(len(panel.groups))], values, width, label=name)
-        axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
-    axes.set_xticks(range(len(panel.groups)), panel.groups)
-    axes.set_ylabel(panel.unit)
-    if panel.logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
-    if panel.line is not None:
-        axes.axhline(panel.line, color="black", linewidth=0.8)
-
-
-def _draw_curves(axes: Any, panel: Curves) -> None:
-    for name, values in panel.series.items():
-        axes.plot(panel.positions, values, marker="o", markersize=3, label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    if panel.labels is not None:
-        axes.set_xticks(panel.positions, panel.labels, rotation=30, fontsize="small")
-        axes.minorticks_off()
-    axes.set_xlabel(panel.abscissa)
-    axes.set_ylabel(panel.unit)
+def draw(path: Path, title: str, panels: Sequence[Bars | Curves], columns: int = 3) -> None:
+    """Write one picture with these panels, row by row. Raises: ImportError without matplotlib, OSError."""
+    width, height = _PANEL_INCHES
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width * columns, height * rows)
+    figure.suptitle(title)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        panel.draw(axes)
+        axes.set_title(panel.title, fontsize="medium")
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, format="png")

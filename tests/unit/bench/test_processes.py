@@ -48,7 +48,7 @@ def test_a_helper_that_dies_is_named_with_its_last_output() -> None:
     helpers = Helpers("the echo")
     end = start(helpers, DIES)
     with pytest.raises(LaunchError, match=r"the echo: .*; the last output:\nout of cake"):
-        helpers.receive(end)
+        helpers.ask(end)
     helpers.end()
 
 

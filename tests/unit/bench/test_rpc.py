@@ -107,11 +107,11 @@ def test_pictures_show_every_contestant() -> None:
     trips, rates, ratios, idle = panels(RESULTS)
     assert set(trips.series) == {OURS, TENSORPIPE, MPI}
     assert rates.series[OURS] == pytest.approx([1e4])
-    assert list(ratios.series) == ["hvlike / TensorPipe", "hvlike / MPI"]
+    assert list(ratios.series) == ["hvlike/TensorPipe", "hvlike/MPI"]
     assert idle.series[TENSORPIPE] == [100.0, 99.0]
 
 
 def test_a_report_without_others_has_no_ratios() -> None:
     alone = [Result(each.work, {OURS: each.samples[OURS]}) for each in RESULTS]
-    assert "hvlike / " not in as_text(CONDITIONS, alone)
+    assert "hvlike/" not in as_text(CONDITIONS, alone)
     assert len(panels(alone)) == 3
