@@ -45,15 +45,11 @@ class Gap:
 
 
 class Unanswered(Exception):
-    """A check needs what could not be found out."""
-
-    def __init__(self, gap: Gap) -> None:
-        super().__init__(gap.reason)
-        self.gap = gap
+    """A check needs what could not be found out: its argument, a Gap."""
 
 
 def known(value: T | Gap) -> T:
-    """Return the answer. Raises: Unanswered when there is none; the runner then says why."""
+    """Return the answer. Raises: Unanswered when there is none."""
     if isinstance(value, Gap):
         raise Unanswered(value)
     return value
@@ -116,33 +112,32 @@ class Prober:
         records: list[Any] = []
         while True:
             try:
-                kind, value = self._receive(reader, limits(len(records)))
+                last, value = self._receive(reader, limits(len(records)))
             except EOFError:
                 # The child has ended without a word.
                 _, status = os.waitpid(child, 0)
                 code = os.waitstatus_to_exitcode(status)
-                kind, value = "gap", Gap(_ending(code), status=code)
-            if kind == "record":
+                last, value = True, Gap(_ending(code), status=code)
+            if not last:
                 records.append(value)
-            elif kind == "end":
-                return Answers(tuple(records), None)
-            else:
+                continue
+            if value is not None:
                 printed.seek(0)
                 lines = (line.rstrip() for line in printed.read().decode(errors="replace").splitlines())
-                last = [line for line in lines if line.strip(" -=*")][-_LAST_LINES:]
-                return Answers(tuple(records), replace(value, output=tuple(last)))
+                value = replace(value, output=tuple(line for line in lines if line.strip(" -=*"))[-_LAST_LINES:])
+            return Answers(tuple(records), value)
 
-    def _receive(self, reader: Connection, limit: float) -> tuple[str, Any]:
-        """Return the next message of the child. Raises: EOFError when it has closed its end without one."""
+    def _receive(self, reader: Connection, limit: float) -> tuple[bool, Any]:
+        """Return whether it is the last message, and a record, or at the end a Gap or None. Raises: EOFError."""
         until = time.monotonic() + limit
         while not reader.poll(_POLL_SECONDS):
             if self.interrupted:
-                return "gap", Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
+                return True, Gap(_ending(-signal.SIGTERM), status=-signal.SIGTERM)
             if self._parents.is_orphan():
                 sys.exit(1)
             if time.monotonic() > until:
-                return "gap", Gap(f"was given up after {limit:g} s without an answer")
-        message: tuple[str, Any] = reader.recv()
+                return True, Gap(f"was given up after {limit:g} s without an answer")
+        message: tuple[bool, Any] = reader.recv()
         return message
 
 
@@ -158,8 +153,8 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: Connection, printed: IO
         # The parent's streams may be objects of a test runner.
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for record in stages():
-            writer.send(("record", record))
-        writer.send(("end", None))
+            writer.send((False, record))
+        writer.send((True, None))
         status = 0
     except BaseException as error:
         if not isinstance(error, HvlikeError):
@@ -167,7 +162,7 @@ def _answer(stages: Callable[[], Iterator[Any]], writer: Connection, printed: IO
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        writer.send(("gap", Gap(f"{FAILED}{type(error).__name__}: {error}")))
+        writer.send((True, Gap(f"{FAILED}{type(error).__name__}: {error}")))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,11 +5,10 @@ from typing import Any
 
 from hvlike.backends.cuda.nccl import NcclFacts
 from hvlike.doctor.gpus import Gpus, NcclState
-from hvlike.doctor.job import Case, Gathered, Job, RankFacts
+from hvlike.doctor.job import Case, Gathered, Job, RankFacts, Row, Timing, Timings, Way
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial
 from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
 from hvlike.doctor.software import Software
-from hvlike.doctor.timings import Row, Timing, Timings, Way
 from hvlike.transport.host import launchers
 from hvlike.transport.host.find_mpirun import OPEN_MPI, MpiLibrary, Mpirun
 from hvlike.transport.host.launch_probe import RankReport

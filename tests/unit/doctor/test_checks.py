@@ -23,14 +23,13 @@ from support.doctor.healthy import (
 from support.doctor.healthy import launch_environment as seen
 
 from hvlike.backends.cuda.nccl import NcclFacts
-from hvlike.doctor import runner
+from hvlike.doctor import command
 from hvlike.doctor.finding import Verdict
-from hvlike.doctor.job import Case, Gathered, Job
+from hvlike.doctor.job import Case, Gathered, Job, Timing, Timings, Way
 from hvlike.doctor.launching import Launchers, Trial
 from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
 from hvlike.doctor.model import Model
 from hvlike.doctor.probe import Gap
-from hvlike.doctor.timings import Timing, Timings, Way
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
@@ -323,7 +322,7 @@ RIGHT_TOO: list[tuple[str, Case]] = [
 
 
 def ask(name: str, given: Case) -> tuple[Verdict, str, str]:
-    finding = runner.run_checks(given)[name]
+    finding = command.run_checks(given)[name]
     return finding.verdict, "\n".join(finding.found), "\n".join(finding.advice)
 
 
@@ -351,13 +350,13 @@ def test_nothing_is_said_where_there_is_nothing_to_judge(name: str, given: Case)
 
 
 def test_a_healthy_job_has_no_complaint() -> None:
-    findings = runner.run_checks(case())
+    findings = command.run_checks(case())
     assert {each.verdict for each in findings.values()} == {Verdict.OK, Verdict.SKIP}
-    assert not runner.has_failed(findings)
+    assert not command.has_failed(findings)
 
 
 def test_every_check_has_a_wrong_case() -> None:
-    assert {name for name, *_ in WRONG} == set(runner.CHECKS)
+    assert {name for name, *_ in WRONG} == set(command.CHECKS)
 
 
 BLOCKED: list[tuple[str, Callable[[], Case]]] = [
@@ -380,4 +379,4 @@ def test_a_question_that_blocked_fails_its_check_and_no_other_is_lost(name: str,
     assert "given up after 20 s" in found
     assert "| the last line" in found
     assert "--limit" in told
-    assert list(runner.run_checks(given())) == list(runner.CHECKS)
+    assert list(command.run_checks(given())) == list(command.CHECKS)

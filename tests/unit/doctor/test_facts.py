@@ -6,7 +6,7 @@ import pytest
 
 from hvlike.bench.harness.report import format_seconds
 from hvlike.doctor import finding, gpus, launching, machine, model, software
-from hvlike.doctor.timings import Way, ways
+from hvlike.doctor.job import Way, ways
 from hvlike.errors import UsageError
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
 

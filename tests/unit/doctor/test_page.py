@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.doctor import runner
+from hvlike.doctor import command
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md").read_text()
 SCREENS = dict(re.findall(r"<!-- screen: (.+?) -->\n```text\n(.*?)```", PAGE, flags=re.DOTALL))
@@ -19,7 +19,7 @@ FAILED = {
 
 def test_every_check_is_explained_in_its_order() -> None:
     table = PAGE.partition("| check |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(runner.CHECKS)
+    assert re.findall(r"^\| ([^|]+?) \|", table, flags=re.MULTILINE) == list(command.CHECKS)
 
 
 def test_the_screens_are_those_of_the_issue() -> None:
@@ -29,7 +29,7 @@ def test_the_screens_are_those_of_the_issue() -> None:
 @pytest.mark.parametrize("name", FAILED)
 def test_a_screen_has_every_check_and_fails_where_it_should(name: str) -> None:
     checks = re.findall(r"^ *(ok|warn|FAIL|skip)  (.{14})", SCREENS[name], flags=re.MULTILINE)
-    assert [name.rstrip() for _, name in checks] == list(runner.CHECKS)
+    assert [name.rstrip() for _, name in checks] == list(command.CHECKS)
     assert {name.rstrip() for verdict, name in checks if verdict == "FAIL"} == FAILED[name]
     status = SCREENS[name].rstrip().splitlines()[-1]
     assert (status == "0") == (name == "healthy")

@@ -6,7 +6,7 @@ import pytest
 from support.doctor.healthy import SOFTWARE, case, rank
 
 import hvlike
-from hvlike.doctor import runner
+from hvlike.doctor import command
 from hvlike.doctor.command import main
 from hvlike.doctor.job import Case
 from hvlike.doctor.probe import Gap
@@ -15,14 +15,14 @@ BROKEN = case(rank(memory=Gap("was given up after 20 s without an answer")), ran
 
 
 def test_a_check_is_a_line_with_what_to_do_below() -> None:
-    text = runner.as_text(BROKEN, runner.run_checks(BROKEN))
+    text = command.as_text(BROKEN, command.run_checks(BROKEN))
     lines = text.splitlines()
     assert lines[0] == f"hvlike {hvlike.__version__} doctor: 2 ranks on 1 node"
     assert f"  ok  Python        Python {SOFTWARE.python}, {SOFTWARE.executable}" in lines
     start = next(index for index, line in enumerate(lines) if line.startswith("FAIL  shared memory"))
     assert lines[start].endswith("this step was given up after 20 s without an answer")
     assert lines[start + 1].lstrip().startswith("-> ")
-    for name in runner.CHECKS:
+    for name in command.CHECKS:
         assert any(line[6:].startswith(name) for line in lines)
     assert lines[-1].endswith("something must be repaired, see FAIL")
     assert max(map(len, lines)) <= 118
@@ -31,32 +31,32 @@ def test_a_check_is_a_line_with_what_to_do_below() -> None:
 def test_a_job_on_very_many_hosts_fits_on_a_screen() -> None:
     ranks = tuple(rank(f"host{number}") for number in range(100))
     many = case(*ranks, nodes=tuple((number,) for number in range(100)))
-    lines = runner.as_text(many, runner.run_checks(many)).splitlines()
+    lines = command.as_text(many, command.run_checks(many)).splitlines()
     assert len(lines) < 150
     assert "... 76 lines more" in "\n".join(lines)
     hosts = next(
-        each for each in json.loads(runner.as_json(many, runner.run_checks(many)))["rungs"] if each["rung"] == "hosts"
+        each for each in json.loads(command.as_json(many, command.run_checks(many)))["rungs"] if each["rung"] == "hosts"
     )
     assert len(hosts["found"]) == 100
 
 
 def test_a_healthy_report_ends_well() -> None:
     healthy = case()
-    assert runner.as_text(healthy, runner.run_checks(healthy)).endswith("nothing stands in the way of a job")
+    assert command.as_text(healthy, command.run_checks(healthy)).endswith("nothing stands in the way of a job")
 
 
 @pytest.mark.parametrize(("given", "ok"), [(case(), True), (BROKEN, False)])
 def test_programs_read_the_same(given: Case, ok: bool) -> None:
-    answer = json.loads(runner.as_json(given, runner.run_checks(given)))
+    answer = json.loads(command.as_json(given, command.run_checks(given)))
     assert (answer["ok"], answer["ranks"], answer["nodes"]) == (ok, 2, 1)
-    assert [each["rung"] for each in answer["rungs"]] == list(runner.CHECKS)
+    assert [each["rung"] for each in answer["rungs"]] == list(command.CHECKS)
     assert all(each["found"] for each in answer["rungs"])
     assert {each["verdict"] for each in answer["rungs"]} <= {"ok", "warn", "FAIL", "skip"}
     assert all(each["advice"] for each in answer["rungs"] if each["verdict"] in ("warn", "FAIL"))
 
 
 def test_a_rank_that_rank_0_cannot_hear_says_one_line() -> None:
-    line = runner.in_one_line("rank 1 on alpha", runner.run_checks(BROKEN))
+    line = command.in_one_line("rank 1 on alpha", command.run_checks(BROKEN))
     assert line.startswith("rank 1 on alpha: FAIL shared memory: this step was given up after 20 s")
     assert "\n" not in line
 
