@@ -153,7 +153,7 @@ def default_repetitions(size: int) -> int:
 
 
 def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
-    entered = contestants(case, there.device, there.raw, there.group, bare)
+    entered = contestants(case, there.device, there.raw, there.backend, bare)
     if options.warm:
         entered = [each.warmed(_WARM_UPS) for each in entered]
     if there.horovod is not None:

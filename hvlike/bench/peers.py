@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from hvlike.bench.harness.benchmark import describe
 from hvlike.bench.harness.comparison import Contestant
 from hvlike.bench.harness.processes import Helpers, JsonSocket, Message, find_launcher, module_command
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.reducers import HOROVOD, TorchGroup, backend_for, torch_unavailable
+from hvlike.bench.reducers import HOROVOD, backend_for, start_torch_group, torch_unavailable
 from hvlike.errors import HvlikeError, LaunchError
 
 # What belongs to our own job and must not reach another one.
@@ -38,18 +38,23 @@ class HorovodJob:
 
     def __init__(self, cores: list[list[int]]) -> None:
         """Start it on rank 0, each rank on the cores of one of ours. Raises: LaunchError on every rank."""
-        self._helpers: Helpers | None = None
-        version, reason = "", None
-        if hvlike.rank() == 0:
-            self._helpers = Helpers("Horovod's job")
+        self._helpers = Helpers("Horovod's job") if hvlike.rank() == 0 else None
+        self.version: str = self._on_rank_0(lambda helpers: self._start(helpers, cores))
+
+    def _on_rank_0(self, work: Callable[[Helpers], Any]) -> Any:
+        """Return the answer of this work on every rank, or raise its error as a LaunchError."""
+        answer, failure = None, None
+        if self._helpers is not None:
             try:
-                version = self._start(self._helpers, cores)
-            except (LaunchError, OSError) as error:
-                self._helpers.end()
-                reason = str(error)
-        self.version, reason = hvlike.broadcast_object((version, reason), name="bench.horovod.started")
-        if reason is not None:
-            raise LaunchError(reason)
+                answer = work(self._helpers)
+            except (HvlikeError, OSError) as error:
+                failure = str(error)
+                # Our ranks may end now, and would end the other job in the middle of its work.
+                self.close()
+        answer, failure = hvlike.broadcast_object((answer, failure), name="bench.horovod")
+        if failure is not None:
+            raise LaunchError(failure)
+        return answer
 
     def _start(self, helpers: Helpers, cores: list[list[int]]) -> str:
         """Returns the version of Horovod. Raises: LaunchError, OSError."""
@@ -92,20 +97,9 @@ class HorovodJob:
     def ask(self, request: Message) -> float:
         """Send a request to all of Horovod's ranks; returns the seconds of the slowest, 0 where none are counted.
 
-        Raises: HvlikeError on every rank when one of them fails.
+        Raises: LaunchError on every rank when one of them fails.
         """
-        seconds: float = 0.0
-        failure: str | None = None
-        if self._helpers is not None:
-            try:
-                seconds = self._ask_each(self._helpers, [request] * len(self._helpers.sockets))
-            except HvlikeError as error:
-                failure = str(error)
-                # Our ranks end now, and would end the other job in the middle of its work.
-                self.close()
-        seconds, failure = hvlike.broadcast_object((seconds, failure), name="bench.horovod.turn")
-        if failure is not None:
-            raise HvlikeError(failure)
+        seconds: float = self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.sockets)))
         return seconds
 
     def contestant(self, times: int = 1) -> Contestant:
@@ -139,7 +133,7 @@ class Peers:
 
     device: torch.device
     raw: RawMpi
-    group: TorchGroup | None
+    backend: str | None  # Of torch's default process group; None: there is none
     horovod: HorovodJob | None
     left_out: list[str]  # One sentence for each that does not take part
 
@@ -169,18 +163,20 @@ def peers(without_torch: str | None, without_horovod: str | None, device: str = 
     pinned, raw, left_out = hvlike.pin_device(device), RawMpi(), []
     backend = backend_for(pinned)
     reason = without_torch or torch_unavailable(backend)
-    group = None if reason else TorchGroup(backend)
-    if reason:
+    if reason is None:
+        start_torch_group(backend)
+    else:
         left_out.append(f"Without {backend}: {reason}.")
     started = without_horovod or start_horovod(pinned)
     horovod = started if isinstance(started, HorovodJob) else None
     if horovod is None:
         left_out.append(f"Without Horovod: {started}.")
     # Nothing is closed after an error: the ranks no longer do the same, and one that waits would wait in vain.
-    yield Peers(pinned, raw, group, horovod, left_out)
+    yield Peers(pinned, raw, backend if reason is None else None, horovod, left_out)
     if horovod is not None:
         horovod.close()
-    if group is not None:
-        group.close()
+    if reason is None:
+        end_group: Any = torch.distributed.destroy_process_group
+        end_group()
     raw.free()
     hvlike.shutdown()

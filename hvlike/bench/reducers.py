@@ -42,7 +42,7 @@ def backend_for(device: torch.device) -> str:
     return NCCL_BACKEND if torch.distributed.is_nccl_available() else GLOO_BACKEND
 
 
-def torch_unavailable(backend: str = GLOO_BACKEND) -> str | None:
+def torch_unavailable(backend: str) -> str | None:
     """Return why torch's group cannot take part, or None."""
     distributed: Any = torch.distributed
     if hvlike.local_size() != hvlike.size():
@@ -52,27 +52,17 @@ def torch_unavailable(backend: str = GLOO_BACKEND) -> str | None:
     return None
 
 
-class TorchGroup:
-    """A process group of torch over all ranks. Collective."""
-
-    def __init__(self, backend: str = GLOO_BACKEND) -> None:
-        distributed: Any = torch.distributed
-        rank, size = hvlike.rank(), hvlike.size()
-        timeout = datetime.timedelta(seconds=60)
-        store = distributed.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
-        port = torch.tensor([store.port if store else 0])
-        hvlike.broadcast_(port, 0, name=f"{backend}'s port")
-        if store is None:
-            store = distributed.TCPStore(_LOOPBACK, int(port), size, False, timeout)
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        self.backend = backend
-        self._distributed = distributed
-
-    def allreduce(self, tensor: torch.Tensor) -> None:
-        self._distributed.all_reduce(tensor)
-
-    def close(self) -> None:
-        self._distributed.destroy_process_group()
+def start_torch_group(backend: str) -> None:
+    """Make torch's default process group over all ranks. Collective."""
+    distributed: Any = torch.distributed
+    rank, size = hvlike.rank(), hvlike.size()
+    timeout = datetime.timedelta(seconds=60)
+    store = distributed.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([store.port if store else 0])
+    hvlike.broadcast_(port, 0, name=f"{backend}'s port")
+    if store is None:
+        store = distributed.TCPStore(_LOOPBACK, int(port), size, False, timeout)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 BARE = "bare loop"
@@ -194,9 +184,13 @@ class Case:
 
 
 def contestants(
-    case: Case, device: torch.device, raw: RawMpi, group: TorchGroup | None, bare: BareLoop | None
+    case: Case, device: torch.device, raw: RawMpi, backend: str | None, bare: BareLoop | None
 ) -> list[Contestant]:
-    """Return those who can take part, each with its own way to reduce, and the floors. Collective."""
+    """Return those who can take part, each with its own way to reduce, and the floors. Collective.
+
+    backend: of torch's process group; None: there is none.
+    """
+    distributed: Any = torch.distributed
     rank, ranks, average = hvlike.rank(), hvlike.size(), case.average
     tensor = torch.zeros(case.length, dtype=case.dtype, device=device)
 
@@ -208,8 +202,8 @@ def contestants(
         label = f"bench.{kind}.{case.dtype_name}.{case.length}"
         return reducing(name, tensor, partial(hvlike.allreduce_, tensor, op=op, name=label))
 
-    def by_group(group: TorchGroup) -> None:
-        group.allreduce(tensor)
+    def by_group() -> None:
+        distributed.all_reduce(tensor)
         if average:
             tensor.div_(ranks)
 
@@ -222,8 +216,8 @@ def contestants(
 
     if device.type != "cpu":
         entered = [ours(OURS, tensor, "cuda")]
-        if group is not None:
-            entered.append(reducing(GLOO if group.backend == "gloo" else NCCL, tensor, partial(by_group, group)))
+        if backend is not None:
+            entered.append(reducing(GLOO if backend == GLOO_BACKEND else NCCL, tensor, by_group))
         entered.append(Contestant(FLOOR, partial(case.fill, tensor, rank), partial(tensor.mul_, 1)))
         return [_to_its_end(each, device) for each in entered]
     # MPI does not add bfloat16, and adds 16-bit floats slowly: they go as the same values in float32.
@@ -237,8 +231,8 @@ def contestants(
             np.divide(array, ranks, out=array)
 
     entered = [ours(OURS, tensor, "ordinary"), ours(SHARED, shared, "shared"), reducing(MPI, summed, by_mpi)]
-    if group is not None:
-        entered.append(reducing(GLOO, tensor, partial(by_group, group)))
+    if backend is not None:
+        entered.append(reducing(GLOO, tensor, by_group))
     if bare is not None and case.dtype not in _HALVES:
         chunks = bare.chunks([tensor.numpy()])
         entered.append(reducing(BARE, tensor, partial(bare.reduce, chunks, 1 / ranks if average else None)))

@@ -47,7 +47,7 @@ class TensorPipePair:
             for end in self._helpers.sockets:
                 self._helpers.ask(end)
         except BaseException:
-            self._helpers.end()
+            self._helpers.close(0.0)
             self._folder.cleanup()
             raise
         self._signal(signal.SIGSTOP)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -163,8 +162,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
     rank, raw, seed = hvlike.rank(), there.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
-    backend = there.group.backend if there.group else None
-    trainers = contestants(workload, seed, rank, backend, options.bucket_view, bare)
+    trainers = contestants(workload, seed, rank, there.backend, options.bucket_view, bare)
     for trainer in trainers:
         trainer.step()
         if trainer.name != ALONE:
@@ -193,15 +191,8 @@ def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare:
 
 def _effort(trainers: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
     """Return the steps of a turn and how many repetitions there is time for, the same on all ranks."""
-    taken = []
-    for trainer in trainers:
-        times = []
-        for _ in range(3):
-            raw.barrier()
-            start = time.perf_counter()
-            trainer.steps(1)
-            times.append(time.perf_counter() - start)
-        taken.append(statistics.median(times))
+    once = (Contestant(each.name, lambda: None, partial(each.steps, 1)) for each in trainers)
+    taken = [statistics.median(each.turn(raw) for _ in range(3)) for each in once]
     floor, total = raw.maximum([taken[0], sum(taken)])
     steps = max(1, round(_TURN_SECONDS / floor))
     return steps, max(_FEWEST, min(_MOST, int(_MODEL_SECONDS / (total * (steps + 1)))))

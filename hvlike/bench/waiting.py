@@ -29,31 +29,21 @@ from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
 
 
-class Bell:
-    """A named pipe from rank 0 to rank 1 of one host: not through hvlike nor MPI, whose waiting is what is measured."""
+def open_bell() -> int:
+    """Return this end of a named pipe from rank 0 to rank 1 of one host. Collective.
 
-    def __init__(self) -> None:
-        """Collective."""
-        folder = tempfile.mkdtemp(prefix="hvlike-bench-") if hvlike.rank() == 0 else None
-        path: str = hvlike.broadcast_object(folder and str(Path(folder) / "bell"), name="bench waiting: bell")
-        if folder is not None:
-            os.mkfifo(path)
-        hvlike.barrier()
-        # Each open waits for the other one.
-        self._file = os.open(path, os.O_WRONLY if hvlike.rank() == 0 else os.O_RDONLY)
-        if folder is not None:
-            shutil.rmtree(folder)
-
-    def ring(self) -> None:
-        """Wake rank 1. On rank 0."""
-        os.write(self._file, b".")
-
-    def wait(self) -> None:
-        """Sleep until rank 0 rings. On rank 1."""
-        os.read(self._file, 1)
-
-    def close(self) -> None:
-        os.close(self._file)
+    Rank 0 writes a byte to wake rank 1: not through hvlike nor MPI, whose waiting is what is measured.
+    """
+    folder = tempfile.mkdtemp(prefix="hvlike-bench-") if hvlike.rank() == 0 else None
+    path: str = hvlike.broadcast_object(folder and str(Path(folder) / "bell"), name="bench waiting: bell")
+    if folder is not None:
+        os.mkfifo(path)
+    hvlike.barrier()
+    # Each open waits for the other one.
+    bell = os.open(path, os.O_WRONLY if hvlike.rank() == 0 else os.O_RDONLY)
+    if folder is not None:
+        shutil.rmtree(folder)
+    return bell
 
 
 Work = Callable[[], None]
@@ -145,7 +135,7 @@ def operations() -> dict[str, Operation]:
     return {NAMED: named, PLANNED: planned}
 
 
-def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, dict[str, list[float]]]:
+def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: int) -> dict[str, dict[str, list[float]]]:
     """Time each work while its rank waits for each of WAITS. Collective; two ranks.
 
     Returns on rank 0 seconds[work][wait], one value a repetition; the others sleep and return nothing.
@@ -160,12 +150,12 @@ def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
                 if hvlike.rank() == 0:
                     seconds[name][wait].append(_timed(long[name], started.get(wait), bell))
                 elif wait in started:
-                    bell.wait()
+                    os.read(bell, 1)
                     started[wait](lambda: None)
     return seconds
 
 
-def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
+def _timed(work: Work, operation: Operation | None, bell: int) -> float:
     """Seconds of the work with an operation in flight for which rank 1 comes only afterwards."""
     taken = 0.0
 
@@ -177,7 +167,7 @@ def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
         work()
         taken = time.perf_counter() - start
         if operation is not None:
-            bell.ring()
+            os.write(bell, b".")
 
     if operation is None:
         timed()
@@ -186,7 +176,7 @@ def _timed(work: Work, operation: Operation | None, bell: Bell) -> float:
     return taken
 
 
-def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell) -> dict[str, list[float]]:
+def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: int) -> dict[str, list[float]]:
     """Time from the call of rank 1, which comes late, to the end of the operation on rank 0. Collective; two ranks.
 
     Rank 0 computes meanwhile, or waits in synchronize. Returns on rank 0 the seconds of each repetition.
@@ -201,7 +191,7 @@ def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: Bell
             if hvlike.rank() == 0:
                 moments.append(_completion(tensor, work, bell))
             else:
-                bell.wait()
+                os.read(bell, 1)
                 time.sleep(late)
                 moments.append(time.monotonic())
                 _begin(tensor, lambda request: None).result()
@@ -218,11 +208,11 @@ def _begin(tensor: torch.Tensor, finish: Callable[[Request], float | None]) -> h
     return set_state.controller.submit(signature, _NAME, [tensor], finish, wake=hvlike.rank() == 0)
 
 
-def _completion(tensor: torch.Tensor, work: Work | None, bell: Bell) -> float:
+def _completion(tensor: torch.Tensor, work: Work | None, bell: int) -> float:
     """Start the operation, compute until it has ended, and return when that was."""
     handle = _begin(tensor, lambda request: time.monotonic())
     time.sleep(0.001)
-    bell.ring()
+    os.write(bell, b".")
     while work is not None and not handle.done():
         work()
     moment: float = handle.result()
@@ -261,7 +251,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     repetitions = options.repetitions or _REPETITIONS
     conditions = {**describe("waiting"), "switch_interval": options.switch_interval}
-    bell = Bell()
+    bell = open_bell()
     found: dict[str, dict[str, Any]] = {}
     for threads in (FREE, ONE_CORE):
         if threads is ONE_CORE:
@@ -273,7 +263,7 @@ def run(options: argparse.Namespace) -> int:
         seconds = slowdowns(works(), repetitions, options.seed, bell)
         late = latencies(works(), repetitions * _LATENCIES, options.seed, bell)
         found[threads] = {"slowdown": {name: ratios(each) for name, each in seconds.items()}, "latency": late}
-    bell.close()
+    os.close(bell)
     if hvlike.rank() == 0:
         document, text = {**conditions, "results": as_json(found)}, as_text(conditions, found)
         publish(options, document, text, "what waiting costs", panels(found))

@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace, there: Peers) -> Result:
     shapes = shapes_of(options.width, options.layers)
     workload = shaped("zero", "a transformer's shapes", shapes)
     chosen = [ADAM, ZERO, *([VIEW] if options.bucket_view else []), ALONE]
-    if there.group is not None:
+    if there.backend is not None:
         chosen += [TORCH_ADAM, TORCH_ZERO]
     trainers = [_make(name, workload, options.seed) for name in chosen]
     state, gradients = {}, {}

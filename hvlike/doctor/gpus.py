@@ -13,7 +13,7 @@ import torch
 from hvlike.backends.cuda.nccl import NcclFacts, describe
 from hvlike.doctor.finding import Finding, nccl_version, numbers, of_every_rank, plural
 from hvlike.doctor.probe import known
-from hvlike.doctor.software import CUPY, NCCL, collect_software
+from hvlike.doctor.software import CUPY, NCCL
 
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
@@ -74,17 +74,13 @@ class NcclState:
 
     facts: NcclFacts
     loaded: tuple[str, ...]  # Every libnccl that is in the memory of the process: more than one are two copies
-    cupy: tuple[str, ...]  # The distributions of CuPy, each with its version
-    packages: tuple[str, ...]  # The distributions of NCCL, each with its version
 
 
 def collect_nccl_state() -> NcclState:
     """Load CuPy where it is installed: call it in a child process. Starts no GPU."""
-    facts = describe()
-    installed = collect_software().installed
     maps = Path("/proc/self/maps")
-    loaded = loaded_from(maps.read_text() if maps.exists() else "")
-    return NcclState(facts, loaded, tuple(installed(CUPY)), tuple(installed(NCCL)))
+    facts = describe()
+    return NcclState(facts, loaded_from(maps.read_text() if maps.exists() else ""))
 
 
 def loaded_from(maps: str) -> tuple[str, ...]:
@@ -148,16 +144,17 @@ def in_cuda(number: int) -> str:
 def check_nccl(case: Case) -> Finding:
     """Whether CuPy reaches NCCL, and whether there is one copy of it, torch's."""
     state, gpus = known(case.me.nccl), known(case.me.gpus)
-    facts = state.facts
-    finding = Finding(*(state.cupy or ("no CuPy",)))
+    facts, installed = state.facts, known(case.me.software).installed
+    cupy, wheels = installed(CUPY), installed(NCCL)
+    finding = Finding(*(cupy or ("no CuPy",)))
     if facts.version:
         finding.note(f"NCCL {nccl_version(facts.version)} through CuPy")
     if facts.torch_version:
         finding.note(f"NCCL {nccl_version(facts.torch_version)} of torch")
     finding.note(*state.loaded)
     if not gpus.devices:
-        return Finding.skip("no GPU: NCCL has nothing to do", *(finding.found if state.cupy else ()))
-    if len(state.cupy) > 1:
+        return Finding.skip("no GPU: NCCL has nothing to do", *(finding.found if cupy else ()))
+    if len(cupy) > 1:
         advice = "Uninstall all of them, then install the one of your CUDA: `pip install hvlike[cuda12]` or [cuda13]."
         finding.fail("several distributions of CuPy overwrite each other's files", advice)
     if not facts.version:
@@ -170,7 +167,7 @@ def check_nccl(case: Case) -> Finding:
         versions = nccl_version(facts.version), nccl_version(facts.torch_version)
         advice = "Make them one: `pip install --force-reinstall` the nvidia-nccl wheel of torch."
         finding.warn(f"CuPy calls NCCL {versions[0]}, torch was built with {versions[1]}", advice)
-    if len(state.packages) > 1:
+    if len(wheels) > 1:
         advice = "Uninstall the wheel that is not of torch's CUDA."
-        finding.warn(f"several wheels of NCCL: {', '.join(state.packages)}", advice)
+        finding.warn(f"several wheels of NCCL: {', '.join(wheels)}", advice)
     return finding

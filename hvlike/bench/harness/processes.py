@@ -97,23 +97,16 @@ class Helpers:
         self._output.seek(0)
         return LaunchError(f"{self.name}: {what}; the last output:\n{self._output.read()[-_LAST_CHARACTERS:]}")
 
-    def close(self) -> None:
-        """Hang up and give them time to end by themselves, then end them."""
-        self._hang_up()
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """Hang up, give them so long to end by themselves, then end them: SIGTERM, then SIGKILL."""
+        for end in self.sockets:
+            end.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self.processes:
-                process.wait(_END_SECONDS)
-        self.end()
-
-    def end(self) -> None:
-        self._hang_up()
+                process.wait(seconds)
         for process in self.processes:
             _end(process, process.send_signal)
         self._output.close()
-
-    def _hang_up(self) -> None:
-        for end in self.sockets:
-            end.close()
 
 
 def refuse_inside_a_job(environment: Mapping[str, str], benchmark: str) -> None:

@@ -31,8 +31,6 @@ GPUS = Gpus(("A GPU, 80 GiB",), "550.54.15", 12040, "0", None)
 NCCL = NcclState(
     NcclFacts("14.2.0", 22105, "", "/env/lib/libnccl.so.2", 22105),
     ("/env/lib/libnccl.so.2",),
-    ("cupy-cuda12x 14.2.0",),
-    ("nvidia-nccl-cu12 2.21.5",),
 )
 RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 
@@ -54,7 +52,7 @@ def rank(host: str = "alpha", **changes: Any) -> RankFacts:
         memory=SharedMemory(1024 * MIB, 1000 * MIB, writable=True, memfd=True, available=8 << 30),
         files=Files((Folder("temporary files", "/tmp", None, 1 << 30, "ext4"),), 1.8e9, backwards=False),
         gpus=Gpus((), None, None, None, None),
-        nccl=NcclState(NcclFacts("", 0, "CuPy is not installed", "", 0), (), (), ()),
+        nccl=NcclState(NcclFacts("", 0, "CuPy is not installed", "", 0), ()),
     )
     return replace(facts, **changes)
 

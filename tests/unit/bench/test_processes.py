@@ -49,7 +49,7 @@ def test_a_helper_that_dies_is_named_with_its_last_output() -> None:
     end = start(helpers, DIES)
     with pytest.raises(LaunchError, match=r"the echo: .*; the last output:\nout of cake"):
         helpers.ask(end)
-    helpers.end()
+    helpers.close()
 
 
 def test_ranks_of_a_job_start_no_jobs() -> None:

@@ -35,7 +35,12 @@ from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 LATE = Gap("was given up after 20 s without an answer", ("the last line",))
 OTHER = Mpirun("/other/mpirun", HYDRA, "Version:    5.0.2", ())
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
-GPU_SOFTWARE = replace(SOFTWARE, torch="2.13.0+cu124", torch_cuda="12.4")
+GPU_SOFTWARE = replace(
+    SOFTWARE,
+    torch="2.13.0+cu124",
+    torch_cuda="12.4",
+    packages=(*SOFTWARE.packages, ("cupy-cuda12x", "14.2.0"), ("nvidia-nccl-cu12", "2.21.5")),
+)
 
 
 def folder(**changes: Any) -> Files:
@@ -98,9 +103,10 @@ def gpus(**changes: Any) -> Case:
     return both(gpus=replace(GPUS, **changes), software=GPU_SOFTWARE, nccl=NCCL)
 
 
-def nccl(**changes: Any) -> Case:
-    """Two ranks with a GPU each, and NCCL so."""
-    return both(gpus=GPUS, software=GPU_SOFTWARE, nccl=replace(NCCL, **changes))
+def nccl(*more: tuple[str, str], **changes: Any) -> Case:
+    """Two ranks with a GPU each, and NCCL so. more: packages that are installed, too."""
+    software = replace(GPU_SOFTWARE, packages=(*GPU_SOFTWARE.packages, *more))
+    return both(gpus=GPUS, software=software, nccl=replace(NCCL, **changes))
 
 
 WRONG: list[tuple[str, Case, Verdict, str]] = [
@@ -249,11 +255,11 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
     ),
     ("GPU", gpus(devices=()), Verdict.WARN, "CUDA_VISIBLE_DEVICES"),
     ("GPU per rank", gpus(visible=None), Verdict.WARN, "one rank for each"),
-    ("NCCL", nccl(cupy=("cupy-cuda12x 14.2", "cupy-cuda13x 14.2")), Verdict.FAIL, "Uninstall all of them"),
+    ("NCCL", nccl(("cupy-cuda13x", "14.2.0")), Verdict.FAIL, "Uninstall all of them"),
     ("NCCL", nccl(facts=NcclFacts("", 0, "CuPy is not installed", "", 22105)), Verdict.WARN, "host memory"),
     ("NCCL", nccl(loaded=("/a/libnccl.so.2", "/b/libnccl.so.2")), Verdict.WARN, "Leave one"),
     ("NCCL", nccl(facts=NCCL.facts._replace(torch_version=22703)), Verdict.WARN, "Make them one"),
-    ("NCCL", nccl(packages=("nvidia-nccl-cu12 2.21.5", "nvidia-nccl-cu13 2.27.3")), Verdict.WARN, "torch's CUDA"),
+    ("NCCL", nccl(("nvidia-nccl-cu13", "2.27.3")), Verdict.WARN, "torch's CUDA"),
     ("clock", both(files=Files((), 0.0, backwards=False)), Verdict.FAIL, "set-ntp"),
     ("clock", both(files=Files((), 1.8e9, backwards=True)), Verdict.FAIL, "clock source"),
     (
