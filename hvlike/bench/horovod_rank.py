@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvlike.bench.harness.comparison import SCRUB_BYTES, Contestant
-from hvlike.bench.harness.processes import JsonSocket, Message
+from hvlike.bench.harness.processes import requests
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import DTYPES, HOROVOD, Case
 from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients, verify_gradients, verify_replicas
 from hvlike.errors import HvlikeError
+from hvlike.transport.memory.dtypes import Array
 
 # After each start Horovod negotiates and allocates anew; so many calls later it is as fast as one that stayed up.
 _WARM_UPS = 6
 
 
-def allreduce(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
+def allreduce(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant:
     case = Case(request["size"], DTYPES[request["dtype"]], request["average"])
     tensor = torch.zeros(case.length, dtype=case.dtype)
     name, op = f"bench.{case.dtype_name}.{case.length}", horovod.Average if case.average else horovod.Sum
@@ -40,7 +41,7 @@ def allreduce(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
     )
 
 
-def training(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
+def training(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant:
     """Return steps with Horovod's DistributedOptimizer. The first one is checked here."""
     workload, seed = WORKLOADS[request["model"]], request["seed"]
     trainer = Trainer(HOROVOD, workload, seed, raw.rank)
@@ -53,65 +54,54 @@ def training(horovod: Any, raw: RawMpi, request: Message) -> Contestant:
     return Contestant(HOROVOD, lambda: None, trainer.step, lambda: verify_replicas(trainer, raw))
 
 
-WORK: dict[str, Callable[[Any, RawMpi, Message], Contestant]] = {"allreduce": allreduce, "step": training}
+WORK: dict[str, Callable[[Any, RawMpi, dict[str, Any]], Contestant]] = {"allreduce": allreduce, "step": training}
 
 
-class Partner:
-    def __init__(self, connected: JsonSocket) -> None:
-        self._socket = connected
-        self._raw = RawMpi()
-        self._horovod: Any = importlib.import_module("horovod.torch")
-        self._work: Contestant | None = None
-        self._cold = False
-        self._private = np.ones(SCRUB_BYTES // 8)
-
-    def serve(self) -> None:
-        """Greet, then answer request after request, each with Horovod running."""
-        version = getattr(importlib.import_module("horovod"), "__version__", "of unknown version")
-        self._socket.send({"rank": self._raw.rank, "version": version})
-        while (request := self._socket.receive()) is not None:
-            if "cores" in request:
-                os.sched_setaffinity(0, request["cores"])
-            self._socket.send(self._answer(request))
-
-    def _answer(self, request: Message) -> Message:
+def serve(connected: Connection) -> None:
+    """Greet, then answer request after request until the benchmark hangs up, each with Horovod running."""
+    raw, horovod, private = RawMpi(), importlib.import_module("horovod.torch"), np.ones(SCRUB_BYTES // 8)
+    version = getattr(importlib.import_module("horovod"), "__version__", "of unknown version")
+    connected.send((raw.rank, str(version)))
+    work: Contestant | None = None
+    cold = False
+    for request in requests(connected):
+        answer: dict[str, object] = {}
+        if "cores" in request:
+            os.sched_setaffinity(0, request["cores"])
         try:
-            self._horovod.init()
+            horovod.init()
             try:
-                return self._do(request)
+                if "work" in request:
+                    work, cold = WORK[request["work"]](horovod, raw, request), request["cold"]
+                if work is not None and "times" in request:
+                    answer = {"seconds": turn(work, request["times"], raw, private if cold else None)}
+                if work is not None and "check" in request:
+                    work.verify()
             finally:
-                self._horovod.shutdown()
+                horovod.shutdown()
         except (HvlikeError, RuntimeError, ValueError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        connected.send(answer)
 
-    def _do(self, request: Message) -> Message:
-        if "work" in request:
-            self._work = WORK[request["work"]](self._horovod, self._raw, request)
-            self._cold = request["cold"]
-        if self._work is not None and "times" in request:
-            return {"seconds": self._turn(self._work, request["times"])}
-        if self._work is not None and "check" in request:
-            self._work.verify()
-        return {}
 
-    def _turn(self, work: Contestant, times: int) -> float:
-        for _ in range(_WARM_UPS):
-            work.run()
-        if self._cold:
-            np.add(self._private, 1.0, out=self._private)
-        work.prepare()
-        self._raw.barrier()
-        start = time.perf_counter()
+def turn(work: Contestant, times: int, raw: RawMpi, scrub: Array | None) -> float:
+    """Return the seconds of the work, so many times. scrub: other memory to touch before it."""
+
+    def run() -> None:
         for _ in range(times):
             work.run()
-        return time.perf_counter() - start
+
+    for _ in range(_WARM_UPS):
+        work.run()
+    if scrub is not None:
+        np.add(scrub, 1.0, out=scrub)
+    return replace(work, run=run).turn(raw)
 
 
 def main(address: str) -> None:
     """Connect to the benchmark that listens at this path and serve it."""
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.connect(address)
-        Partner(JsonSocket(connected)).serve()
+    with Client(address) as connected:
+        serve(connected)
 
 
 if __name__ == "__main__":

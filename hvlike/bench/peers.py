@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import hvlike
 from hvlike.bench.harness.benchmark import describe
 from hvlike.bench.harness.comparison import Contestant
-from hvlike.bench.harness.processes import Helpers, JsonSocket, Message, find_launcher, module_command
+from hvlike.bench.harness.processes import Helpers, find_launcher, module_command
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import HOROVOD, backend_for, start_torch_group, torch_unavailable
 from hvlike.errors import HvlikeError, LaunchError
@@ -66,40 +67,41 @@ class HorovodJob:
             listener.settimeout(_POLL_SECONDS)
             command = module_command(find_launcher(), len(cores), "hvlike.bench.horovod_rank", [address])
             process = helpers.start(command, env=environment)
-            greetings: dict[int, tuple[JsonSocket, str]] = {}
+            greetings: dict[int, tuple[Connection, str]] = {}
             end = time.monotonic() + _START_SECONDS
             while len(greetings) < len(cores):
                 try:
-                    connected = helpers.connect(listener.accept()[0])
+                    connected = Connection(listener.accept()[0].detach())
                 except TimeoutError:
                     if process.poll() is not None or time.monotonic() > end:
                         raise helpers.failure("did not start") from None
                     continue
-                hello = helpers.ask(connected)
-                greetings[hello["rank"]] = connected, str(hello["version"])
-        helpers.sockets = [greetings[rank][0] for rank in range(len(cores))]
+                helpers.ends.append(connected)
+                rank, version = helpers.ask(connected)
+                greetings[rank] = connected, version
+        helpers.ends = [greetings[rank][0] for rank in range(len(cores))]
         self._ask_each(helpers, [{"cores": each} for each in cores])
         return greetings[0][1]
 
-    def _ask_each(self, helpers: Helpers, requests: list[Message]) -> float:
+    def _ask_each(self, helpers: Helpers, requests: list[dict[str, Any]]) -> float:
         """Send one request to each rank and wait for all answers; returns the most seconds. Raises: HvlikeError."""
         try:
-            for connected, request in zip(helpers.sockets, requests, strict=True):
+            for connected, request in zip(helpers.ends, requests, strict=True):
                 connected.send(request)
         except OSError as error:
             raise helpers.failure("no answer") from error
-        answers = [helpers.ask(connected) for connected in helpers.sockets]
+        answers = [helpers.ask(connected) for connected in helpers.ends]
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise HvlikeError(f"Horovod's job, rank {rank}: {answer['error']}")
         return max(float(answer.get("seconds", 0.0)) for answer in answers)
 
-    def ask(self, request: Message) -> float:
+    def ask(self, request: dict[str, Any]) -> float:
         """Send a request to all of Horovod's ranks; returns the seconds of the slowest, 0 where none are counted.
 
         Raises: LaunchError on every rank when one of them fails.
         """
-        seconds: float = self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.sockets)))
+        seconds: float = self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.ends)))
         return seconds
 
     def contestant(self, times: int = 1) -> Contestant:

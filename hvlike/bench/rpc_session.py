@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -18,6 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ import torch.distributed.rpc
 import hvlike
 from hvlike import rpc
 from hvlike.bench.harness.benchmark import describe, runs_on_two_ranks
-from hvlike.bench.harness.processes import Helpers, JsonSocket, Message
+from hvlike.bench.harness.processes import Helpers, requests
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.rpc_work import CALLEE, Step, Work, as_message, from_message
+from hvlike.bench.rpc_work import CALLEE, Step, Work
 from hvlike.errors import HvlikeError, LaunchError
 
 
@@ -44,7 +45,7 @@ class TensorPipePair:
         try:
             for rank, each in enumerate(cores):
                 self._start(rank, each)
-            for end in self._helpers.sockets:
+            for end in self._helpers.ends:
                 self._helpers.ask(end)
         except BaseException:
             self._helpers.close(0.0)
@@ -53,8 +54,8 @@ class TensorPipePair:
         self._signal(signal.SIGSTOP)
 
     def _start(self, rank: int, cores: Sequence[int]) -> None:
-        ours, theirs = socket.socketpair()
-        self._helpers.connect(ours)
+        ours, theirs = Pipe()
+        self._helpers.ends.append(ours)
         with theirs:
             arguments = [str(rank), str(Path(self._folder.name) / "meeting"), str(theirs.fileno())]
             command = [sys.executable, "-m", "hvlike.bench.rpc_session", *arguments]
@@ -68,11 +69,11 @@ class TensorPipePair:
     def measure(self, work: Work) -> list[float]:
         """Have them do some work; returns what it has measured. Raises: HvlikeError."""
         self._signal(signal.SIGCONT)
-        answer = self._helpers.ask(self._helpers.sockets[0], as_message(work))
+        answer = self._helpers.ask(self._helpers.ends[0], work)
         self._signal(signal.SIGSTOP)
-        if "error" in answer:
-            raise HvlikeError(f"torch.distributed.rpc: {answer['error']}")
-        samples: list[float] = answer["samples"]
+        if isinstance(answer, str):
+            raise HvlikeError(f"torch.distributed.rpc: {answer}")
+        samples: list[float] = answer
         return samples
 
     def _signal(self, number: signal.Signals) -> None:
@@ -168,27 +169,25 @@ def main(rank: int, meeting: str, descriptor: int) -> None:
     """Join TensorPipe's pair, answer requests, and leave with the other process."""
     # A stopped process of a group of its own is ended by the kernel when its parent goes, also by kill -9.
     os.setpgid(0, 0)
-    connected = JsonSocket(socket.socket(fileno=descriptor))
+    connected = Connection(descriptor)
     theirs: Any = torch.distributed.rpc
     # torch uses deprecated calls itself.
     warnings.simplefilter("ignore")
     options = theirs.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
     theirs.init_rpc(f"peer{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    connected.send({"rank": rank})
-    while (request := connected.receive()) is not None:
-        connected.send(_answer(request))
+    connected.send(rank)
+    for work in requests(connected):
+        connected.send(_measured(work))
     theirs.shutdown()
 
 
-def _answer(request: Message) -> Message:
-    """Do some work and say what it has measured, or what went wrong."""
+def _measured(work: Work) -> list[float] | str:
+    """Return what the work has measured, or what went wrong."""
+    theirs = torch.distributed.rpc
     try:
-        work = from_message(request)
-        theirs = torch.distributed.rpc
-        samples = work.measure(theirs, torch.distributed.autograd) if isinstance(work, Step) else work.measure(theirs)
-        return {"samples": samples}
+        return work.measure(theirs, torch.distributed.autograd) if isinstance(work, Step) else work.measure(theirs)
     except (HvlikeError, RuntimeError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

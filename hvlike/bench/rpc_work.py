@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hvlike.bench.harness.comparison import timed
-from hvlike.bench.harness.processes import Message
 from hvlike.bench.harness.report import format_size
 from hvlike.errors import HvlikeError
 
@@ -223,15 +222,3 @@ def steps_alone(step: Step) -> list[float]:
 
 
 Work = Trip | Rate | Idle | Step
-_KINDS: dict[str, type[Work]] = {each.__name__: each for each in (Trip, Rate, Idle, Step)}
-
-
-def as_message(work: Work) -> Message:
-    """Return the work as a message for a process beside this one."""
-    return {"kind": type(work).__name__, **asdict(work)}
-
-
-def from_message(message: Message) -> Work:
-    """Return the work that as_message was given."""
-    arguments = {key: value for key, value in message.items() if key != "kind"}
-    return _KINDS[message["kind"]](**arguments)

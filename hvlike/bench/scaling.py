@@ -211,43 +211,30 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hvlike.init()
-    ways = {
-        name: measure(make(options.layers, options.width), options.steps)
-        for name, make in ((PLANNED, planned), (NEGOTIATED, negotiated))
-    }
+    ways = {way: measure(make_step(way, options.layers, options.width), options.steps) for way in (PLANNED, NEGOTIATED)}
     if hvlike.rank() == 0:
         print(json.dumps(asdict(Result(hvlike.size(), len(current().world.nodes), ways))))
     hvlike.shutdown()
     return 0
 
 
-def planned(layers: int, width: int) -> Callable[[], None]:
-    """A step of hvlike.DistributedOptimizer."""
-    model, optimizer, batch = _network(layers, width)
-    distributed = hvlike.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-
-    def step() -> None:
-        distributed.zero_grad()
-        model(batch).square().mean().backward()
-        distributed.step()
-
-    return step
-
-
-def negotiated(layers: int, width: int) -> Callable[[], None]:
-    """The same step with a named allreduce for every gradient, all in flight at once."""
-    model, optimizer, batch = _network(layers, width)
+def make_step(way: str, layers: int, width: int) -> Callable[[], None]:
+    """A step of hvlike.DistributedOptimizer, or one with a named allreduce of every gradient, all at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    torch.manual_seed(1 + hvlike.rank())
+    batch = torch.randn(4, width)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if way == PLANNED:
+        optimizer = hvlike.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     def step() -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        handles = [
-            hvlike.allreduce_async_(parameter.grad, name=name)
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        ]
-        for handle in handles:
-            hvlike.synchronize(handle)
+        if way == NEGOTIATED:
+            found = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+            for handle in [hvlike.allreduce_async_(gradient, name=name) for name, gradient in found]:
+                hvlike.synchronize(handle)
         optimizer.step()
 
     return step
@@ -263,13 +250,6 @@ def measure(step: Callable[[], None], steps: int) -> Agreement:
     mine = RankCounts(traffic.snapshot() - before, seconds)
     counts: list[RankCounts] = hvlike.allgather_object(mine, name="bench scaling")
     return summarise(counts, steps)
-
-
-def _network(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    torch.manual_seed(1 + hvlike.rank())
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.randn(4, width)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: jobs that print one JSON answer, and helpers that answer requests on a socket."""
+"""Processes that a benchmark starts: jobs that print one JSON answer, and helpers that answer requests."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
 from hvlike.transport.host.launchers import detect_launcher
-
-Message = dict[str, Any]
 
 ANSWER_SECONDS = 300.0
 _END_SECONDS = 20.0
@@ -29,37 +27,21 @@ _LAST_CHARACTERS = 2000
 _LAST_LINES = 60
 
 
-class JsonSocket:
-    """One end of a connected socket for JSON objects, one a line. A process that waits for one sleeps."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._lines = connected.makefile("r")
-
-    def send(self, message: Message) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> Message | None:
-        """Return the next message, or None when the other end has closed. Raises: OSError."""
-        line = self._lines.readline()
-        if not line:
-            return None
-        message: Message = json.loads(line)
-        return message
-
-    def close(self) -> None:
-        self._lines.close()
-        self._socket.close()
+def requests(connected: Connection) -> Iterator[Any]:
+    """Receive what is asked until the other end has closed. A process that waits sleeps."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            yield connected.recv()
 
 
 class Helpers:
-    """Processes beside this job that answer requests on sockets. What they print is kept for the text of a failure."""
+    """Processes beside this job that answer requests. What they print is kept for the text of a failure."""
 
     def __init__(self, name: str) -> None:
         """Start nothing yet. name: what error texts call them."""
         self.name = name
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.sockets: list[JsonSocket] = []
+        self.ends: list[Connection] = []
         # A file, not a pipe: nobody reads while they run.
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
@@ -71,23 +53,18 @@ class Helpers:
         self.processes.append(process)
         return process
 
-    def connect(self, connected: socket.socket) -> JsonSocket:
-        """Talk with one of them over this socket; an answer may take ANSWER_SECONDS."""
-        connected.settimeout(ANSWER_SECONDS)
-        self.sockets.append(JsonSocket(connected))
-        return self.sockets[-1]
-
-    def ask(self, end: JsonSocket, request: Message | None = None) -> Message:
+    def ask(self, end: Connection, request: object = None) -> Any:
         """Send a request, if there is one, and return the next message. Raises: LaunchError with their last output."""
         try:
             if request is not None:
                 end.send(request)
-            message = end.receive()
+            if end.poll(ANSWER_SECONDS):
+                return end.recv()
+        except EOFError:
+            raise self.failure("ended early") from None
         except OSError as error:
             raise self.failure("no answer") from error
-        if message is None:
-            raise self.failure("ended early")
-        return message
+        raise self.failure("no answer")
 
     def failure(self, what: str) -> LaunchError:
         """Return an error with what they printed last."""
@@ -99,7 +76,7 @@ class Helpers:
 
     def close(self, seconds: float = _END_SECONDS) -> None:
         """Hang up, give them so long to end by themselves, then end them: SIGTERM, then SIGKILL."""
-        for end in self.sockets:
+        for end in self.ends:
             end.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self.processes:

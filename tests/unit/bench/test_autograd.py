@@ -14,7 +14,6 @@ from hvlike.bench.autograd import (
     NODES,
     SAFE,
     SMART,
-    STEPS,
     TENSORPIPE,
     Analysis,
     Result,
@@ -22,7 +21,7 @@ from hvlike.bench.autograd import (
     as_text,
     panels,
 )
-from hvlike.bench.rpc_work import Step, as_message, from_message, half, steps_alone
+from hvlike.bench.rpc_work import Step, half, steps_alone
 from hvlike.errors import HvlikeError
 
 STEP = Step(4, 3, 1)
@@ -65,11 +64,6 @@ class Local:
 def modules(local: Local) -> tuple[Any, Any]:
     names = {name: getattr(local, name) for name in ("context", "backward", "get_gradients", "__name__")}
     return SimpleNamespace(rpc_sync=local.rpc_sync), SimpleNamespace(**names)
-
-
-@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
-def test_a_step_comes_back_from_its_message_as_it_was(step: Step) -> None:
-    assert from_message(as_message(step)) == step
 
 
 @pytest.mark.parametrize("unused", [0, 2])

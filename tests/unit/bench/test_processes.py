@@ -1,39 +1,31 @@
-"""Processes of a benchmark: JSON over sockets, helpers whose last output names a failure, jobs outside of jobs only."""
+"""Processes of a benchmark: helpers that answer, the last output that names a failure, no jobs inside of jobs."""
 
-import socket
 import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
-from hvlike.bench.harness.processes import Helpers, JsonSocket, refuse_inside_a_job
+from hvlike.bench.harness.processes import Helpers, refuse_inside_a_job
 from hvlike.errors import LaunchError, UsageError
 
 ECHO = """
-import socket, sys
-from hvlike.bench.harness.processes import JsonSocket
-end = JsonSocket(socket.socket(fileno=int(sys.argv[1])))
-while (request := end.receive()) is not None:
+import sys
+from multiprocessing.connection import Connection
+from hvlike.bench.harness.processes import requests
+end = Connection(int(sys.argv[1]))
+for request in requests(end):
     end.send({"seen": request})
 """
 DIES = "print('out of cake')"
 
 
-def start(helpers: Helpers, program: str) -> JsonSocket:
-    ours, theirs = socket.socketpair()
+def start(helpers: Helpers, program: str) -> Connection:
+    ours, theirs = Pipe()
     with theirs:
         helpers.start([sys.executable, "-c", program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    return helpers.connect(ours)
-
-
-def test_messages_come_as_they_were_sent() -> None:
-    one, other = map(JsonSocket, socket.socketpair())
-    one.send({"a": [1, None, "x"]})
-    one.send({})
-    assert other.receive() == {"a": [1, None, "x"]}
-    assert other.receive() == {}
-    one.close()
-    assert other.receive() is None
-    other.close()
+    helpers.ends.append(ours)
+    return ours
 
 
 def test_a_helper_answers_until_it_is_closed() -> None:

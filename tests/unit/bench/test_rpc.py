@@ -8,10 +8,9 @@ from support.bench.some_conditions import CONDITIONS
 
 from hvlike.bench.rpc import MPI, OURS, TENSORPIPE, Result, as_text, panels
 from hvlike.bench.rpc_session import tensorpipe
-from hvlike.bench.rpc_work import Idle, Rate, Trip, Work, as_message, from_message
+from hvlike.bench.rpc_work import Idle, Rate, Trip
 from hvlike.errors import HvlikeError
 
-WORKS: list[Work] = [Trip(0), Trip(4 << 20), Rate(64), Idle(0.05)]
 RESULTS = [
     Result(Trip(0), {OURS: [[1e-4], [3e-4], [2e-4]], TENSORPIPE: [[4e-4], [6e-4], [4e-4]], MPI: [[2e-5]] * 3}),
     Result(Rate(64), {OURS: [[1e-4]] * 3, TENSORPIPE: [[2e-4]] * 3}),
@@ -45,11 +44,6 @@ class Local:
 
 def rpc(local: Local) -> Any:
     return SimpleNamespace(__name__="local", rpc_sync=local.rpc_sync, rpc_async=local.rpc_async)
-
-
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.title)
-def test_work_comes_back_from_its_message_as_it_was(work: Work) -> None:
-    assert from_message(as_message(work)) == work
 
 
 @pytest.mark.parametrize("size", [0, 1 << 10, 4 << 20])
