@@ -192,10 +192,7 @@ def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
 
 
 BENCHMARK = Benchmark(
-    "scaling",
-    "what a training step sends at 1 to 32 ranks; run it without mpirun",
-    add_arguments,
-    outside_of_jobs(run),
+    "scaling", "what a training step sends at 1 to 32 ranks; run it without mpirun", add_arguments, outside_of_jobs(run)
 )
 
 

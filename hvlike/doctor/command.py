@@ -14,11 +14,10 @@ from dataclasses import replace
 import hvlike
 from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
-from hvlike.doctor import model as models
 from hvlike.doctor.finding import Finding, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
-from hvlike.doctor.model import Model, collect_model
+from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
 from hvlike.transport.host.launchers import detect_launcher
 
@@ -58,7 +57,7 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "cores": machine.check_cores,
     "threads": machine.check_omp_threads,
     "shared memory": machine.check_shared_memory,
-    "model": models.check_model,
+    "model": machine.check_model,
     "GPU": gpus.check_gpu,
     "GPU per rank": gpus.check_gpu_sharing,
     "NCCL": gpus.check_nccl,

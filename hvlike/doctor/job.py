@@ -28,6 +28,7 @@ from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect
 from hvlike.doctor.machine import (
     SHM_FOLDER,
     Files,
+    Model,
     Processor,
     SharedMemory,
     collect_files,
@@ -35,7 +36,6 @@ from hvlike.doctor.machine import (
     collect_shared_memory,
     mapped_by_hvlike,
 )
-from hvlike.doctor.model import Model
 from hvlike.doctor.probe import Answers, Gap, Prober, known
 from hvlike.doctor.software import Software, collect_software
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library

@@ -27,8 +27,7 @@ from hvlike.doctor import command
 from hvlike.doctor.finding import Verdict
 from hvlike.doctor.job import Case, Gathered, Job, Timing, Timings, Way
 from hvlike.doctor.launching import Launchers, Trial
-from hvlike.doctor.machine import Files, Folder, Processor, SharedMemory
-from hvlike.doctor.model import Model
+from hvlike.doctor.machine import Files, Folder, Model, Processor, SharedMemory
 from hvlike.doctor.probe import Gap
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, Mpirun
 

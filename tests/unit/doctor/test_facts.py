@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvlike.bench.harness.report import format_seconds
-from hvlike.doctor import finding, gpus, launching, machine, model, software
+from hvlike.doctor import finding, gpus, launching, machine, software
 from hvlike.doctor.job import Way, ways
 from hvlike.errors import UsageError
 from hvlike.transport.host.find_mpirun import HYDRA, UNKNOWN, MpiLibrary, Mpirun
@@ -39,7 +39,7 @@ def test_the_ways_of_a_job(nodes: tuple[tuple[int, ...], ...], expected: list[tu
 
 @pytest.mark.parametrize(("text", "count"), [("10", 10), ("3e6", 3_000_000), ("2_500_000", 2_500_000)])
 def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
-    made = model.collect_model(text)
+    made = machine.collect_model(text)
     assert sum(made.sizes) == 4 * count
     assert set(made.dtypes) == {"float32"}
 
@@ -47,7 +47,7 @@ def test_a_number_of_parameters_is_a_model(text: str, count: int) -> None:
 def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(MODEL)
-    made = model.collect_model(f"{path}:small")
+    made = machine.collect_model(f"{path}:small")
     # In the order in which backward brings them, without what needs no gradient.
     assert made.sizes == (80, 48)
     assert "Sequential" in made.name
@@ -56,7 +56,7 @@ def test_a_function_of_a_file_makes_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "net.py", "no/such/file.py:f", "0", "-3", "many"])
 def test_what_is_no_model_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"FILE\.py:function"):
-        model.collect_model(text)
+        machine.collect_model(text)
 
 
 @pytest.mark.parametrize("name", ["nothing", "missing"])
@@ -64,7 +64,7 @@ def test_a_function_that_makes_no_module_is_refused(name: str, tmp_path: Path) -
     path = tmp_path / "net.py"
     path.write_text(MODEL)
     with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        model.collect_model(f"{path}:{name}")
+        machine.collect_model(f"{path}:{name}")
 
 
 def test_the_environment_is_read() -> None:
