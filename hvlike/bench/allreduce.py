@@ -19,38 +19,8 @@ from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_c
 from hvlike.bench.harness.comparison import Ratio, Summary, compare, ratios_of, with_samples
 from hvlike.bench.harness.report import Bars, Curves, format_size, parse_sizes, publish, ratio_cell, table, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.reducers import (
-    BARE,
-    COPY,
-    DTYPES,
-    FLOOR,
-    GLOO,
-    HOROVOD,
-    MPI,
-    NCCL,
-    OURS,
-    SHARED,
-    SHARED_FLOOR,
-    BareLoop,
-    Case,
-    contestants,
-)
+from hvlike.bench.reducers import BARE, DTYPES, MPI, OURS, RATIOS, SHARED, BareLoop, Case, contestants
 from hvlike.errors import UsageError
-
-RATIOS = {
-    "MPI/hvlike": (MPI, OURS),
-    "gloo/hvlike": (GLOO, OURS),
-    "NCCL/hvlike": (NCCL, OURS),
-    "Horovod/hvlike": (HOROVOD, OURS),
-    "MPI/bare": (MPI, BARE),
-    "hvlike/bare": (OURS, BARE),
-    "hvlike/pass": (OURS, FLOOR),
-    "hvlike/memcpy": (OURS, COPY),
-    "MPI/shared": (MPI, SHARED),
-    "shared/pass": (SHARED, FLOOR),
-    "shared/own pass": (SHARED, SHARED_FLOOR),
-}
-"""Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hvlike.bench.harness.comparison import SCRUB_BYTES, Contestant
 from hvlike.bench.harness.processes import requests
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import DTYPES, HOROVOD, Case
-from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients, verify_gradients, verify_replicas
+from hvlike.bench.trainers import WORKLOADS, Trainer, expected_gradients
 from hvlike.errors import HvlikeError
 from hvlike.transport.memory.dtypes import Array
 
@@ -49,9 +49,9 @@ def training(horovod: Any, raw: RawMpi, request: dict[str, Any]) -> Contestant:
     trainer.optimizer = horovod.DistributedOptimizer(trainer.optimizer, named_parameters=named)
     expected = expected_gradients(workload.model(seed), trainer.batch, raw)
     trainer.step()
-    verify_gradients(trainer, expected, raw.rank)
+    trainer.verify_gradients(expected, raw.rank)
     # A step begins with the one before it: there is nothing to prepare.
-    return Contestant(HOROVOD, lambda: None, trainer.step, lambda: verify_replicas(trainer, raw))
+    return Contestant(HOROVOD, lambda: None, trainer.step, lambda: trainer.verify_replicas(raw))
 
 
 WORK: dict[str, Callable[[Any, RawMpi, dict[str, Any]], Contestant]] = {"allreduce": allreduce, "step": training}

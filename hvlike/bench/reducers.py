@@ -147,6 +147,21 @@ class BareLoop:
 OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
 FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
 
+RATIOS = {
+    "MPI/hvlike": (MPI, OURS),
+    "gloo/hvlike": (GLOO, OURS),
+    "NCCL/hvlike": (NCCL, OURS),
+    "Horovod/hvlike": (HOROVOD, OURS),
+    "MPI/bare": (MPI, BARE),
+    "hvlike/bare": (OURS, BARE),
+    "hvlike/pass": (OURS, FLOOR),
+    "hvlike/memcpy": (OURS, COPY),
+    "MPI/shared": (MPI, SHARED),
+    "shared/pass": (SHARED, FLOOR),
+    "shared/own pass": (SHARED, SHARED_FLOOR),
+}
+"""Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor."""
+
 DTYPES = {
     str(each).removeprefix("torch."): each
     for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,32 +13,55 @@ from typing import Any
 
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
-from hvlike.bench.harness.comparison import (
-    Contestant,
-    OverheadRatio,
-    Summary,
-    compare,
-    overhead_ratio,
-    overheads,
-    relative,
-    with_samples,
-)
+from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import BareLoop
-from hvlike.bench.trainers import (
-    ALONE,
-    DEFAULT,
-    OURS,
-    WORKLOADS,
-    Trainer,
-    Workload,
-    contestants,
-    expected_gradients,
-    verify_gradients,
-    verify_replicas,
-)
+from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
+
+_RESAMPLES = 2000
+_TAIL = 0.05
+
+
+@dataclass(frozen=True)
+class OverheadRatio:
+    """A ratio with a 90 % interval from resampled repetitions."""
+
+    value: float
+    low: float
+    high: float
+
+
+def overheads(samples: Sequence[float], floor: Sequence[float]) -> list[float]:
+    """Return for each repetition the seconds above the floor of the same repetition."""
+    return [a - b for a, b in zip(samples, floor, strict=True)]
+
+
+def relative(samples: Sequence[float], floor: Sequence[float]) -> Summary:
+    """Summarise the overheads as fractions of the floor of the same repetition."""
+    return Summary.of([a / b - 1 for a, b in zip(samples, floor, strict=True)])
+
+
+def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> OverheadRatio | None:
+    """Return the ratio of the median overheads; the same repetitions are drawn for both sides of the interval.
+
+    None when the median of theirs is not above zero: then there is nothing to compare with.
+    """
+    if statistics.median(theirs) <= 0:
+        return None
+    draw = random.Random(seed)
+    count = len(ours)
+    found = []
+    for _ in range(_RESAMPLES):
+        chosen = [draw.randrange(count) for _ in range(count)]
+        below = statistics.median(theirs[index] for index in chosen)
+        if below > 0:
+            found.append(statistics.median(ours[index] for index in chosen) / below)
+    found.sort()
+    value = statistics.median(ours) / statistics.median(theirs)
+    low, high = found[int(_TAIL * len(found))], found[int((1 - _TAIL) * len(found))]
+    return OverheadRatio(value, low, high)
 
 
 @dataclass(frozen=True)
@@ -166,7 +190,7 @@ def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare:
     for trainer in trainers:
         trainer.step()
         if trainer.name != ALONE:
-            verify_gradients(trainer, expected, rank)
+            trainer.verify_gradients(expected, rank)
         trainer.steps(_FIRST_STEPS - 1)
     del expected
     steps, affordable = _effort(trainers, raw)
@@ -177,7 +201,7 @@ def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare:
         entered.append(there.horovod.contestant(steps))
     seconds = compare(raw, entered, options.repetitions or affordable, warmups=1, seed=seed)
     for trainer in trainers[1:]:
-        verify_replicas(trainer, raw)
+        trainer.verify_replicas(raw)
     parameters = trainers[0].parameters
     return Result(
         workload.name,

@@ -213,6 +213,8 @@ DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
 
 
 ALONE, OURS, OURS_DDP = "no communication", "hvlike", "hvlike DDP"
+# Of sums of a few ranks' float32 values in different orders.
+_TOLERANCE = 1e-4
 # Small enough that hundreds of steps on random data stay finite.
 _LEARNING_RATE = 1e-4
 
@@ -246,6 +248,25 @@ class Trainer:
     def checksum(self) -> float:
         """Return a number that is the same for replicas whose weights are equal bit for bit."""
         return float(sum(each.detach().double().sum() for each in self.parameters))
+
+    def verify_gradients(self, expected: list[Tensor], rank: int) -> None:
+        """Compare the gradients that the first step has left with the expected ones. Raises: HvlikeError."""
+        for index, (parameter, right) in enumerate(zip(self.parameters, expected, strict=True)):
+            found = parameter.grad
+            # Relative to the largest element: small ones are what large ones leave when they cancel.
+            allowed = _TOLERANCE * float(right.abs().max())
+            if found is None or not torch.allclose(found, right, rtol=0.0, atol=allowed):
+                raise HvlikeError(
+                    f"rank {rank}: {self.name} did not leave the mean gradient in parameter {index} "
+                    f"of shape {tuple(parameter.shape)}."
+                )
+
+    def verify_replicas(self, raw: RawMpi) -> None:
+        """Check that all ranks have trained to the same weights. Collective. Raises: HvlikeError on every rank."""
+        mine = self.checksum()
+        highest, lowest = raw.maximum([mine, -mine])
+        if highest != -lowest:
+            raise HvlikeError(f"{self.name} left different weights on different ranks: {-lowest} to {highest}.")
 
 
 class BareTrainer(Trainer):
@@ -284,10 +305,6 @@ def contestants(
     return entered if bare is None else [*entered, BareTrainer(workload, seed, rank, bare)]
 
 
-# Sums of a few ranks' float32 values in different orders.
-_TOLERANCE = 1e-4
-
-
 def expected_gradients(model: nn.Module, batch: Batch, raw: RawMpi) -> list[Tensor]:
     """Return the means over ranks of the gradients of a model before its first step, by plain MPI. Collective."""
     model(*batch).backward()
@@ -299,24 +316,3 @@ def expected_gradients(model: nn.Module, batch: Batch, raw: RawMpi) -> list[Tens
         raw.allreduce(mean.numpy())
         gradients.append(mean.div_(raw.size).to(parameter.device))
     return gradients
-
-
-def verify_gradients(trainer: Trainer, expected: list[Tensor], rank: int) -> None:
-    """Compare the gradients that the first step has left with the expected ones. Raises: HvlikeError."""
-    for index, (parameter, right) in enumerate(zip(trainer.parameters, expected, strict=True)):
-        found = parameter.grad
-        # Relative to the largest element: small ones are what large ones leave when they cancel.
-        allowed = _TOLERANCE * float(right.abs().max())
-        if found is None or not torch.allclose(found, right, rtol=0.0, atol=allowed):
-            raise HvlikeError(
-                f"rank {rank}: {trainer.name} did not leave the mean gradient in parameter {index} "
-                f"of shape {tuple(parameter.shape)}."
-            )
-
-
-def verify_replicas(trainer: Trainer, raw: RawMpi) -> None:
-    """Check that all ranks have trained to the same weights. Collective. Raises: HvlikeError on every rank."""
-    mine = trainer.checksum()
-    highest, lowest = raw.maximum([mine, -mine])
-    if highest != -lowest:
-        raise HvlikeError(f"{trainer.name} left different weights on different ranks: {-lowest} to {highest}.")

@@ -18,7 +18,7 @@ from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare,
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped, verify_replicas
+from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped
 from hvlike.nn import DistributedDataParallel
 from hvlike.optim import ZeroRedundancyOptimizer
 
@@ -177,7 +177,7 @@ def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
     """Check that all ranks and all contestants have trained to the same weights. Raises: HvlikeError."""
     first, right = trainers[0].name, trainers[0].checksum()
     for trainer in trainers:
-        verify_replicas(trainer, raw)
+        trainer.verify_replicas(raw)
         found = trainer.checksum()
         if abs(found - right) > _TOLERANCE * max(1.0, abs(right)):
             raise hvlike.HvlikeError(f"{trainer.name} left other weights than {first}: sums {found} and {right}.")

@@ -22,20 +22,10 @@ from hvlike.bench.harness.report import format_seconds
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import current
 from hvlike.config import SETTINGS
+from hvlike.doctor import machine
 from hvlike.doctor.finding import Finding, by_value, in_bytes
 from hvlike.doctor.gpus import Gpus, NcclState, collect_gpus, collect_nccl_state
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect_environment
-from hvlike.doctor.machine import (
-    SHM_FOLDER,
-    Files,
-    Model,
-    Processor,
-    SharedMemory,
-    collect_files,
-    collect_processor,
-    collect_shared_memory,
-    mapped_by_hvlike,
-)
 from hvlike.doctor.probe import Answers, Gap, Prober, known
 from hvlike.doctor.software import Software, collect_software
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
@@ -50,9 +40,9 @@ class RankFacts:
     software: Software | Gap
     environment: LaunchEnvironment
     library: MpiLibrary | Gap
-    processor: Processor | Gap
-    memory: SharedMemory | Gap
-    files: Files | Gap
+    processor: machine.Processor | Gap
+    memory: machine.SharedMemory | Gap
+    files: machine.Files | Gap
     gpus: Gpus | Gap
     nccl: NcclState | Gap
 
@@ -65,9 +55,9 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
         software=prober.ask(collect_software),
         environment=collect_environment(os.environ),
         library=prober.ask(lambda: ask_mpi_library(os.environ)),
-        processor=prober.ask(lambda: collect_processor(launcher)),
-        memory=prober.ask(collect_shared_memory),
-        files=prober.ask(collect_files),
+        processor=prober.ask(lambda: machine.collect_processor(launcher)),
+        memory=prober.ask(machine.collect_shared_memory),
+        files=prober.ask(machine.collect_files),
         gpus=prober.ask(collect_gpus),
         nccl=prober.ask(collect_nccl_state),
     )
@@ -237,7 +227,7 @@ def _steps(own: RankFacts) -> Iterator[Any]:
     wall_times = probe.gather(probe.wall_time()) or []
     yield Gathered(nodes, tuple(ranks), tuple(wall_times))
     hvlike.init()
-    mine = mapped_by_hvlike() if hvlike.local_size() > 1 else None
+    mine = machine.mapped_by_hvlike() if hvlike.local_size() > 1 else None
     yield tuple(hvlike.allgather_object(mine))
     yield measure_ways(ways(current().world.nodes), own_gpu())
     hvlike.shutdown()
@@ -252,7 +242,7 @@ class Case:
     job: Job
     launchers: Launchers | Gap | None  # None: not looked at
     trial: Trial | Gap | None  # None: not tried
-    model: Model | Gap | None  # None: the user named none
+    model: machine.Model | Gap | None  # None: the user named none
 
     @property
     def me(self) -> RankFacts:
@@ -325,7 +315,7 @@ def check_start(case: Case) -> Finding:
         return Finding.skip("init() raises LaunchError here, as it should: see launcher")
     finding = Finding("init() and shutdown() work")
     for way, ranks in by_value(enumerate(known(job.running))):
-        if way == SHM_FOLDER:
+        if way == machine.SHM_FOLDER:
             finding.warn(
                 f"{ranks} share memory through files in /dev/shm",
                 "Memory without a name is refused: let the ranks see each other's processes (one PID namespace).",

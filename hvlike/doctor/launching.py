@@ -14,16 +14,8 @@ from hvlike.bench.harness.processes import run_command
 from hvlike.doctor.finding import Finding, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport.host.find_mpirun import (
-    HYDRA,
-    OPEN_MPI,
-    UNKNOWN,
-    MpiLibrary,
-    Mpirun,
-    examine_launcher,
-    family_of_library,
-    find_mpirun,
-)
+from hvlike.transport.host import find_mpirun
+from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, family_of_library
 from hvlike.transport.host.launch_probe import COUNT_RANKS
 from hvlike.transport.host.launchers import Launcher, detect_launcher
 
@@ -139,7 +131,7 @@ def _not_started(case: Case, finding: Finding, gap: Gap) -> Finding:
     if failed and isinstance(library, Gap):
         return Finding.skip(*finding.found, "MPI cannot start without its library: see MPI library")
     # By this variable the launcher is known to be one of the library's own family.
-    variables = {OPEN_MPI: "OMPI_COMM_WORLD_SIZE", HYDRA: "PMI_SIZE"}
+    variables = {find_mpirun.OPEN_MPI: "OMPI_COMM_WORLD_SIZE", find_mpirun.HYDRA: "PMI_SIZE"}
     own = None if isinstance(library, Gap) else variables.get(family_of_library(library.vendor))
     if failed:
         advice = "MPI did not begin: the text says why. See the checks mpi4py and MPI library, too."
@@ -185,11 +177,11 @@ def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]
         if path is None:
             continue
         try:
-            found.append(examine_launcher(path))
+            found.append(find_mpirun.examine_launcher(path))
         except LaunchError as error:
             unreadable.append(str(error))
     try:
-        belonging = None if library is None else find_mpirun(library, environment)
+        belonging = None if library is None else find_mpirun.find_mpirun(library, environment)
     except LaunchError:
         belonging = None
     return Launchers(tuple(found), tuple(unreadable), belonging, shutil.which("srun", path=environment.get("PATH")))
@@ -207,7 +199,7 @@ def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     return Trial(name, status, tuple(sizes), tuple(shown))
 
 
-_FAMILY_NAMES = {HYDRA: "MPICH"}  # What users call a family of launchers
+_FAMILY_NAMES = {find_mpirun.HYDRA: "MPICH"}  # What users call a family of launchers
 
 
 def check_mpirun(case: Case) -> Finding:
@@ -255,7 +247,7 @@ def _compare_mpiruns(
     verb = "is" if len(same) == 1 else "are"
     family, version = same[0].family, _first_version(same[0].version)
     wanted, mine = family_of_library(library.vendor), numbers(library.version)
-    if UNKNOWN in (wanted, family):
+    if find_mpirun.UNKNOWN in (wanted, family):
         finding.warn(f"whether {names} {verb} of {library.vendor} is not known", 'See the check "two ranks".')
     elif family != wanted:
         theirs = _FAMILY_NAMES.get(family, family)
@@ -270,7 +262,7 @@ def _compare_mpiruns(
         started = not isinstance(report, Gap) and report.size > 1
         advice += f"Or choose the library that {names} can serve, with MPI4PY_LIBMPI."
         (finding.warn if started else finding.fail)(text, advice)
-    elif wanted == OPEN_MPI and mine and version and mine[0] != version[0]:
+    elif wanted == find_mpirun.OPEN_MPI and mine and version and mine[0] != version[0]:
         text = f"{names} {verb} of version {version[0]}, the library of version {mine[0]}"
         path = f" {belonging.path} lies beside the library." if belonging and belonging not in same else ""
         finding.warn(text, f"Use the mpirun that came with the library.{path}")

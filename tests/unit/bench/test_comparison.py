@@ -10,12 +10,10 @@ from hvlike.bench.harness.comparison import (
     Ratio,
     Summary,
     compare,
-    overhead_ratio,
-    overheads,
-    relative,
     take_turns,
     with_samples,
 )
+from hvlike.bench.step import overhead_ratio, overheads, relative
 
 # The machine became twice as slow in between; the overhead did so, too.
 FLOOR = [1.0, 1.0, 2.0, 2.0, 1.0]
