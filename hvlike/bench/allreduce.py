@@ -22,6 +22,13 @@ from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import BARE, DTYPES, MPI, OURS, RATIOS, SHARED, BareLoop, Case, contestants
 from hvlike.errors import UsageError
 
+DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
+_BYTES_PER_SIZE = 2 << 30
+_FEWEST, _MOST = 9, 60
+_WARM_UPS = 3
+# Turns that do not count.
+_FIRST_TURNS = 5
+
 
 @dataclass(frozen=True)
 class Result:
@@ -78,14 +85,6 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
             Bars(f"{dtype}: times the floor", "ratio", labels, floors, line=1.0, logarithmic=True),
         ]
     return drawn
-
-
-DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
-_BYTES_PER_SIZE = 2 << 30
-_FEWEST, _MOST = 9, 60
-_WARM_UPS = 3
-# Turns that do not count.
-_FIRST_TURNS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

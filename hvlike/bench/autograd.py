@@ -24,6 +24,19 @@ from hvlike.bench.rpc_work import Step, steps_alone
 
 _ELEMENTS = 4
 _TIMES = 7
+SAFE, SMART, TENSORPIPE, ALONE = "safe", "smart", "TensorPipe", "one process"
+OURS = (SAFE, SMART)
+NAMES = (*OURS, TENSORPIPE, ALONE)  # In the order of the tables
+_PAIRS = {"/".join(pair): pair for pair in ((SAFE, TENSORPIPE), (SMART, TENSORPIPE), (SMART, SAFE))}
+STEPS = {
+    "small": Step(16, 8, 2),
+    "medium": Step(256, 64, 2),
+    "large": Step(512, 128, 4),
+    "unused1": Step(16, 8, 2, unused=1),
+    "unused10": Step(16, 8, 2, unused=10),
+}
+NODES = (100, 1_000, 10_000)
+_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -61,12 +74,6 @@ def analyse(nodes: int) -> Analysis:
         scan=median(scan),
         order=median(lambda: clear(graph.scan.edges, dict(graph.scan.waits), [edge.node])),
     )
-
-
-SAFE, SMART, TENSORPIPE, ALONE = "safe", "smart", "TensorPipe", "one process"
-OURS = (SAFE, SMART)
-NAMES = (*OURS, TENSORPIPE, ALONE)  # In the order of the tables
-_PAIRS = {"/".join(pair): pair for pair in ((SAFE, TENSORPIPE), (SMART, TENSORPIPE), (SMART, SAFE))}
 
 
 @dataclass(frozen=True)
@@ -137,17 +144,6 @@ def _seconds(samples: list[float] | None) -> str:
 
 def _part(seconds: float, analysis: Analysis) -> str:
     return f"{format_seconds(seconds)} ({seconds / analysis.backward:.0%})"
-
-
-STEPS = {
-    "small": Step(16, 8, 2),
-    "medium": Step(256, 64, 2),
-    "large": Step(512, 128, 4),
-    "unused1": Step(16, 8, 2, unused=1),
-    "unused10": Step(16, 8, 2, unused=10),
-}
-NODES = (100, 1_000, 10_000)
-_ROUNDS = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

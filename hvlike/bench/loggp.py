@@ -35,6 +35,12 @@ from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current
 from hvlike.transport.messages.topics import Topic
 
+_MIB = 1 << 20
+_MEMBERS = 100  # Ranks that the coordinator is told of
+_FEW, _MANY = 1, 101
+_REPETITIONS = 7
+_LIMIT_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -156,13 +162,6 @@ REDUCTIONS: dict[str, Callable[[Constants, Job, float], float]] = {
 def step(c: Constants, job: Job, work: Workload, agreement: str, reduction: str) -> float:
     """Seconds of a step: computation, agreement and reduction after each other."""
     return work.compute + AGREEMENTS[agreement](c, job, work) + REDUCTIONS[reduction](c, job, work.nbytes)
-
-
-_MIB = 1 << 20
-_MEMBERS = 100  # Ranks that the coordinator is told of
-_FEW, _MANY = 1, 101
-_REPETITIONS = 7
-_LIMIT_SECONDS = 30.0
 
 
 def main() -> int:

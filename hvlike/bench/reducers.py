@@ -33,6 +33,34 @@ from hvlike.transport.memory.dtypes import Array
 GLOO_BACKEND, NCCL_BACKEND = "gloo", "nccl"
 
 _LOOPBACK = "127.0.0.1"
+BARE = "bare loop"
+_CHUNK_BYTES = 128 << 10
+_WORDS_BYTES = 4096
+_STAGED, _REDUCED = 0, 8  # Words of a rank, on lines of their own: how many chunks it has staged, and reduced
+_STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
+_MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
+OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
+FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
+RATIOS = {
+    "MPI/hvlike": (MPI, OURS),
+    "gloo/hvlike": (GLOO, OURS),
+    "NCCL/hvlike": (NCCL, OURS),
+    "Horovod/hvlike": (HOROVOD, OURS),
+    "MPI/bare": (MPI, BARE),
+    "hvlike/bare": (OURS, BARE),
+    "hvlike/pass": (OURS, FLOOR),
+    "hvlike/memcpy": (OURS, COPY),
+    "MPI/shared": (MPI, SHARED),
+    "shared/pass": (SHARED, FLOOR),
+    "shared/own pass": (SHARED, SHARED_FLOOR),
+}
+"""Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor."""
+
+DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+}
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def backend_for(device: torch.device) -> str:
@@ -63,16 +91,6 @@ def start_torch_group(backend: str) -> None:
     if store is None:
         store = distributed.TCPStore(_LOOPBACK, int(port), size, False, timeout)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-BARE = "bare loop"
-
-_CHUNK_BYTES = 128 << 10
-_WORDS_BYTES = 4096
-_STAGED, _REDUCED = 0, 8  # Words of a rank, on lines of their own: how many chunks it has staged, and reduced
-_STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
-
-_MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
 
 
 class BareLoop:
@@ -142,31 +160,6 @@ class BareLoop:
                 left, looks = left - 1, 0
             if looks > _MOST_POLLS:
                 raise HvlikeError(f"rank {rank}: the other rank has left the bare loop.")
-
-
-OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
-FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
-
-RATIOS = {
-    "MPI/hvlike": (MPI, OURS),
-    "gloo/hvlike": (GLOO, OURS),
-    "NCCL/hvlike": (NCCL, OURS),
-    "Horovod/hvlike": (HOROVOD, OURS),
-    "MPI/bare": (MPI, BARE),
-    "hvlike/bare": (OURS, BARE),
-    "hvlike/pass": (OURS, FLOOR),
-    "hvlike/memcpy": (OURS, COPY),
-    "MPI/shared": (MPI, SHARED),
-    "shared/pass": (SHARED, FLOOR),
-    "shared/own pass": (SHARED, SHARED_FLOOR),
-}
-"""Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor."""
-
-DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ EMPTY_BYTES = 64  # Bytes of a message in place of an empty call
 OURS, TENSORPIPE, MPI = "hvlike", "TensorPipe", "MPI"
 NAMES = (OURS, TENSORPIPE, MPI)  # In the order of the tables
 _PAIRS = {f"{OURS}/{other}": (OURS, other) for other in (TENSORPIPE, MPI)}
+DEFAULT_SIZES = "1KiB,4MiB,256MiB"
+IN_FLIGHT = (1, 64)
+_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,6 @@ def _of(results: Sequence[Result], kind: type[Work]) -> list[Result]:
 
 def _rate(summary: Summary) -> str:
     return with_spread(summary, lambda seconds: f"{1.0 / seconds:,.0f}")
-
-
-DEFAULT_SIZES = "1KiB,4MiB,256MiB"
-IN_FLIGHT = (1, 64)
-_ROUNDS = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

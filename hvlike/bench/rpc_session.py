@@ -33,6 +33,9 @@ from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.rpc_work import CALLEE, Step, Work
 from hvlike.errors import HvlikeError, LaunchError
 
+_rank_0_is_done = threading.Event()
+_raw: list[RawMpi] = []  # Where the calls that rank 1 serves find plain MPI
+
 
 class TensorPipePair:
     """The two processes as rank 0 of ours sees them. They are stopped between their turns."""
@@ -116,10 +119,6 @@ class Session:
     conditions: dict[str, Any]
     raw: RawMpi
     pair: TensorPipePair | str  # Or why there is none
-
-
-_rank_0_is_done = threading.Event()
-_raw: list[RawMpi] = []  # Where the calls that rank 1 serves find plain MPI
 
 
 def run_session(benchmark: str, without: str | None, measure: Callable[[Session], None]) -> int:

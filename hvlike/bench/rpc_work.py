@@ -26,6 +26,12 @@ _BYTES_PER_TURN = 256 << 20
 _MOST_TRIPS = 200
 _WARM_UPS = 20
 _CALLS, _CALLS_AT_ONCE = 300, 1500
+_TOLERANCE = 1e-4
+_STEP_WARM_UPS = 3
+_SECONDS_PER_TURN = 0.25
+_MOST_STEPS, _FEWEST_STEPS = 100, 5
+Shape = tuple[int, int, int]
+"""Of a network: square layers of this width with tanh, a batch, and so many layers on each rank."""
 
 
 def nothing() -> None:
@@ -120,16 +126,6 @@ class Idle:
 
     def _used(self, rpc: ModuleType) -> tuple[float, float]:
         return used_seconds(), rpc.rpc_sync(CALLEE, used_seconds)
-
-
-_TOLERANCE = 1e-4
-_STEP_WARM_UPS = 3
-_SECONDS_PER_TURN = 0.25
-_MOST_STEPS, _FEWEST_STEPS = 100, 5
-
-
-Shape = tuple[int, int, int]
-"""Of a network: square layers of this width with tanh, a batch, and so many layers on each rank."""
 
 
 @lru_cache

@@ -29,6 +29,12 @@ from hvlike.collectives.session.context import current
 from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.messages.traffic import Sent
 
+_WAY = ["ranks", "nodes", "agreement"]
+_COUNTS = ["control", "most", "control bytes", "data msgs", "data bytes", "MPI calls", "their bytes", "step"]
+DEFAULT_RANKS = "1,2,4,8,16,32"
+PLANNED, NEGOTIATED = "planned", "negotiated"
+_WARMUPS = 3
+
 
 class RankCounts(NamedTuple):
     """What one rank has sent in all its steps, and how long each took."""
@@ -90,10 +96,6 @@ def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
     )
 
 
-_WAY = ["ranks", "nodes", "agreement"]
-_COUNTS = ["control", "most", "control bytes", "data msgs", "data bytes", "MPI calls", "their bytes", "step"]
-
-
 def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
     rows = [
         [
@@ -148,9 +150,6 @@ def panels(results: Sequence[Result]) -> list[Curves]:
     ]
 
 
-DEFAULT_RANKS = "1,2,4,8,16,32"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"a job for each, default {DEFAULT_RANKS}"
@@ -194,10 +193,6 @@ def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
 BENCHMARK = Benchmark(
     "scaling", "what a training step sends at 1 to 32 ranks; run it without mpirun", add_arguments, outside_of_jobs(run)
 )
-
-
-PLANNED, NEGOTIATED = "planned", "negotiated"
-_WARMUPS = 3
 
 
 def main(arguments: list[str]) -> int:

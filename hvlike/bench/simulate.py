@@ -21,6 +21,7 @@ from hvlike.bench.loggp import AGREEMENTS, REDUCTIONS, Constants, Job, Workload,
 from hvlike.errors import UsageError
 
 REDUCTION = "hierarchical"  # The one that hvlike does. The steps are computed with it.
+DEFAULT_RANKS = "1,2,8,32,128,512,2048,8192,32768,100000"
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,6 @@ def _describe(constants: Constants, conditions: dict[str, Any]) -> str:
 
 def _time(seconds: float) -> str:
     return format_seconds(seconds) if seconds else "0"
-
-
-DEFAULT_RANKS = "1,2,8,32,128,512,2048,8192,32768,100000"
 
 
 def above_zero(text: str) -> float:

@@ -22,6 +22,13 @@ from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Work
 
 _RESAMPLES = 2000
 _TAIL = 0.05
+_HEADER = ["contestant", "n", "step", "overhead", "of step", "hvlike / it"]
+# A turn is long enough to be told from noise; a model takes about so long in all.
+_TURN_SECONDS = 0.04
+_MODEL_SECONDS = 12.0
+_FEWEST, _MOST = 7, 60
+# In these hvlike learns the order of the gradients and makes its plan.
+_FIRST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,6 @@ def panels(results: list[Result]) -> list[Bars]:
     return drawn
 
 
-_HEADER = ["contestant", "n", "step", "overhead", "of step", "hvlike / it"]
-
-
 def _rows(result: Result) -> list[list[str]]:
     rows = []
     for name, samples in result.seconds.items():
@@ -152,14 +156,6 @@ def _rows(result: Result) -> list[list[str]]:
             row[5] = "-" if ratio is None else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         rows.append(row)
     return rows
-
-
-# A turn is long enough to be told from noise; a model takes about so long in all.
-_TURN_SECONDS = 0.04
-_MODEL_SECONDS = 12.0
-_FEWEST, _MOST = 7, 60
-# In these hvlike learns the order of the gradients and makes its plan.
-_FIRST_STEPS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

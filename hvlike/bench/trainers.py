@@ -22,6 +22,19 @@ from hvlike.bench.reducers import BARE, BareLoop
 from hvlike.errors import HvlikeError
 from hvlike.nn import DistributedDataParallel
 
+_DEPTHS = (3, 4, 6, 3)
+_EXPANSION = 4
+Shape = tuple[int, ...]
+Batch = tuple[Tensor, ...]
+_VOCABULARY = 512
+_CHEAP = "gradients by one elementwise operation each"
+DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
+ALONE, OURS, OURS_DDP = "no communication", "hvlike", "hvlike DDP"
+# Of sums of a few ranks' float32 values in different orders.
+_TOLERANCE = 1e-4
+# Small enough that hundreds of steps on random data stay finite.
+_LEARNING_RATE = 1e-4
+
 
 class WithLoss(nn.Module):
     """A network and the loss of what it computes."""
@@ -61,10 +74,6 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-_DEPTHS = (3, 4, 6, 3)
-_EXPANSION = 4
-
-
 class Bottleneck(nn.Module):
     """1 x 1 down, 3 x 3, 1 x 1 up, added to the input or to what a projection makes of it."""
 
@@ -102,9 +111,6 @@ def resnet50(classes: int = 1000) -> WithLoss:
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
     layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return [layer, nn.BatchNorm2d(outputs)]
-
-
-Shape = tuple[int, ...]
 
 
 def resnet_50() -> list[Shape]:
@@ -150,9 +156,6 @@ class Shaped(nn.Module):
         return loss
 
 
-Batch = tuple[Tensor, ...]
-
-
 @dataclass(frozen=True)
 class Workload:
     """One model. `build` draws its weights and `batch` its data from torch's global generator."""
@@ -183,9 +186,6 @@ def shaped(name: str, purpose: str, shapes: Sequence[Shape]) -> Workload:
     return Workload(name, purpose, lambda: Shaped(shapes), lambda: (torch.randn(longest),))
 
 
-_VOCABULARY = 512
-_CHEAP = "gradients by one elementwise operation each"
-
 WORKLOADS: dict[str, Workload] = {
     each.name: each
     for each in (
@@ -209,14 +209,6 @@ WORKLOADS: dict[str, Workload] = {
         ),
     )
 }
-DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
-
-
-ALONE, OURS, OURS_DDP = "no communication", "hvlike", "hvlike DDP"
-# Of sums of a few ranks' float32 values in different orders.
-_TOLERANCE = 1e-4
-# Small enough that hundreds of steps on random data stay finite.
-_LEARNING_RATE = 1e-4
 
 
 class Trainer:

@@ -28,6 +28,22 @@ from hvlike.bench.harness.report import Bars, format_seconds, publish, table, wi
 from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
 
+Work = Callable[[], None]
+NOTHING, AGAIN = "nothing", "nothing, again"
+NAMED, PLANNED = "a named allreduce", "a bucket of gradients"
+_SHOWN = (AGAIN, NAMED, PLANNED)
+WAITS = (NOTHING, *_SHOWN)
+IN_SYNCHRONIZE = "(waits in synchronize)"
+_WORK_SECONDS = 0.04
+_NAME = "bench waiting"
+_ELEMENTS = 1 << 18
+Operation = Callable[[Callable[[], None]], None]
+"""Starts an operation, calls what it is given while the operation is in flight, and waits for its end."""
+
+FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
+_REPETITIONS = 15
+_LATENCIES = 4  # So many times as many latencies are measured: each is short
+
 
 def open_bell() -> int:
     """Return this end of a named pipe from rank 0 to rank 1 of one host. Collective.
@@ -44,9 +60,6 @@ def open_bell() -> int:
     if folder is not None:
         shutil.rmtree(folder)
     return bell
-
-
-Work = Callable[[], None]
 
 
 def works() -> dict[str, Work]:
@@ -94,21 +107,6 @@ def repeated(work: Work, seconds: float) -> Work:
             work()
 
     return run
-
-
-NOTHING, AGAIN = "nothing", "nothing, again"
-NAMED, PLANNED = "a named allreduce", "a bucket of gradients"
-_SHOWN = (AGAIN, NAMED, PLANNED)
-WAITS = (NOTHING, *_SHOWN)
-IN_SYNCHRONIZE = "(waits in synchronize)"
-
-_WORK_SECONDS = 0.04
-_NAME = "bench waiting"
-_ELEMENTS = 1 << 18
-
-
-Operation = Callable[[Callable[[], None]], None]
-"""Starts an operation, calls what it is given while the operation is in flight, and waits for its end."""
 
 
 def operations() -> dict[str, Operation]:
@@ -224,11 +222,6 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     alone = seconds[NOTHING]
     others = {wait: each for wait, each in seconds.items() if wait != NOTHING}
     return {wait: [one / other for one, other in zip(each, alone, strict=True)] for wait, each in others.items()}
-
-
-FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
-_REPETITIONS = 15
-_LATENCIES = 4  # So many times as many latencies are measured: each is short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,10 @@ from hvlike.optim import ZeroRedundancyOptimizer
 
 ADAM, ZERO, VIEW, ALONE = "DDP + Adam", "DDP + ZeRO", "DDP + ZeRO, views", "ZeRO alone"
 TORCH_ADAM, TORCH_ZERO = "torch DDP + Adam", "torch DDP + ZeRO"
+_REPETITIONS = 7
+# Small enough that steps on random data stay finite.
+_LEARNING_RATE = 1e-4
+_TOLERANCE = 1e-2  # Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,6 @@ def panels(result: Result) -> list[Bars]:
     state = {name: [max(each) / (1 << 20)] for name, each in result.state.items()}
     steps = {name: [1e3 * Summary.of(each).median] for name, each in result.seconds.items()}
     return [Bars("optimizer state on a rank", "MiB", ["Adam"], state), Bars("a step", "ms", ["Adam"], steps)]
-
-
-_REPETITIONS = 7
-# Small enough that steps on random data stay finite.
-_LEARNING_RATE = 1e-4
 
 
 class ZeroTrainer(Trainer):
@@ -183,7 +182,6 @@ def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
             raise hvlike.HvlikeError(f"{trainer.name} left other weights than {first}: sums {found} and {right}.")
 
 
-_TOLERANCE = 1e-2  # Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way
 BENCHMARK = Benchmark(
     "zero", "an Adam step with state spread over the ranks beside one with all of it on each", add_arguments, run
 )

@@ -21,27 +21,6 @@ from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
 from hvlike.transport.host.launchers import detect_launcher
 
-
-def check_build() -> str:
-    mpi, gloo = basics.mpi_built(), basics.gloo_built()
-    frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
-    groups: dict[str, dict[str, bool | int]] = {
-        "Available Frameworks": {name: basics.extension_available(key) for name, key in frameworks.items()},
-        "Available Controllers": {"MPI": mpi, "Gloo": gloo},
-        "Available Tensor Operations": {
-            "NCCL": basics.nccl_built(),
-            "DDL": basics.ddl_built(),
-            "CCL": basics.ccl_built(),
-            "MPI": mpi,
-            "Gloo": gloo,
-        },
-    }
-    lines = [f"hvlike v{hvlike.__version__}:"]
-    for title, entries in groups.items():
-        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in entries.items())]
-    return "\n".join(lines)
-
-
 CHECKS: dict[str, Callable[[Case], Finding]] = {
     "Python": software.check_python,
     "torch": software.check_torch,
@@ -66,14 +45,35 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "hvlike": job.check_start,
     "allreduce": job.check_allreduce,
 }
-
 _STUCK = "It did not answer in time or broke down. Run the same step by hand; --limit SECONDS allows more time."
 _WIDTH = 118
 _NAME = 14
 _LONGEST = 24
-
-
 Findings = dict[str, Finding]  # By the names of the checks
+_HINT = "FILE.py:function that makes the model, or a number of parameters"
+_MARGIN_SECONDS = 8.0
+_LINGER_SECONDS = 5.0
+_INTERRUPTED = 130
+
+
+def check_build() -> str:
+    mpi, gloo = basics.mpi_built(), basics.gloo_built()
+    frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+    groups: dict[str, dict[str, bool | int]] = {
+        "Available Frameworks": {name: basics.extension_available(key) for name, key in frameworks.items()},
+        "Available Controllers": {"MPI": mpi, "Gloo": gloo},
+        "Available Tensor Operations": {
+            "NCCL": basics.nccl_built(),
+            "DDL": basics.ddl_built(),
+            "CCL": basics.ccl_built(),
+            "MPI": mpi,
+            "Gloo": gloo,
+        },
+    }
+    lines = [f"hvlike v{hvlike.__version__}:"]
+    for title, entries in groups.items():
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in entries.items())]
+    return "\n".join(lines)
 
 
 def run_checks(case: Case) -> Findings:
@@ -144,12 +144,6 @@ def in_one_line(where: str, findings: Findings) -> str:
     name, first = next((name, each) for name, each in findings.items() if each.verdict is Verdict.FAIL)
     found = "; ".join(line for line in first.found if not line.startswith("| "))
     return f"{where}: FAIL {name}: {found} (rank 0 prints the whole report)"
-
-
-_HINT = "FILE.py:function that makes the model, or a number of parameters"
-_MARGIN_SECONDS = 8.0
-_LINGER_SECONDS = 5.0
-_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:

@@ -31,6 +31,14 @@ from hvlike.doctor.software import Software, collect_software
 from hvlike.transport.host.find_mpirun import MpiLibrary, ask_mpi_library
 from hvlike.transport.host.launch_probe import LaunchProbe, RankReport
 
+SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
+_WARM, _REPEATS = 3, 7
+_FLOAT_BYTES = 4
+_SLOWER_THAN_A_COPY = 40  # A reduction inside a node that takes so many times as long as a copy is not as it should be
+_SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
+_SLOW_SMALL = 5e-3  # Seconds for a reduction of some KiB inside a node
+_TIMING_LIMITS = 3.0
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -61,14 +69,6 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
         gpus=prober.ask(collect_gpus),
         nccl=prober.ask(collect_nccl_state),
     )
-
-
-SIZES = (4 << 10, 1 << 20, 16 << 20)  # Bytes
-_WARM, _REPEATS = 3, 7
-_FLOAT_BYTES = 4
-_SLOWER_THAN_A_COPY = 40  # A reduction inside a node that takes so many times as long as a copy is not as it should be
-_SLOW_NETWORK = 100e6  # Bytes a second: less than a gigabit network
-_SLOW_SMALL = 5e-3  # Seconds for a reduction of some KiB inside a node
 
 
 class Way(NamedTuple):
@@ -177,9 +177,6 @@ def _copy_seconds() -> float:
     source = torch.ones(SIZES[-1] // _FLOAT_BYTES)
     target = torch.empty_like(source)
     return statistics.median(timed(lambda: target.copy_(source), _REPEATS)[1:])
-
-
-_TIMING_LIMITS = 3.0
 
 
 @dataclass(frozen=True)

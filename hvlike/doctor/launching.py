@@ -38,6 +38,20 @@ _INTERFACES = {
     "JSM_NAMESPACE_ID": "JSM",
 }
 _MPI4PY = ("MPI4PY_RC_", "MPI4PY_LIBMPI")
+_ENDED = (
+    "MPI itself, here or on another rank, has ended the job: its own words, here or above, say why. The checks below "
+    "often do too: shared memory, filesystem."
+)
+_UNFINISHED = (
+    "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "
+    "one on each of two hosts: the first that hangs shows where. Between hosts name the network "
+    "(docs/several-nodes.md)."
+)
+_MPIRUN_NAMES = ("mpirun", "mpiexec")
+_RANKS = 2
+_DYING_SECONDS = 3.0
+_SHOWN = 3
+_FAMILY_NAMES = {find_mpirun.HYDRA: "MPICH"}  # What users call a family of launchers
 
 
 @dataclass(frozen=True)
@@ -83,17 +97,6 @@ def check_settings(case: Case) -> Finding:
     if not finding.found:
         finding.note("every HVLIKE_ and HOROVOD_ variable that is set is known")
     return finding
-
-
-_ENDED = (
-    "MPI itself, here or on another rank, has ended the job: its own words, here or above, say why. The checks below "
-    "often do too: shared memory, filesystem."
-)
-_UNFINISHED = (
-    "MPI_Init waits for every process of the launcher. Try `mpirun -n 2 hostname`, then two ranks on one host, then "
-    "one on each of two hosts: the first that hangs shows where. Between hosts name the network "
-    "(docs/several-nodes.md)."
-)
 
 
 def check_launcher(case: Case) -> Finding:
@@ -147,12 +150,6 @@ def _loaded(case: Case) -> str:
     return "The MPI library" if isinstance(library, Gap) else f"The loaded library, {library.vendor} {library.version},"
 
 
-_MPIRUN_NAMES = ("mpirun", "mpiexec")
-_RANKS = 2
-_DYING_SECONDS = 3.0
-_SHOWN = 3
-
-
 @dataclass(frozen=True)
 class Launchers:
     on_path: tuple[Mpirun, ...]  # What mpirun and mpiexec are when they are called by name
@@ -197,9 +194,6 @@ def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     # The first ones often say why, the last ones how it ended.
     shown = lines if len(lines) <= 2 * _SHOWN else [*lines[:_SHOWN], "...", *lines[-_SHOWN:]]
     return Trial(name, status, tuple(sizes), tuple(shown))
-
-
-_FAMILY_NAMES = {find_mpirun.HYDRA: "MPICH"}  # What users call a family of launchers
 
 
 def check_mpirun(case: Case) -> Finding:

@@ -28,6 +28,32 @@ from hvlike.transport.memory.allocations import available_bytes
 if TYPE_CHECKING:
     from hvlike.doctor.job import Case
 
+_BIND = (
+    "Let the ranks use them: `mpirun --bind-to none` (Open MPI 5 binds each rank to one core), `mpiexec -bind-to none` "
+    "(MPICH), `srun --cpu-bind=none` or `--cpus-per-task=N`."
+)
+SHM_FOLDER = "/dev/shm"
+_TRIAL_BYTES = 4096
+_OPEN_MPI_BYTES = 16 << 20
+"""Room that Open MPI 5 wants to see in /dev/shm when a rank makes its segment; without it, it aborts or takes TCP."""
+
+_MPICH_BYTES_A_RANK = 1 << 20
+_SMALL_SHM = 64 << 20
+_LARGEST_RING, _SMALLEST_RING = 2 << 20, 64 << 10  # Budgets, in bytes, of the staging ring of one queue
+_QUEUES = 3  # Those of a training: requests, small requests at once, and the gradients of one optimizer
+_MORE_SHM = (
+    "Give it more room: `docker run --shm-size=1g`, in Kubernetes an emptyDir of medium Memory on /dev/shm, else "
+    "`mount -o remount,size=1g /dev/shm`."
+)
+_NETWORK_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+_TEMPORARY = "temporary files"
+_LITTLE_ROOM = 64 << 20
+_LONG_PATH = 80  # Characters. The path of a socket, which is longer, may have 108.
+_EARLIEST = 1_735_689_600  # The first of January 2025: a clock that says less was never set
+_APART_SECONDS = 1.0  # Between the wall clocks of two hosts
+_PART = 1 << 20
+_FLOAT_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Processor:
@@ -66,12 +92,6 @@ def _read_lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
-
-
-_BIND = (
-    "Let the ranks use them: `mpirun --bind-to none` (Open MPI 5 binds each rank to one core), `mpiexec -bind-to none` "
-    "(MPICH), `srun --cpu-bind=none` or `--cpus-per-task=N`."
-)
 
 
 def _processors(case: Case, node: tuple[int, ...]) -> list[Processor]:
@@ -129,21 +149,6 @@ def check_omp_threads(case: Case) -> Finding:
             advice = f"Set OMP_NUM_THREADS={max(1, cores // len(node))}: threads of several ranks take turns on a core."
             finding.warn(f"{host}: {wanted} threads on {cores} cores", advice)
     return finding
-
-
-SHM_FOLDER = "/dev/shm"
-_TRIAL_BYTES = 4096
-_OPEN_MPI_BYTES = 16 << 20
-"""Room that Open MPI 5 wants to see in /dev/shm when a rank makes its segment; without it, it aborts or takes TCP."""
-
-_MPICH_BYTES_A_RANK = 1 << 20
-_SMALL_SHM = 64 << 20
-_LARGEST_RING, _SMALLEST_RING = 2 << 20, 64 << 10  # Budgets, in bytes, of the staging ring of one queue
-_QUEUES = 3  # Those of a training: requests, small requests at once, and the gradients of one optimizer
-_MORE_SHM = (
-    "Give it more room: `docker run --shm-size=1g`, in Kubernetes an emptyDir of medium Memory on /dev/shm, else "
-    "`mount -o remount,size=1g /dev/shm`."
-)
 
 
 @dataclass(frozen=True)
@@ -238,14 +243,6 @@ def _check_room(finding: Finding, where: str, memory: SharedMemory, vendor: str,
 
 def ring_bytes(local: int, budget: int) -> int:
     return region_bytes(local, chunk_bytes(local, budget))
-
-
-_NETWORK_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
-_TEMPORARY = "temporary files"
-_LITTLE_ROOM = 64 << 20
-_LONG_PATH = 80  # Characters. The path of a socket, which is longer, may have 108.
-_EARLIEST = 1_735_689_600  # The first of January 2025: a clock that says less was never set
-_APART_SECONDS = 1.0  # Between the wall clocks of two hosts
 
 
 @dataclass(frozen=True)
@@ -343,10 +340,6 @@ def _check_folder(finding: Finding, folder: Folder, name: str) -> None:
     if temporary and len(folder.path) > _LONG_PATH:
         text = f"{name} is {len(folder.path)} characters long"
         finding.warn(text, "The paths of sockets may have 108 characters: set TMPDIR=/tmp.")
-
-
-_PART = 1 << 20
-_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)

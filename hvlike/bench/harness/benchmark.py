@@ -18,6 +18,8 @@ import hvlike
 from hvlike.bench.harness.raw_mpi import mpi_name
 from hvlike.observe.pictures import png
 
+Known = TypeVar("Known")
+
 
 class Benchmark(NamedTuple):
     """One benchmark: its name, one line of purpose, its options, and how it runs (on every rank; exit status)."""
@@ -62,9 +64,6 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     return [positive(each) for each in text.split(",")]
-
-
-Known = TypeVar("Known")
 
 
 def choice_of(known: Mapping[str, Known], kind: str) -> Callable[[str], list[Known]]:

@@ -14,6 +14,11 @@ from typing import Any
 from hvlike.bench.harness.comparison import Ratio, Summary
 from hvlike.observe.pictures import new_figure
 
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+_PANEL_INCHES = (6.4, 4.4)
+_FILLED = 0.8  # Part of the distance between two groups that their bars fill
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return aligned columns: the first to the left, the others to the right."""
@@ -21,10 +26,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
     cells = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
     return "\n".join("  ".join(each).rstrip() for each in cells)
-
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -73,10 +74,6 @@ def of_medians(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[f
     """Return for bars the ratios of medians of results that have `ratios`; NaN where one has no such ratio."""
     found = {pair: [each.ratios.get(pair) for each in results] for pair in pairs}
     return {pair: [each.of_medians if each else math.nan for each in ratios] for pair, ratios in found.items()}
-
-
-_PANEL_INCHES = (6.4, 4.4)
-_FILLED = 0.8  # Part of the distance between two groups that their bars fill
 
 
 @dataclass(frozen=True)
