@@ -14,14 +14,14 @@ from dataclasses import replace
 import hvlike
 from hvlike.collectives.session import basics
 from hvlike.doctor import gpus, job, launching, machine, software
-from hvlike.doctor.finding import Finding, Verdict, plural, quoted
+from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
 from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
 from hvlike.transport.host.launchers import detect_launcher
 
-CHECKS: dict[str, Callable[[Case], Finding]] = {
+CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "Python": software.check_python,
     "torch": software.check_torch,
     "mpi4py": software.check_mpi4py,
@@ -81,12 +81,17 @@ def run_checks(case: Case) -> Findings:
     return {name: _run(check, case) for name, check in CHECKS.items()}
 
 
-def _run(check: Callable[[Case], Finding], case: Case) -> Finding:
+def _run(check: Callable[[Case, Finding], None], case: Case) -> Finding:
+    finding = Finding()
     try:
-        return check(case)
+        check(case, finding)
+    except Skipped as skipped:
+        finding = Finding(*skipped.args, skipped=True)
     except Unanswered as unanswered:
         (gap,) = unanswered.args
-        return Finding.failed("", _STUCK, f"this step {gap.reason}", *quoted(gap.output))
+        finding = Finding(f"this step {gap.reason}", *quoted(gap.output))
+        finding.fail("", _STUCK)
+    return finding
 
 
 def has_failed(findings: Findings) -> bool:

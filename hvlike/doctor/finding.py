@@ -26,25 +26,17 @@ class Verdict(Enum):
     SKIP = "skip"  # There is nothing to check here
 
 
+class Skipped(Exception):
+    """A check does not apply: its arguments, texts, say why."""
+
+
 class Finding:
-    """The result of one check. Begin with what was found, then add what is wrong with it."""
+    """The result of one check: what was found, then what is wrong with it."""
 
     def __init__(self, *notes: str, skipped: bool = False) -> None:
         self._notes = list(notes)
         self._problems: list[tuple[Verdict, str, str]] = []
         self._skipped = skipped
-
-    @classmethod
-    def skip(cls, *notes: str) -> Finding:
-        """Return the finding of a check that does not apply."""
-        return cls(*notes, skipped=True)
-
-    @classmethod
-    def failed(cls, text: str, advice: str, *notes: str) -> Finding:
-        """Return the finding of a check with one thing that does not work."""
-        finding = cls(*notes)
-        finding.fail(text, advice)
-        return finding
 
     def note(self, *texts: str) -> None:
         """Add what was found, without judging it."""

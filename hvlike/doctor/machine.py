@@ -18,7 +18,7 @@ from hvlike.backends.shared_memory.region import region_bytes
 from hvlike.backends.shared_memory.schedule import chunk_bytes
 from hvlike.collectives.requests import plan
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.doctor.finding import Finding, in_bytes, of_every_rank, plural
+from hvlike.doctor.finding import Finding, Skipped, in_bytes, of_every_rank, plural
 from hvlike.doctor.probe import Gap, known
 from hvlike.errors import UsageError
 from hvlike.transport.host import topology
@@ -98,8 +98,7 @@ def _processors(case: Case, node: tuple[int, ...]) -> list[Processor]:
     return [known(case.ranks[rank].processor) for rank in node]
 
 
-def check_cores(case: Case) -> Finding:
-    finding = Finding()
+def check_cores(case: Case, finding: Finding) -> None:
     for node in case.nodes:
         host, ranks, processors = case.host(node), len(node), _processors(case, node)
         allowed = [each.allowed for each in processors]
@@ -128,12 +127,11 @@ def check_cores(case: Case) -> Finding:
         if quota is not None and quota < ranks:
             text = f"{host}: the container may use {quota:g} cores' worth of time for {ranks} ranks"
             finding.warn(text, "Raise the limit (docker run --cpus) or start fewer ranks.")
-    return finding
 
 
-def check_omp_threads(case: Case) -> Finding:
+def check_omp_threads(case: Case, finding: Finding) -> None:
     set_to = case.me.environment.omp_threads
-    finding = Finding(f"OMP_NUM_THREADS is {'not set' if set_to is None else set_to}")
+    finding.note(f"OMP_NUM_THREADS is {'not set' if set_to is None else set_to}")
     for node in case.nodes:
         host, processors = case.host(node), _processors(case, node)
         finding.note(f"{host}: torch wants {plural(processors[0].threads, 'thread')} a rank")
@@ -148,7 +146,6 @@ def check_omp_threads(case: Case) -> Finding:
         elif wanted > cores and len(node) > 1:
             advice = f"Set OMP_NUM_THREADS={max(1, cores // len(node))}: threads of several ranks take turns on a core."
             finding.warn(f"{host}: {wanted} threads on {cores} cores", advice)
-    return finding
 
 
 @dataclass(frozen=True)
@@ -194,9 +191,8 @@ def mapped_by_hvlike(root: Path = Path("/proc/self/maps")) -> str | None:
     return "memfd" if "/memfd:hvlike" in text else SHM_FOLDER if f"{SHM_FOLDER}/hvlike-" in text else None
 
 
-def check_shared_memory(case: Case) -> Finding:
+def check_shared_memory(case: Case, finding: Finding) -> None:
     """The size of /dev/shm on every node, against what MPI, hvlike and DataLoader put there."""
-    finding = Finding()
     for node in case.nodes:
         facts = case.ranks[node[0]]
         memory = known(facts.memory)
@@ -206,7 +202,6 @@ def check_shared_memory(case: Case) -> Finding:
         # Where the ranks did not come together all may be here.
         local = max(case.unmet, len(node))
         _check_room(finding, where, memory, vendor, local)
-    return finding
 
 
 def _describe_shared_memory(memory: SharedMemory) -> str:
@@ -291,10 +286,10 @@ def kind_of(path: str, mounts: list[tuple[str, str]]) -> str:
     return max(reversed(inside), key=lambda each: len(each[0]), default=("", ""))[1]
 
 
-def check_clock(case: Case) -> Finding:
+def check_clock(case: Case, finding: Finding) -> None:
     """The wall clocks of the hosts, and the clock that times are measured with."""
     files = known(case.me.files)
-    finding = Finding("" if files.backwards else "the monotonic clock goes forward")
+    finding.note("" if files.backwards else "the monotonic clock goes forward")
     if files.wall_time < _EARLIEST:
         advice = "Set it (`timedatectl set-ntp true`): certificates and file times go wrong."
         finding.fail("the clock of this machine was never set", advice)
@@ -307,18 +302,15 @@ def check_clock(case: Case) -> Finding:
         if apart > _APART_SECONDS:
             advice = "Run NTP or chrony on every host: otherwise timelines of several nodes do not fit together."
             finding.warn(f"the wall clocks are {apart:.1f} s apart", advice)
-    return finding
 
 
-def check_filesystems(case: Case) -> Finding:
-    finding = Finding()
+def check_filesystems(case: Case, finding: Finding) -> None:
     for folder in known(case.me.files).folders:
         free = "" if folder.free is None else f", {in_bytes(folder.free)} free"
         finding.note(f"{folder.purpose}: {folder.path} ({folder.kind or 'unknown kind'}{free})")
     for rank, files in of_every_rank(case, lambda each: each.files):
         for folder in files.folders:
             _check_folder(finding, folder, f"rank {rank} on {case.ranks[rank].host}: {folder.path}")
-    return finding
 
 
 def _check_folder(finding: Finding, folder: Folder, name: str) -> None:
@@ -395,14 +387,14 @@ def _load_module(path: Path) -> object:
     return module
 
 
-def check_model(case: Case) -> Finding:
+def check_model(case: Case, finding: Finding) -> None:
     if case.model is None:
-        return Finding.skip("no model was named: --model FILE.py:function, or --model 25e6 for so many parameters")
+        raise Skipped("no model was named: --model FILE.py:function, or --model 25e6 for so many parameters")
     model, memory = known(case.model), known(case.me.memory)
     local, total = len(case.nodes[0]), sum(model.sizes)
     buckets = _bucket_bytes(case, model)
     ring = ring_bytes(local, _LARGEST_RING) if local > 1 else 0
-    finding = Finding(
+    finding.note(
         f"{model.name}: {in_bytes(total)} of gradients in {plural(len(buckets), 'bucket')}, the largest of "
         f"{in_bytes(max(buckets, default=0))}"
     )
@@ -415,7 +407,6 @@ def check_model(case: Case) -> Finding:
     if room is not None and local > 1:
         needed = in_bytes(local * total)
         finding.note(f"gradients in hvd.empty_shared would need {needed} a node; there are {in_bytes(room)}")
-    return finding
 
 
 def _bucket_bytes(case: Case, model: Model) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import hvlike
-from hvlike.doctor.finding import Finding, by_value, nccl_version, numbers, of_every_rank
+from hvlike.doctor.finding import Finding, Skipped, by_value, nccl_version, numbers, of_every_rank
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.transport.host.find_mpirun import MpiLibrary
 from hvlike.transport.host.mpi_library import INSTALL_HINT
@@ -80,50 +80,49 @@ def _check_age(finding: Finding, name: str, version: str | None, advice: str = "
         finding.fail(text, advice or f'Run `pip install "{name}>={OLDEST[name]}"`.')
 
 
-def check_python(case: Case) -> Finding:
+def check_python(case: Case, finding: Finding) -> None:
     software = known(case.me.software)
-    finding = Finding(f"Python {software.python}, {software.executable}")
+    finding.note(f"Python {software.python}, {software.executable}")
     _check_age(finding, "Python", software.python, "Install Python 3.10 or newer, and hvlike into it.")
     if software.bits < 64:
         finding.fail("a Python of 32 bits", "Install a Python of 64 bits: shared memory is counted in 8 bytes.")
-    return finding
 
 
-def check_torch(case: Case) -> Finding:
+def check_torch(case: Case, finding: Finding) -> None:
     software = known(case.me.software)
     numpy = software.version("numpy")
     built = f"built with CUDA {software.torch_cuda}" if software.torch_cuda else "built for the CPU"
-    finding = Finding(f"torch {software.torch}, {built}, {software.torch_path}", f"numpy {numpy}")
+    finding.note(f"torch {software.torch}, {built}, {software.torch_path}", f"numpy {numpy}")
     _check_age(finding, "torch", software.torch)
     _check_age(finding, "numpy", numpy)
-    return finding
 
 
-def check_mpi4py(case: Case) -> Finding:
+def check_mpi4py(case: Case, finding: Finding) -> None:
     software = known(case.me.software)
     if software.mpi4py_path is None:
-        return Finding.failed("mpi4py is not installed", "Run `pip install mpi4py`.")
+        finding.fail("mpi4py is not installed", "Run `pip install mpi4py`.")
+        return
     version = software.version("mpi4py")
-    finding = Finding(f"mpi4py {version}, {software.mpi4py_path}")
+    finding.note(f"mpi4py {version}, {software.mpi4py_path}")
     _check_age(finding, "mpi4py", version)
     for setting in case.me.environment.mpi4py:
         finding.note(f"set: {setting}")
         name = setting.partition("=")[0]
         if name in ("MPI4PY_RC_THREADS", "MPI4PY_RC_THREAD_LEVEL"):
             finding.warn(f"the environment sets {setting}", f"Unset {name}: hvlike needs threads.")
-    return finding
 
 
-def check_mpi_library(case: Case) -> Finding:
+def check_mpi_library(case: Case, finding: Finding) -> None:
     """Path, vendor and version of the MPI library that mpi4py loads, and where it comes from."""
     library = case.me.library
     if isinstance(library, Gap):
         reason = library.reason.removeprefix(f"{FAILED}LaunchError: ").removesuffix(" " + INSTALL_HINT)
-        return Finding.failed(f"no MPI library could be loaded: {reason}", INSTALL_HINT)
+        finding.fail(f"no MPI library could be loaded: {reason}", INSTALL_HINT)
+        return
     software = known(case.me.software)
     wheels = software.installed(MPI_WHEELS)
     origin = origin_of(library, Path(software.executable), wheels)
-    finding = Finding(f"{library.vendor} {library.version}, {origin}", library.path or "path unknown")
+    finding.note(f"{library.vendor} {library.version}, {origin}", library.path or "path unknown")
     wanted = _OLDEST_MPI.get(library.vendor)
     if wanted is not None and numbers(library.version) < numbers(wanted):
         finding.warn(
@@ -136,7 +135,6 @@ def check_mpi_library(case: Case) -> Finding:
             "Uninstall all but one: you cannot choose which of them is loaded, and the mpirun on PATH may belong to "
             "another one.",
         )
-    return finding
 
 
 def origin_of(library: MpiLibrary, executable: Path, wheels: list[str]) -> str:
@@ -151,11 +149,11 @@ def origin_of(library: MpiLibrary, executable: Path, wheels: list[str]) -> str:
     return f"of the {'conda' if (environment / 'conda-meta').is_dir() else 'Python'} environment"
 
 
-def check_sameness(case: Case) -> Finding:
+def check_sameness(case: Case, finding: Finding) -> None:
     if case.gathered is None:
-        return Finding.skip("the ranks did not come together")
+        raise Skipped("the ranks did not come together")
     if len(case.ranks) == 1:
-        return Finding.skip("one rank")
+        raise Skipped("one rank")
     software = of_every_rank(case, lambda each: each.software)
     libraries = of_every_rank(case, lambda each: each.library)
     nccls = of_every_rank(case, lambda each: each.nccl)
@@ -168,7 +166,6 @@ def check_sameness(case: Case) -> Finding:
         "NCCL": [(rank, nccl_version(each.facts.version)) for rank, each in nccls],
     }
     different = {name: by_value(values) for name, values in compared.items() if len({v for _, v in values}) > 1}
-    finding = Finding()
     for name, groups in different.items():
         listed = ", ".join(f"{value} on {ranks}" for value, ranks in groups)
         advice = f"Give every host the same {name}, from one environment if you can."
@@ -176,4 +173,3 @@ def check_sameness(case: Case) -> Finding:
     if not different:
         names = [name for name, values in compared.items() if any(value != nccl_version(0) for _, value in values)]
         finding.note(f"{len(case.ranks)} ranks: the same versions of {', '.join(names)}")
-    return finding
