@@ -85,7 +85,6 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """Of times; below 1: the first one is faster."""
         return ratios_of(self.samples, _PAIRS)
 
     def as_json(self) -> dict[str, Any]:
@@ -175,10 +174,7 @@ def compare(options: argparse.Namespace, session: Session) -> None:
 
 
 def measure(options: argparse.Namespace, pair: TensorPipePair | str) -> list[Result]:
-    """Measure every step in rounds, the first of which does not count.
-
-    The sample of a turn is the median of what it has timed.
-    """
+    """Measure every step in rounds; the first does not count, a turn's sample is the median of what it has timed."""
     order = random.Random(options.seed)
     results = []
     for step in options.steps:

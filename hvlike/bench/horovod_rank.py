@@ -99,7 +99,6 @@ def turn(work: Contestant, times: int, raw: RawMpi, scrub: Array | None) -> floa
 
 
 def main(address: str) -> None:
-    """Connect to the benchmark that listens at this path and serve it."""
     with Client(address) as connected:
         serve(connected)
 

@@ -97,10 +97,7 @@ class HorovodJob:
         return max(float(answer.get("seconds", 0.0)) for answer in answers)
 
     def ask(self, request: dict[str, Any]) -> float:
-        """Send a request to all of Horovod's ranks; returns the seconds of the slowest, 0 where none are counted.
-
-        Raises: LaunchError on every rank when one of them fails.
-        """
+        """Return the seconds of the slowest of Horovod's ranks, 0 where none are counted. Raises: LaunchError."""
         seconds: float = self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.ends)))
         return seconds
 
@@ -116,7 +113,6 @@ class HorovodJob:
 
 
 def start_horovod(device: torch.device) -> HorovodJob | str:
-    """Start Horovod's job, or return why it takes no part. Collective."""
     if device.type != "cpu":
         return "its part of this benchmark measures the CPU"
     if importlib.util.find_spec("horovod") is None:
@@ -131,8 +127,6 @@ def start_horovod(device: torch.device) -> HorovodJob | str:
 
 @dataclass(frozen=True)
 class Peers:
-    """Who takes part in this run."""
-
     device: torch.device
     raw: RawMpi
     backend: str | None  # Of torch's default process group; None: there is none
@@ -140,7 +134,6 @@ class Peers:
     left_out: list[str]  # One sentence for each that does not take part
 
     def describe(self, benchmark: str) -> dict[str, Any]:
-        """Return the conditions of the run, and who takes no part in it."""
         conditions = {**describe(benchmark), "device": "cpu"}
         if self.device.type != "cpu":
             gpus = min(torch.cuda.device_count(), hvlike.local_size())

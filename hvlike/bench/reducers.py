@@ -71,7 +71,6 @@ def backend_for(device: torch.device) -> str:
 
 
 def torch_unavailable(backend: str) -> str | None:
-    """Return why torch's group cannot take part, or None."""
     distributed: Any = torch.distributed
     if hvlike.local_size() != hvlike.size():
         return "the ranks are on several nodes, its rendezvous here is on loopback"
@@ -123,10 +122,7 @@ class BareLoop:
         return [arrays[index][start:stop] for index, start, stop in cut(lengths, elements)]
 
     def reduce(self, chunks: Sequence[Array], factor: float | None = None) -> None:
-        """Write the sum of both ranks' chunks, times a factor, to both.
-
-        Raises: HvlikeError if the other rank does not come.
-        """
+        """Write the sum of both ranks' chunks, times a factor, to both. Raises: HvlikeError when the other is gone."""
         rank, mine, peer = self._rank, self._mine, self._peer
         storage = chunks[0].dtype
         # What this rank stages lies in its own slots, what the peer stages for it in the peer's.
@@ -194,10 +190,7 @@ class Case:
 def contestants(
     case: Case, device: torch.device, raw: RawMpi, backend: str | None, bare: BareLoop | None
 ) -> list[Contestant]:
-    """Return those who can take part, each with its own way to reduce, and the floors. Collective.
-
-    backend: of torch's process group; None: there is none.
-    """
+    """Return those who can take part, and the floors. backend: of torch's group, if there is one. Collective."""
     distributed: Any = torch.distributed
     rank, ranks, average = hvlike.rank(), hvlike.size(), case.average
     tensor = torch.zeros(case.length, dtype=case.dtype, device=device)
@@ -249,8 +242,6 @@ def contestants(
 
 
 def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
-    """Return the same contestant, timed until the GPU has done its work."""
-
     def prepare() -> None:
         contestant.prepare()
         torch.cuda.synchronize(device)

@@ -47,7 +47,6 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """hvlike's time to that of each other; below 1: hvlike is faster."""
         first = {name: [each[0] for each in turns] for name, turns in self.samples.items()}
         return {} if isinstance(self.work, Idle) else ratios_of(first, _PAIRS)
 
@@ -141,10 +140,7 @@ def compare(options: argparse.Namespace, session: Session) -> None:
 
 
 def measure(options: argparse.Namespace, session: Session) -> list[Result]:
-    """Measure every work in rounds, the first of which does not count.
-
-    The sample of a turn is the median of what it has timed.
-    """
+    """Measure every work in rounds; the first does not count, a turn's sample is the median of what it has timed."""
     order = random.Random(options.seed)
     rounds = options.repetitions or _ROUNDS
     works: list[Trip | Rate | Idle] = [Trip(0), *map(Trip, options.sizes), *map(Rate, IN_FLIGHT), Idle(options.idle)]

@@ -114,8 +114,6 @@ def _start(cores: Sequence[Sequence[int]]) -> TensorPipePair | str:
 
 @dataclass(frozen=True)
 class Session:
-    """What a measurement finds on rank 0."""
-
     conditions: dict[str, Any]
     raw: RawMpi
     pair: TensorPipePair | str  # Or why there is none
@@ -181,7 +179,6 @@ def main(rank: int, meeting: str, descriptor: int) -> None:
 
 
 def _measured(work: Work) -> list[float] | str:
-    """Return what the work has measured, or what went wrong."""
     theirs = torch.distributed.rpc
     try:
         return work.measure(theirs, torch.distributed.autograd) if isinstance(work, Step) else work.measure(theirs)

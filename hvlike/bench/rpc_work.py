@@ -59,12 +59,10 @@ class Trip:
 
     @property
     def trips(self) -> int:
-        """How many are timed in a turn."""
         return max(1, min(_MOST_TRIPS, _BYTES_PER_TURN // max(1, self.size)))
 
     @property
     def warm_ups(self) -> int:
-        """How many precede them that do not count."""
         return max(1, min(_WARM_UPS, self.trips // 4))
 
     def measure(self, rpc: ModuleType) -> list[float]:
@@ -108,8 +106,6 @@ class Rate:
 
 @dataclass(frozen=True)
 class Idle:
-    """No call at all for a while."""
-
     seconds: float
 
     @property
@@ -149,7 +145,6 @@ def inputs(shape: Shape) -> Tensor:
 
 
 def second_half(shape: Shape, hidden: Tensor) -> Tensor:
-    """Run the second half on this rank."""
     output: Tensor = half(shape, 1)(hidden)
     return output
 

@@ -37,8 +37,6 @@ _WARMUPS = 3
 
 
 class RankCounts(NamedTuple):
-    """What one rank has sent in all its steps, and how long each took."""
-
     sent: Sent
     seconds: list[float]
 
@@ -72,7 +70,6 @@ class Result:
 
 
 def summarise(counts: Sequence[RankCounts], steps: int) -> Agreement:
-    """Sum up what all ranks have sent in `steps` steps."""
     sent = [rank.sent for rank in counts]
     kinds: Counter[str] = Counter()
     for each in sent:
@@ -132,7 +129,6 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def panels(results: Sequence[Result]) -> list[Curves]:
-    """Control messages over ranks, of a rank on average and of the coordinator, and the time of a step."""
     ranks = [float(result.ranks) for result in results]
     labels = [str(result.ranks) for result in results]
     messages, seconds = {}, {}

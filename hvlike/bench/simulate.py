@@ -26,8 +26,6 @@ DEFAULT_RANKS = "1,2,8,32,128,512,2048,8192,32768,100000"
 
 @dataclass(frozen=True)
 class Step:
-    """The parts of a step at one number of ranks, in seconds."""
-
     ranks: int
     nodes: int
     agreement: dict[str, float]
@@ -131,7 +129,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the constants on two ranks, compute, print. Outside of mpirun. Raises: LaunchError, UsageError."""
     measured = _constants(options)
     constants = override(measured, options.latency, options.bandwidth)
     work = Workload(options.gradients, options.tensors, options.compute / 1e3, options.rounds)

@@ -73,8 +73,6 @@ def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 
 @dataclass(frozen=True)
 class Result:
-    """The result for one model: for each contestant the seconds of a step in each repetition, of the slowest rank."""
-
     model: str
     purpose: str
     tensors: int
@@ -95,7 +93,6 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, OverheadRatio | None]:
-        """hvlike's overhead as a part of each other contestant's."""
         found = self.overheads
         return {f"{OURS}/{name}": overhead_ratio(found[OURS], found[name]) for name in found if name != OURS}
 

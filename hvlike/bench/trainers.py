@@ -167,7 +167,6 @@ class Workload:
     device: torch.device | str = "cpu"  # Where both are; drawn on the CPU, so the same everywhere
 
     def model(self, seed: int) -> nn.Module:
-        """Return the model with weights that depend on the seed alone."""
         torch.manual_seed(seed)
         return self.build().to(self.device)
 
@@ -281,8 +280,7 @@ def contestants(
 ) -> list[Trainer]:
     """Return those who train, first the one without communication. Collective.
 
-    backend: of torch's default process group, None: there is none. bucket_view: its DDP with gradient_as_bucket_view,
-    too.
+    backend: of torch's default process group, if there is one. bucket_view: its DDP with gradient_as_bucket_view, too.
     """
     _, ours, ours_ddp = entered = [Trainer(name, workload, seed, rank) for name in (ALONE, OURS, OURS_DDP)]
     # As users wrap them.

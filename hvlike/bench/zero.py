@@ -80,11 +80,8 @@ def panels(result: Result) -> list[Bars]:
 
 
 class ZeroTrainer(Trainer):
-    """A model, what reduces its gradients, and an optimizer whose memory is counted."""
-
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps on this rank."""
         # torch's ZeroRedundancyOptimizer has the one with the state inside.
         optimizer = getattr(self.optimizer, "optim", self.optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
@@ -92,7 +89,6 @@ class ZeroTrainer(Trainer):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are on this rank after a step."""
         return sum(each.grad.nbytes for each in self.parameters if each.grad is not None)
 
 
@@ -149,7 +145,6 @@ def _zero_gradients(trainers: Sequence[ZeroTrainer]) -> None:
 
 
 def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
-    """Make a contestant. Collective."""
     trainer = ZeroTrainer(name, workload, seed, hvlike.rank())
     model, parameters, rate = trainer.model, list(trainer.model.parameters()), _LEARNING_RATE
     if name in (TORCH_ADAM, TORCH_ZERO):
@@ -173,7 +168,6 @@ def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
 
 
 def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
-    """Check that all ranks and all contestants have trained to the same weights. Raises: HvlikeError."""
     first, right = trainers[0].name, trainers[0].checksum()
     for trainer in trainers:
         trainer.verify_replicas(raw)

@@ -112,7 +112,6 @@ def runs_on_two_ranks(benchmark: str) -> bool:
 
 
 def heading(conditions: dict[str, Any]) -> str:
-    """Return the conditions as the head of a table."""
     horovod = f", Horovod {conditions['horovod']}" if conditions.get("horovod") else ""
     gpus = ""
     if "gpus" in conditions:

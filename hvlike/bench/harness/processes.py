@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
@@ -111,7 +111,6 @@ def outside_of_jobs(measure: Callable[[argparse.Namespace], None]) -> Callable[[
 
 
 def find_launcher() -> Mpirun:
-    """Return the mpirun of the MPI library that is loaded here. Raises: LaunchError when there is none."""
     return find_mpirun(ask_mpi_library(os.environ), os.environ)
 
 
@@ -119,18 +118,13 @@ def module_command(mpirun: Mpirun, ranks: int, module: str, arguments: Sequence[
     return mpirun.command(ranks, [sys.executable, "-m", module, *arguments])
 
 
-class Ended(NamedTuple):
-    """How a command ended, and the lines that it has printed."""
-
-    status: int | None  # None: it took too long and was stopped
-    output: list[str]
-    errors: list[str]
-
-
 def run_command(
     command: Sequence[str], environment: Mapping[str, str], seconds: float, grace: float = _GRACE_SECONDS
-) -> Ended:
-    """Run a command in a process group of its own, which is ended after so many seconds. Blocks."""
+) -> tuple[int | None, list[str], list[str]]:
+    """Run a command in a process group of its own, which is ended after so many seconds. Blocks.
+
+    Returns its status, None where it took too long, and the lines of its stdout and of its stderr.
+    """
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and block the reader.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -144,7 +138,7 @@ def run_command(
             _end(process, partial(os.killpg, process.pid), grace)
         output.seek(0)
         errors.seek(0)
-        return Ended(status, output.read().splitlines(), errors.read().splitlines())
+        return status, output.read().splitlines(), errors.read().splitlines()
 
 
 def run_job(
@@ -160,16 +154,16 @@ def run_job(
         LaunchError: With the last lines of the job when it fails, takes too long, or prints no answer.
     """
     command = module_command(mpirun, ranks, module, arguments)
-    ended = run_command(command, {**os.environ, "OMP_NUM_THREADS": "1", **settings}, seconds)
-    if ended.status is None:
+    status, output, errors = run_command(command, {**os.environ, "OMP_NUM_THREADS": "1", **settings}, seconds)
+    if status is None:
         raise LaunchError(
             f"`{' '.join(command)}` has not ended within {seconds:.0f} s and was stopped. {ranks} ranks may be too "
             "many for this machine: leave them out, or allow more time with --timeout."
         )
-    answers = [line for line in ended.output if line.startswith("{")]
-    if ended.status or not answers:
-        last = "\n".join(ended.errors[-_LAST_LINES:])
-        raise LaunchError(f"`{' '.join(command)}` ended with status {ended.status}:\n{last}")
+    answers = [line for line in output if line.startswith("{")]
+    if status or not answers:
+        last = "\n".join(errors[-_LAST_LINES:])
+        raise LaunchError(f"`{' '.join(command)}` ended with status {status}:\n{last}")
     return json.loads(answers[-1])
 
 

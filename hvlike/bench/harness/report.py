@@ -41,7 +41,6 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def format_size(size: int) -> str:
-    """Return a size with the largest unit in which it is at least 1."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor:
             return f"{size / factor:.4g} {unit}"
@@ -49,7 +48,6 @@ def format_size(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time with three digits in us, ms or s."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
