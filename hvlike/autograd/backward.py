@@ -25,7 +25,6 @@ from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, encode, he
 from hvlike.autograd.protocol import BackwardMessage, Mode, Phase
 from hvlike.errors import RpcError, UsageError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, current_agent
-from hvlike.rpc.agent.profiling import TimelineRows
 from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
 
 _MODES = {mode.name.lower(): mode for mode in Mode}
@@ -46,12 +45,11 @@ class BackwardTable:
 
     def __init__(self, agent: Agent, contexts: Contexts) -> None:
         self.agent = agent
-        self.timeline_rows = TimelineRows(agent.fabric.recorder, "autograd backwards")
         self._contexts = contexts
         self._numbers = IdGenerator(agent.rank)
         self._lock = threading.Lock()
         self._by_context: dict[int, _OfContext] = {}
-        agent.take(BACKWARD_MESSAGE, self._take)
+        agent.hear(BACKWARD_MESSAGE, self._take)
         agent.when_lost.append(self._lose)
 
     def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:

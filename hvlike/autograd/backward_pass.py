@@ -23,7 +23,7 @@ from hvlike.autograd.local_backward import LocalBackward, Roots
 from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, decode, encode
 from hvlike.autograd.protocol import BackwardMessage, BackwardState, Gradients, Phase
 from hvlike.observe.recorder import Recorder
-from hvlike.rpc.agent.profiling import TimelineRows
+from hvlike.rpc.agent.profiling import TimelineRow
 
 if TYPE_CHECKING:
     from hvlike.autograd.backward import BackwardTable
@@ -43,7 +43,7 @@ class BackwardPass:
         self._table = table
         self._agent = agent = table.agent
         recorder = agent.fabric.recorder
-        self._trace = BackwardTrace(recorder, table.timeline_rows, heading) if recorder.on else None
+        self._trace = BackwardTrace(recorder, heading) if recorder.on else None
         machine = LocalBackward(
             context, roots, self._emit, key=heading.number, listener=self, retain_graph=heading.retain_graph
         )
@@ -95,7 +95,7 @@ class BackwardPass:
             self._handle_events()
             while not self.state.is_over:
                 remaining = None if deadline is None else deadline - time.monotonic()
-                if not self._agent.wait_until(lambda: bool(self._events), remaining):
+                if not self._agent.fabric.loop.wait(lambda: bool(self._events), remaining):
                     self._events.append(partial(self.state.fail, self._describe_timeout(seconds)))
                 self._handle_events()
         except BaseException as error:
@@ -200,10 +200,10 @@ class BackwardTrace:
     GRADIENTS that leave or arrive, and each SEND of the forward pass.
     """
 
-    def __init__(self, recorder: Recorder, rows: TimelineRows, heading: Heading) -> None:
+    def __init__(self, recorder: Recorder, heading: Heading) -> None:
         self._recorder = recorder
         self._context = heading.context
-        self._row = rows.enter()
+        self._row = TimelineRow(recorder, "autograd backwards")
         self._shown = 0
         mode = heading.mode.name.lower()
         self._row.begin("BACKWARD", {"context": heading.context, "number": heading.number, "mode": mode})

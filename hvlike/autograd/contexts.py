@@ -217,7 +217,7 @@ class Contexts:
         creator = rank_of_id(context)
         return creator == self._rank or context in self._released.get(creator, ())
 
-    def _hear_release(self, source: int, value: tuple[int, int]) -> None:
+    def _hear_release(self, source: int, value: tuple[int, int], _: object) -> None:
         """In the loop."""
         context, oldest = value
         creator = rank_of_id(context)
@@ -252,7 +252,7 @@ class Contexts:
         if found and self.agent is not None:
             self.agent.submit(found.clear)
 
-    def _hear_withdrawal(self, source: int, value: Note) -> None:
+    def _hear_withdrawal(self, source: int, value: Note, _: object) -> None:
         """In the loop."""
         found = self._contexts.get(value[0])
         if found is not None and self.agent is not None:

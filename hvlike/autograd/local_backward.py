@@ -20,7 +20,7 @@ from hvlike.autograd.engine import SegmentRecord, Values, add_value, run_engine,
 from hvlike.autograd.graph import Plan, clear, plan
 from hvlike.autograd.local_graph import LocalGraph, captured_edges
 from hvlike.autograd.protocol import Gradients
-from hvlike.rpc.wire.devices import ReadyEvents, to_device, to_host
+from hvlike.rpc.wire.devices import ReadyEvents
 from hvlike.training.ddp.end_of_backward import Collected, collecting
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]
@@ -148,7 +148,7 @@ class LocalBackward:
             gradients = [None] * len(edges)
         elif devices:
             gradients = [
-                None if gradient is None else to_device(gradient, device)
+                None if gradient is None else gradient.to(device)
                 for gradient, device in zip(gradients, devices, strict=True)
             ]
         waits = self._graph.scan.waits
@@ -264,7 +264,7 @@ class LocalBackward:
         """Emit the gradients of a recv's tensors, once. In the engine's thread where its function has them."""
         if self._silent.pop(recv.id, None) is not None:
             # Gradients on a GPU travel as copies in host memory.
-            travelling = [each if each is None or each.is_cpu else to_host(each) for each in gradients]
+            travelling = [each if each is None or each.is_cpu else each.detach().cpu() for each in gradients]
             self._emit(recv.id, recv.rank, travelling)
 
     def _catch(self, node: Node, number: int, gradient: Tensor) -> None:

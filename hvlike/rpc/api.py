@@ -6,10 +6,11 @@ Queries (worker names, timeouts, statistics) and what torch's higher layers use:
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -52,18 +53,12 @@ _Key = tuple[int, tuple[str, ...], int]
 """Session, names of the workers, and how often these workers have gathered."""
 
 
-class _Round:
-    """What the leader of one _all_gather has so far."""
+_Round = tuple[dict[str, Any], list[torch.futures.Future[dict[str, Any]]]]
+"""The objects that the leader of one _all_gather has so far, and the futures of who gave them."""
 
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.futures: list[torch.futures.Future[dict[str, Any]]] = []
-
-
-class _Rounds:
-    lock = threading.Lock()
-    open: ClassVar[dict[_Key, _Round]] = {}
-    numbers: ClassVar[dict[tuple[int, tuple[str, ...]], int]] = {}
+_lock = threading.Lock()
+_rounds: dict[_Key, _Round] = {}
+_numbers: Counter[tuple[int, tuple[str, ...]]] = Counter()
 
 
 def _all_gather(
@@ -89,11 +84,10 @@ def _all_gather(
     leader = agent.worker(names[0])
     if agent.me.name not in names:
         raise RpcError(f"_all_gather: {agent.me.name} called it with {list(names)}, a list without itself.")
-    with _Rounds.lock:
-        number = _Rounds.numbers[agent.session, names] = _Rounds.numbers.get((agent.session, names), 0) + 1
-    gathered: dict[str, Any] = rpc_sync(
-        leader, _contribute, ((agent.session, names, number), agent.me.name, obj), timeout=timeout
-    )
+    with _lock:
+        _numbers[agent.session, names] += 1
+        key = agent.session, names, _numbers[agent.session, names]
+    gathered: dict[str, Any] = rpc_sync(leader, _contribute, (key, agent.me.name, obj), timeout=timeout)
     return gathered
 
 
@@ -126,19 +120,18 @@ def _wait_all() -> Iterator[None]:
 def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str, Any]]:
     """On the leader: take the object of one worker. Answered when all objects are there."""
     future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
-    with _Rounds.lock:
-        for old in [each for each in _Rounds.open if each[0] < key[0]]:
+    with _lock:
+        for old in [each for each in _rounds if each[0] < key[0]]:
             # A worker did not come before its session was over.
-            del _Rounds.open[old]
-        current = _Rounds.open.setdefault(key, _Round())
-        current.objects[name] = obj
-        current.futures.append(future)
-        complete = len(current.objects) == len(key[1])
+            del _rounds[old]
+        objects, futures = _rounds.setdefault(key, ({}, []))
+        objects[name] = obj
+        futures.append(future)
+        complete = len(objects) == len(key[1])
         if complete:
-            del _Rounds.open[key]
-    if complete:
-        for each in current.futures:
-            each.set_result(current.objects)
+            del _rounds[key]
+    for each in futures if complete else ():
+        each.set_result(objects)
     return future
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
 from hvlike.rpc.agent.routing import SessionRouter
-from hvlike.rpc.agent.shutdown import status_report, worker_status
 from hvlike.rpc.rrefs.owner import begin_rrefs
 from hvlike.rpc.rrefs.session import checks_leaks, current_session, live_rrefs, set_session
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
@@ -83,16 +83,18 @@ def init_rpc(
     options, wrong = _settle(name, backend, rpc_backend_options, num_worker_threads, rpc_timeout)
     context.start_context(None, [])
     running = context.current()
-    wrong = wrong or _wrong_place(running.world.rank, running.world.size, rank, world_size)
+    here, size = running.world.rank, running.world.size
+    if not wrong and rank not in (None, here):
+        wrong = f"init_rpc: rank={rank} was given on MPI's rank {here}; leave it out, mpirun numbers the ranks."
+    elif not wrong and world_size not in (None, size):
+        wrong = f"init_rpc: world_size={world_size} was given, but mpirun has started {size} ranks; leave it out."
     answers = allgather_object((wrong, name, _Sessions.number, options.offer()), name="hvlike.rpc.init_rpc")
-    _check_answers(answers, running.world.rank)
+    _check_answers(answers, here)
     _Sessions.number = max(number for _, _, number, _ in answers) + 1
     if _Sessions.fabric is not running.fabric:
         _Sessions.fabric, _Sessions.router = running.fabric, SessionRouter(running.fabric)
     workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
-    devices = DeviceMaps(
-        running.world.rank, [each.name for each in workers], [each[3] for each in answers], options.devices
-    )
+    devices = DeviceMaps(here, [each.name for each in workers], [each[3] for each in answers], options.devices)
     agent = Agent(running.fabric, _Sessions.router, _Sessions.number, workers, options, devices)
     serve_calls(agent)
     begin_rrefs(agent)
@@ -128,7 +130,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     agent.shutdown.begun = True
     try:
         _wait_until_quiet(agent, "work", deadline)
-        current_session().release_all()
+        session = current_session()
+        # Takes away all RRefs of other workers' values, held or not, and tells their owners.
+        session.perform(session.lifetime.drop_all)
         _wait_until_quiet(agent, "references", deadline)
         leaked = [str(each) for each in live_rrefs()] if checks_leaks() else []
     except BaseException:
@@ -154,27 +158,18 @@ def _settle(
         return RpcBackendOptions(), str(error)
 
 
-def _wrong_place(rank: int, size: int, given_rank: int | None, given_size: int | None) -> str:
-    if given_rank is not None and given_rank != rank:
-        return f"init_rpc: rank={given_rank} was given on MPI's rank {rank}; leave it out, mpirun numbers the ranks."
-    if given_size is not None and given_size != size:
-        return f"init_rpc: world_size={given_size} was given, but mpirun has started {size} ranks; leave it out."
-    return ""
-
-
 def _check_answers(answers: list[tuple[str, str, int, DeviceOffer]], rank: int) -> None:
     wrong = {each: text for each, (text, *_) in enumerate(answers) if text}
     if wrong:
         if rank in wrong:
             raise UsageError(wrong[rank])
         raise HorovodInternalError("; ".join(f"rank {each}: {text}" for each, text in wrong.items()))
-    ranks: dict[str, list[int]] = {}
-    for each, (_, name, *_) in enumerate(answers):
-        ranks.setdefault(name, []).append(each)
-    for name, holders in ranks.items():
-        if len(holders) > 1:
+    names = [name for _, name, *_ in answers]
+    for name, holding in Counter(names).items():
+        if holding > 1:
+            holders = [each for each, other in enumerate(names) if other == name]
             raise RpcError(f"RPC worker name {name} is not unique: the ranks {holders} have it. Name each its own.")
-    unfit = check_offers([name for _, name, *_ in answers], [offer for *_, offer in answers])
+    unfit = check_offers(names, [offer for *_, offer in answers])
     if unfit:
         raise UsageError(f"init_rpc: device maps that cannot be: {unfit}.")
 
@@ -192,23 +187,14 @@ def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
         if over or agent.rank == min(agent.present):
             report = (
                 f"shutdown() of RPC on {agent.me.name} (rank {agent.rank}) waits for the other workers: "
-                f"{_who_is_missing(agent)}."
+                f"{agent.shutdown.report(ANSWER_SECONDS)}."
             )
             if over:
                 raise RpcError(f"{report} The session has ended on this worker, its time limit was over.")
             logger.warning(report)
 
 
-def _who_is_missing(agent: Agent) -> str:
-    agent.shutdown.ask()
-    # A worker that leaves meanwhile does not answer.
-    agent.fabric.loop.wait(lambda: agent.present <= {agent.rank, *agent.shutdown.statuses}, ANSWER_SECONDS)
-    names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
-    return status_report(names, {**agent.shutdown.statuses, agent.rank: worker_status(agent)})
-
-
 def _end(agent: Agent, *, tell: bool) -> None:
-    """End the session on this worker, completely."""
     running = _Sessions.running
     running.before_close.remove(_end_with_hvlike)
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]

@@ -12,7 +12,7 @@ from hvlike.errors import RpcError, UsageError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.calls import rpc_async, rpc_sync
 from hvlike.rpc.rrefs.rref import RRef, remote
-from hvlike.rpc.wire.pickler import Incoming, Outgoing, carry
+from hvlike.rpc.wire.pickler import Incoming, carry
 
 FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 
@@ -46,7 +46,6 @@ def parse_placement(text: str) -> Placement:
 
 
 def is_device(text: str) -> bool:
-    """True if torch knows a device of this name."""
     try:
         torch.device(text)
     except RuntimeError:
@@ -55,39 +54,12 @@ def is_device(text: str) -> bool:
 
 
 # torch refuses these too: the parts of a remote module are not here, and hooks set here would not run there.
-REFUSED = [
-    "add_module",
-    "apply",
-    "bfloat16",
-    "buffers",
-    "children",
-    "cpu",
-    "cuda",
-    "double",
-    "extra_repr",
-    "float",
-    "half",
-    "ipu",
-    "load_state_dict",
-    "modules",
-    "named_buffers",
-    "named_children",
-    "named_modules",
-    "named_parameters",
-    "parameters",
-    "register_backward_hook",
-    "register_buffer",
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_parameter",
-    "requires_grad_",
-    "share_memory",
-    "state_dict",
-    "type",
-    "xpu",
-    "zero_grad",
-]
+REFUSED = """
+    add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu load_state_dict modules
+    named_buffers named_children named_modules named_parameters parameters register_backward_hook register_buffer
+    register_forward_hook register_forward_pre_hook register_full_backward_hook register_parameter requires_grad_
+    share_memory state_dict type xpu zero_grad
+"""
 ADVICE = {"parameters": " Please use ``remote_parameters`` instead."}
 
 
@@ -186,8 +158,9 @@ class RemoteModule(nn.Module):
     def _devices(self) -> tuple[str, bool]:
         """Return the module's device, and whether its results must travel from the CPU."""
         device = torch.device(self.device)
+        here = device.type, device.index or 0
         targets = current_agent().devices.requests.get(self.module_rref.owner().id, {}).values()
-        return self.device, device.type != "cpu" and all((each.type, each.index) != _place(device) for each in targets)
+        return self.device, device.type != "cpu" and all((each.type, each.index) != here for each in targets)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """Return the RRef of the module: to_here() copies the module, local_value() on the owner is the module."""
@@ -216,7 +189,7 @@ class RemoteModule(nn.Module):
         Returns:
             self.
         """
-        rpc_sync(self.module_rref.owner(), _train, args=(self.module_rref, mode))
+        rpc_sync(self.module_rref.owner(), _change, args=(self.module_rref, "train", (mode,), {}))
         self.training = mode
         return self
 
@@ -245,7 +218,7 @@ class RemoteModule(nn.Module):
                     f"Method ``to`` not supported for RemoteModule with {value!r}; give a floating-point or complex "
                     "dtype, or the device 'cpu'"
                 )
-        rpc_sync(self.module_rref.owner(), _convert, args=(self.module_rref, args, kwargs))
+        rpc_sync(self.module_rref.owner(), _change, args=(self.module_rref, "to", args, kwargs))
         if any(str(value) == "cpu" for value in (*args, *kwargs.values())):
             self.device = "cpu"
         return self
@@ -258,8 +231,6 @@ class RemoteModule(nn.Module):
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
-    """Return a method that raises: it is not supported."""
-
     def refused(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(f"Method ``{name}`` not supported for RemoteModule.{ADVICE.get(name, '')}")
 
@@ -267,7 +238,7 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-for _name in REFUSED:
+for _name in REFUSED.split():
     setattr(RemoteModule, _name, _refuse(_name))
 
 
@@ -279,20 +250,12 @@ def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> Remot
     return module
 
 
-def _reduce(module: RemoteModule, outgoing: Outgoing) -> tuple[str | int, str, RRef[nn.Module]]:
-    """Return what travels of a RemoteModule; attributes that the program has set on it do not."""
-    return module.on, module.device, module.module_rref
-
-
 def _restore(args: tuple[str | int, str, RRef[nn.Module]], incoming: Incoming) -> RemoteModule:
     return _assemble(*args)
 
 
-carry(RemoteModule, _reduce, _restore)
-
-
-def _place(device: torch.device) -> tuple[str, int]:
-    return device.type, device.index or 0
+# Attributes that the program has set on it do not travel.
+carry(RemoteModule, lambda module, outgoing: (module.on, module.device, module.module_rref), _restore)
 
 
 def _create(
@@ -334,11 +297,6 @@ def _parameters(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Par
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
-def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
-    """Runs on the owner."""
-    module_rref.local_value().train(mode)
-
-
-def _convert(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Runs on the owner."""
-    module_rref.local_value().to(*args, **kwargs)
+def _change(module_rref: RRef[nn.Module], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Call train or to of the module. Runs on the owner."""
+    getattr(module_rref.local_value(), method)(*args, **kwargs)

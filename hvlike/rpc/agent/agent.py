@@ -24,7 +24,7 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.topics import Topic
 
 Handler = Callable[[Request], None]
-NoticeHandler = Callable[[int, tuple[Any, ...], list[torch.Tensor]], None]
+NoticeHandler = Callable[[int, Any, list[torch.Tensor]], None]
 
 _autograd: Any = torch.autograd
 
@@ -41,7 +41,7 @@ class Agent:
         options: RpcBackendOptions,
         devices: DeviceMaps,
     ) -> None:
-        """Make the agent; `begin` lets it receive. `workers` are by rank."""
+        """`begin` lets it receive. `workers` are by rank."""
         self.rank = fabric.world.rank
         self.size = len(workers)
         self.workers = workers
@@ -59,7 +59,8 @@ class Agent:
         self._handlers: dict[int, tuple[Handler, bool]] = {}
         self._notice_handlers: dict[int, NoticeHandler] = {}
         self._outbox: deque[tuple[int, int, tuple[Any, ...], list[torch.Tensor]]] = deque()
-        self._lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
+        """The workers that are known to be gone, with the reason."""
         self._ended: str | None = None
         self._lock = threading.Lock()
         self._works = 0
@@ -105,14 +106,9 @@ class Agent:
             self._finish(call, RpcError(why))
 
     @property
-    def lost(self) -> dict[int, str]:
-        """The workers that are known to be gone, with the reason."""
-        return self._lost
-
-    @property
     def present(self) -> set[int]:
         """The workers that are not known to be gone."""
-        return set(range(self.size)).difference(self._lost)
+        return set(range(self.size)).difference(self.lost)
 
     @property
     def is_idle(self) -> bool:
@@ -148,13 +144,7 @@ class Agent:
     # -- sending ------------------------------------------------------------------------------------
 
     def request(
-        self,
-        rank: int,
-        kind: int,
-        packed: Packed,
-        *,
-        timeout: float,
-        then: Callable[[Call], None] | None = None,
+        self, rank: int, kind: int, packed: Packed, *, timeout: float, then: Callable[[Call], None] | None = None
     ) -> Call:
         """Send a request and return its call. From any thread.
 
@@ -175,10 +165,6 @@ class Agent:
             autograd_hooks().left(packed.note)
         self._loop.wait(lambda: call.done)
         return call
-
-    def wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Block until `done()`; False if `seconds` ran out first."""
-        return self._loop.wait(done, seconds)
 
     def notify(self, rank: int, kind: int, value: tuple[Any, ...]) -> None:
         """Send a notice, which has no reply. From any thread and from finalizers: only queues it."""
@@ -209,12 +195,8 @@ class Agent:
         """
         self._handlers[kind] = handler, limited
 
-    def hear(self, kind: int, handler: Callable[[int, tuple[Any, ...]], None]) -> None:
-        """Call `handler` with sender and value of every notice of `kind`. In the loop: it must not block."""
-        self.take(kind, lambda source, value, storages: handler(source, value))
-
-    def take(self, kind: int, handler: NoticeHandler) -> None:
-        """Do the same for notices with storages."""
+    def hear(self, kind: int, handler: NoticeHandler) -> None:
+        """Call `handler` with sender, value and storages of every notice of `kind`. In the loop: it must not block."""
         self._notice_handlers[kind] = handler
 
     def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
@@ -229,7 +211,7 @@ class Agent:
 
     def lose(self, errors: dict[int, str]) -> None:
         """Some workers are gone: calls to them fail, those in flight too. In the loop."""
-        self._lost.update(errors)
+        self.lost.update(errors)
         for rank, error in errors.items():
             for hook in self.when_lost:
                 hook(rank, WorkerLostError(error))
@@ -271,9 +253,9 @@ class Agent:
 
     def _send_request(self, call: Call, number: int, packed: Packed) -> None:
         rank = call.rank
-        if self._ended is not None or rank in self._lost:
+        if self._ended is not None or rank in self.lost:
             if self.pending.pop(number, None) is not None:
-                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self._lost[rank]))
+                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self.lost[rank]))
             return
         if call.timeout:
             deadline = time.monotonic() + call.timeout
@@ -282,7 +264,6 @@ class Agent:
         self._send_packed(rank, REQUEST, number, call.kind, packed)
 
     def _send_packed(self, rank: int, what: int, number: int, kind: int, packed: Packed) -> None:
-        """Send a request or its answer."""
         body: Any = packed.body
         if type(body) is bytearray and rank != self.rank:
             # Long: out of band. A worker that calls itself gets the object itself.
@@ -291,14 +272,13 @@ class Agent:
         self._send(rank, message if packed.note is None else (*message, packed.note), packed.storages)
 
     def _send(self, rank: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
-        """Send a message that is counted."""
         self.sent[rank] += 1
         self._channel.send(rank, Topic.RPC, message, storages, kind="rpc")
 
     def _empty_outbox(self) -> None:
         while self._outbox:
             rank, kind, value, storages = self._outbox[0]
-            if self._ended is None and rank not in self._lost:
+            if self._ended is None and rank not in self.lost:
                 self._send(rank, (self.session, NOTICE, kind, value), storages)
             # Only now: a notice in the outbox keeps the session from being idle.
             self._outbox.popleft()
@@ -314,12 +294,12 @@ class Agent:
 
     def _expire(self, now: float) -> float:
         for call in self.pending.take_expired(now):
-            error = RpcError(
+            text = (
                 f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked with an "
                 f"error: no answer to {self.me.name} (rank {self.rank}) from {self.workers[call.rank].name} "
                 f"(rank {call.rank})."
             )
-            self._finish(call, error)
+            self._finish(call, RpcError(text))
         return self.pending.next_deadline()
 
     # -- in a pool thread ---------------------------------------------------------------------------
@@ -336,7 +316,7 @@ class Agent:
                 with in_context(request.packed.context):
                     handler(request)
         except BaseException as error:
-            request.fail(error)
+            request.answer(error)
 
     def _respond(self, request: Request, result: Packed | BaseException | Description) -> None:
         source, number = request.source, request.number
@@ -344,7 +324,7 @@ class Agent:
             result = describe_error(result, self.me)
 
         def send() -> None:
-            if self._ended is not None or source in self._lost:
+            if self._ended is not None or source in self.lost:
                 pass
             elif isinstance(result, Packed):
                 self._send_packed(source, ANSWER, number, request.kind, result)

@@ -18,7 +18,7 @@ from hvlike.rpc.agent.profiling import begin_profiling, recorded_async, recorded
 from hvlike.rpc.agent.routing import Call
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
 from hvlike.rpc.wire.message import CALL, Packed, Request, WorkerInfo, rebuild_error
-from hvlike.rpc.wire.pickler import NO_MAP, Incoming, Outgoing, pack, unpack
+from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
 
 Destination = str | int | WorkerInfo
 
@@ -104,7 +104,7 @@ def rpc_async(
         future: torch.futures.Future[Any] = recorded_async(agent, _async, to, func, args, kwargs, timeout)
         return future
     promise = Promise(devices=agent.devices)
-    _async(agent, promise, to, func, args, kwargs, timeout)
+    _async(agent, promise, None, to, func, args, kwargs, timeout)
     return promise.future
 
 
@@ -141,14 +141,20 @@ def time_limit(agent: Agent, timeout: float) -> float:
     return agent.timeout if timeout == UNSET_RPC_TIMEOUT else checked_timeout("timeout", timeout)
 
 
-def pack_call(
+def prepare_call(
     agent: Agent,
-    rank: int,
+    to: Destination,
     func: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-) -> Packed:
-    """Return a function and its arguments as they travel. Raises: TypeError, and what pickle raises."""
+    timeout: float,
+) -> tuple[int, Packed, float]:
+    """Return the rank of a call's destination, the call as it travels, and its time limit.
+
+    Raises: RuntimeError for an unknown worker, ValueError, TypeError, and what pickle raises.
+    """
+    rank = agent.worker(to).id
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else time_limit(agent, timeout)
     if not callable(func):
         raise WrongTypeError("function should be callable.")
     outgoing = Outgoing(
@@ -157,10 +163,10 @@ def pack_call(
         context=this_thread.context,
         about=func,
         records=torch.is_grad_enabled(),
-        device_map=agent.devices.requests.get(rank, NO_MAP),
+        device_map=agent.devices.requests.get(rank, {}),
         what=f"Request to {agent.workers[rank].name}",
     )
-    return pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing)
+    return rank, pack((func, tuple(args) if args else (), dict(kwargs) if kwargs else {}), outgoing), limit
 
 
 def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
@@ -170,7 +176,7 @@ def pack_answer(agent: Agent, request: Request, value: Any) -> Packed:
         cloudpickle=agent.options.cloudpickle,
         context=request.packed.context,
         about=request.about,
-        device_map=agent.devices.replies.get(request.source, NO_MAP),
+        device_map=agent.devices.replies.get(request.source, {}),
         what=f"Response to {agent.workers[request.source].name}",
     )
     return pack(value, outgoing)
@@ -181,71 +187,52 @@ def run_when_confirmed(
     request: Request,
     rrefs: Sequence[Any],
     function: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-    answer: Callable[[Request, Any], None],
-    fail: Callable[[Request, BaseException], None],
+    answer: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
 ) -> None:
     """Run the function of a request as soon as the owners of the RRefs among its arguments know of them.
 
-    Args:
-        function: The function, its positional and its keyword arguments.
-        answer: Gets the request, or the recorded one in its place, and the result.
-        fail: Gets the same request and the exception.
+    function: with its positional and keyword arguments. answer: gets the result. fail: gets the exception.
     """
     func, args, kwargs = function
     if agent.is_recorded:
-        request, func = recorded_request(agent, request, func)
+        func = recorded_request(agent, request, func)
     request.answers_last = not is_async(func)
-    start = partial(run, func, args, kwargs, partial(answer, request), partial(fail, request))
+    start = partial(run, func, args, kwargs, answer, fail)
     if rrefs:
         agent.when_confirmed(rrefs, bind_context(request.packed.context, start))
     else:
         start()
 
 
-def _sync(
-    agent: Agent,
-    to: Destination,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    timeout: float,
-) -> Any:
-    rank = agent.worker(to).id
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else time_limit(agent, timeout)
-    packed = pack_call(agent, rank, func, args, kwargs)
+def _sync(agent: Agent, *call: Any) -> Any:
+    rank, packed, limit = prepare_call(agent, *call)
     return result_of(agent.request(rank, CALL, packed, timeout=limit))
 
 
-def _async(
-    agent: Agent,
-    promise: Promise,
-    to: Destination,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    timeout: float,
-) -> None:
-    then: Callable[[Call], None] = partial(_fulfil, promise)
+def _async(agent: Agent, promise: Promise, ended: Callable[[Exception | None], None] | None, *call: Any) -> None:
+    then: Callable[[Call], None] = partial(_fulfil, promise, ended)
     if this_thread.context != NO_CONTEXT or not torch.is_grad_enabled():
         then = bind_caller(then)
-    rank = agent.worker(to).id
-    limit = time_limit(agent, timeout)
-    packed = pack_call(agent, rank, func, args, kwargs)
+    rank, packed, limit = prepare_call(agent, *call)
     agent.request(rank, CALL, packed, timeout=limit, then=then)
     if _gathered.futures is not None:
         _gathered.futures.append(promise.future)
 
 
-def _fulfil(promise: Promise, call: Call) -> None:
+def _fulfil(promise: Promise, ended: Callable[[Exception | None], None] | None, call: Call) -> None:
+    error = None
     try:
         value = result_of(call)
     except Exception as caught:
         error = caught
-    else:
-        promise.set_result(value)
-        return
     # Outside of the except block: what the user's callbacks raise in there must not be chained to this error.
-    promise.set_error(error)
+    if ended is not None:
+        ended(error)
+    if error is None:
+        promise.set_result(value)
+    else:
+        promise.set_error(error)
 
 
 def _serve_call(agent: Agent, request: Request) -> None:
@@ -253,19 +240,14 @@ def _serve_call(agent: Agent, request: Request) -> None:
     incoming = Incoming(request.source)
     function = unpack(request.packed, incoming)
     request.about = function[0]
-    run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent), _fail)
+    run_when_confirmed(agent, request, incoming.rrefs, function, partial(_answer, agent, request), request.answer)
 
 
 def _answer(agent: Agent, request: Request, value: Any) -> None:
+    result: Packed | Exception
     try:
-        packed = pack_answer(agent, request, value)
+        result = pack_answer(agent, request, value)
     except Exception as error:
-        unsendable = RuntimeError(f"The result cannot be sent: {type(error).__name__}: {error}")
-        unsendable.__cause__ = error
-        request.fail(unsendable)
-    else:
-        request.answer(packed)
-
-
-def _fail(request: Request, error: BaseException) -> None:
-    request.fail(error)
+        result = RuntimeError(f"The result cannot be sent: {type(error).__name__}: {error}")
+        result.__cause__ = error
+    request.answer(result)

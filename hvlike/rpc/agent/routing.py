@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -22,7 +24,7 @@ from hvlike.transport.messages.topics import Topic
 REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
 """Message types of calls. Each is counted, for the detection of the session's end."""
 STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
-"""Message types of the shutdown, which are not counted; see shutdown.py and termination.py."""
+"""Message types of the shutdown, which are not counted; see shutdown.py."""
 
 _UNUSED_DEADLINES = 1000
 
@@ -74,26 +76,24 @@ class SessionRouter:
             self.send(source, (session, REFUSAL, rest[0]), [])
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """A request on the worker that sends it, and later its reply."""
 
-    __slots__ = ("done", "error", "failure", "kind", "rank", "reply", "then", "timeout")
-
-    def __init__(self, rank: int, kind: int, timeout: float, then: Callable[[Call], None] | None) -> None:
-        self.rank = rank
-        """The worker that serves it."""
-        self.kind = kind
-        self.timeout = timeout
-        """Seconds; 0: none."""
-        self.then = then
-        """Runs in a pool thread when the call has ended."""
-        self.done = False
-        self.reply: Packed | None = None
-        """The result, if the function returned."""
-        self.failure: Any = None
-        """The Description of the exception, if the function raised."""
-        self.error: Exception | None = None
-        """Why there is no reply: the time limit, a lost worker, a shutdown."""
+    rank: int
+    """The worker that serves it."""
+    kind: int
+    timeout: float
+    """Seconds; 0: none."""
+    then: Callable[[Call], None] | None
+    """Runs in a pool thread when the call has ended."""
+    done: bool = False
+    reply: Packed | None = None
+    """The result, if the function returned."""
+    failure: Any = None
+    """The Description of the exception, if the function raised."""
+    error: Exception | None = None
+    """Why there is no reply: the time limit, a lost worker, a shutdown."""
 
 
 class PendingCalls(dict[int, Call]):
@@ -137,9 +137,6 @@ class PendingCalls(dict[int, Call]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def ranks(self) -> dict[int, int]:
+    def ranks(self) -> Counter[int]:
         """Return how many calls wait for each worker."""
-        waiting: dict[int, int] = {}
-        for call in list(self.values()):
-            waiting[call.rank] = waiting.get(call.rank, 0) + 1
-        return waiting
+        return Counter(call.rank for call in list(self.values()))

@@ -1,14 +1,13 @@
-"""The end of a session on one worker: is it idle, who has left, and who keeps the others waiting."""
+"""The end of a session on one worker: is it over, who has left, and who keeps the others waiting."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvlike.rpc.agent.routing import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT, SessionRouter
-from hvlike.rpc.agent.termination import Report, Termination, Wave
 from hvlike.rpc.wire.reducers import describe_subject
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
@@ -34,7 +33,6 @@ class WorkerStatus:
 
 
 def worker_status(agent: Agent) -> WorkerStatus:
-    """Return the status of this worker now."""
     now = time.monotonic()
     requests = sorted(agent.open.values(), key=lambda request: request.came)
     return WorkerStatus(
@@ -46,12 +44,7 @@ def worker_status(agent: Agent) -> WorkerStatus:
 
 
 def status_report(names: dict[int, str], statuses: dict[int, WorkerStatus]) -> str:
-    """Say who keeps a shutdown from ending, and why.
-
-    Args:
-        names: Of all workers, by rank.
-        statuses: Of those that have replied.
-    """
+    """Say who keeps a shutdown from ending, and why. names: of all workers. statuses: of those that have replied."""
     parts = []
     for rank, name in names.items():
         status = statuses.get(rank)
@@ -70,18 +63,133 @@ def status_report(names: dict[int, str], statuses: dict[int, WorkerStatus]) -> s
     return "; ".join(parts) or "all workers are idle and have called shutdown; they agree at this moment"
 
 
+class Report(NamedTuple):
+    """The counts of an idle worker."""
+
+    sent: int
+    received: int
+    present: frozenset[int]
+    """The workers it counts: those that it has not seen leave."""
+
+
+class Wave(NamedTuple):
+    """Which reports belong together."""
+
+    phase: str
+    number: int
+    coordinator: int
+
+
+class Termination:
+    """When is a session over? Not when all workers have called shutdown: a call in flight may start another one.
+
+    Every worker counts the messages that it has sent and received. When it has nothing to do, it reports its counts to
+    the coordinator, the lowest present rank, and again after every result. If two waves of reports in a row have the
+    same totals, and as many messages were received as sent, then no message was in flight in between and no idle worker
+    can have been woken: the session is over. Workers that have left without waiting are not counted.
+
+    Nothing here waits: the protocol reacts to messages, and to the worker becoming idle, so a worker in shutdown serves
+    as fast as ever. All methods run in the loop.
+
+    Source: F. Mattern, Algorithms for distributed termination detection, 1987 (the four-counter method).
+    """
+
+    def __init__(
+        self, worker: Agent, tell: Callable[..., None], later: Callable[[Callable[[], None], int], None]
+    ) -> None:
+        """tell: sends (rank, message type, ...) to `hear`. later: calls a function after a pause; gets failed waves."""
+        self._worker = worker
+        self._tell = tell
+        self._later = later
+        self._wave: Wave | None = None
+        self._ended: Callable[[], None] | None = None
+        self._before: tuple[int, int] | None = None
+        self._reported = False
+        self._reports: dict[Wave, dict[int, Report]] = {}
+
+    def begin(self, phase: str, ended: Callable[[], None]) -> None:
+        """This worker has come to the end of `phase`; calls `ended` when all have and the session is quiet."""
+        self._ended = ended
+        self._begin_wave(Wave(phase, 0, min(self._worker.present)))
+        self.check()
+
+    def check(self) -> None:
+        """Go on if possible: this worker may have become idle, or another one may have left."""
+        if self._wave is None:
+            return
+        worker = self._worker
+        present = worker.present
+        if min(present) != self._wave.coordinator:
+            # The coordinator is gone; the next one begins anew.
+            self._begin_wave(Wave(self._wave.phase, 0, min(present)))
+        if not self._reported and worker.is_idle:
+            self._reported = True
+            sent, received = (sum(count[rank] for rank in present) for count in (worker.sent, worker.received))
+            report = Report(sent, received, frozenset(present))
+            if worker.rank == self._wave.coordinator:
+                self._reports.setdefault(self._wave, {})[worker.rank] = report
+            else:
+                self._tell(self._wave.coordinator, IDLE_REPORT, self._wave, report)
+        reports = self._reports.get(self._wave, {})
+        if worker.rank == self._wave.coordinator and present <= reports.keys():
+            self._judge(self._wave, [reports[rank] for rank in sorted(present)])
+
+    def hear_report(self, source: int, wave: Wave, report: Report) -> None:
+        """Another worker has reported, perhaps before this one has come so far."""
+        self._reports.setdefault(wave, {})[source] = report
+        self.check()
+
+    def hear_result(self, wave: Wave, over: bool) -> None:
+        """The coordinator has judged a wave."""
+        if wave != self._wave:
+            return
+        if over:
+            self._wave, ended = None, self._ended
+            if ended is not None:
+                ended()
+        else:
+            before = self._before
+            self._begin_wave(wave._replace(number=wave.number + 1))
+            self._before = before
+            self._later(self.check, wave.number)
+
+    def _judge(self, wave: Wave, reports: list[Report]) -> None:
+        now = totals(reports)
+        over = is_quiet(self._before, now)
+        self._before = now
+        del self._reports[wave]
+        for rank in self._worker.present - {self._worker.rank}:
+            self._tell(rank, WAVE_RESULT, wave, over)
+        self.hear_result(wave, over)
+
+    def _begin_wave(self, wave: Wave) -> None:
+        self._wave = wave
+        self._before = None
+        self._reported = False
+
+
+def totals(reports: list[Report]) -> tuple[int, int] | None:
+    """Return the messages sent and received in all; None if the workers differ about who is present."""
+    if any(report.present != reports[0].present for report in reports):
+        return None
+    return sum(report.sent for report in reports), sum(report.received for report in reports)
+
+
+def is_quiet(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
+    """True if two waves with these totals prove that no message is in flight."""
+    return now is not None and before == now and now[0] == now[1]
+
+
 class SessionShutdown:
     """This worker's part in the end of a session. Its messages are not counted among those of calls."""
 
     def __init__(self, agent: Agent, router: SessionRouter) -> None:
-        self.rank = agent.rank
         self._agent = agent
         self._router = router
-        self._termination = Termination(self)
+        self._termination = Termination(agent, self._tell, self._later)
         self.begun = False
         """True once graceful shutdown was called."""
-        self.statuses: dict[int, WorkerStatus] = {}
-        """The replies to `ask`."""
+        self._statuses: dict[int, WorkerStatus] = {}
 
     def begin(self, phase: str, ended: Callable[[], None]) -> None:
         """This worker has come to the end of `phase`; calls `ended` when all have and no message is in flight."""
@@ -92,14 +200,19 @@ class SessionShutdown:
         if self.begun:
             self._termination.check()
 
-    def ask(self) -> None:
-        """Ask all other workers for their status; `statuses` fills with the replies. Does not block."""
+    def report(self, seconds: float) -> str:
+        """Ask all other workers for their status, and say who keeps the shutdown from ending. Blocks."""
+        agent, loop = self._agent, self._agent.fabric.loop
 
-        def send() -> None:
-            self.statuses.clear()
+        def ask() -> None:
+            self._statuses.clear()
             self._tell_others(STATUS_QUERY)
 
-        self._agent.fabric.loop.perform(send)
+        loop.perform(ask)
+        # A worker that leaves meanwhile does not answer.
+        loop.wait(lambda: agent.present <= {agent.rank, *self._statuses}, seconds)
+        names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
+        return status_report(names, {**self._statuses, agent.rank: worker_status(agent)})
 
     def leave(self) -> None:
         """Tell the others, which may still need this worker, that it is gone. In the loop."""
@@ -110,7 +223,7 @@ class SessionShutdown:
         if what == STATUS_QUERY:
             self._tell(source, STATUS, worker_status(self._agent))
         elif what == STATUS:
-            self.statuses[source] = rest[0]
+            self._statuses[source] = rest[0]
         elif what == IDLE_REPORT:
             self._termination.hear_report(source, *rest)
         elif what == WAVE_RESULT:
@@ -123,36 +236,10 @@ class SessionShutdown:
         self._router.send(rank, (self._agent.session, what, *rest), [])
 
     def _tell_others(self, what: int) -> None:
-        for rank in self.present - {self.rank}:
+        for rank in self._agent.present - {self._agent.rank}:
             self._tell(rank, what)
 
-    # -- termination.Worker -------------------------------------------------------------------------
-
-    @property
-    def is_idle(self) -> bool:
-        """True if this worker waits for nothing and serves nothing."""
-        return self._agent.is_idle
-
-    @property
-    def present(self) -> set[int]:
-        """The workers that are not known to be gone."""
-        return self._agent.present
-
-    def counts(self, ranks: Collection[int]) -> tuple[int, int]:
-        """Return how many messages were sent to `ranks`, and received from them."""
-        sent, received = self._agent.sent, self._agent.received
-        return sum(sent[rank] for rank in ranks), sum(received[rank] for rank in ranks)
-
-    def send_report(self, rank: int, wave: Wave, report: Report) -> None:
-        """Tell the coordinator that this worker is idle."""
-        self._tell(rank, IDLE_REPORT, wave, report)
-
-    def send_result(self, rank: int, wave: Wave, over: bool) -> None:
-        """Tell a worker whether the session is over."""
-        self._tell(rank, WAVE_RESULT, wave, over)
-
-    def later(self, check: Callable[[], None], waves: int) -> None:
-        """Call `check` after a pause, which grows with the number of waves that have failed."""
+    def _later(self, check: Callable[[], None], waves: int) -> None:
         pause = min(_SHORTEST_PAUSE_SECONDS * 2.0 ** min(waves, 10), _LONGEST_PAUSE_SECONDS)
         self._agent.fabric.loop.start(_pause(pause), lambda _: check(), wake=False)
 

@@ -53,9 +53,7 @@ class OwnerTable:
 
     def create(self, rref: GlobalId) -> OwnedValue:
         """A function is about to make the value."""
-        entry = self.entries.get(rref)
-        if entry is None:
-            entry = self.entries[rref] = OwnedValue(rref)
+        entry = self.entries.setdefault(rref, OwnedValue(rref))
         entry.created = True
         return entry
 
@@ -80,7 +78,7 @@ class OwnerTable:
         """A fork is sent to another worker: known from now on."""
         if rank not in self.no_creations:
             self.entries[entry.id] = entry
-            self._holder(entry, fork, rank).registered = True
+            entry.holders.setdefault(fork, KnownFork(rank)).registered = True
 
     def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
         """The message with that fork or reservation was not sent."""
@@ -100,31 +98,22 @@ class OwnerTable:
         self._free_unneeded(entry)
         return entry
 
-    def register(self, rref: GlobalId, fork: GlobalId, rank: int) -> OwnedValue:
-        """A user has a fork."""
+    def note(
+        self, rref: GlobalId, fork: GlobalId, rank: int, *, fetched: bool = False, deleted: int | None = None
+    ) -> OwnedValue:
+        """Worker `rank` has a fork; or it fetches the value through the fork, or deleted it after so many fetches."""
         entry = self.find(rref)
-        holder = self._holder(entry, fork, rank)
-        holder.registered = True
-        self._end_holder(entry, fork)
+        holder = entry.holders.setdefault(fork, KnownFork(rank))
+        if fetched:
+            holder.fetches += 1
+        elif deleted is not None:
+            holder.deleted = deleted
+        else:
+            holder.registered = True
+        if holder.is_over:
+            del entry.holders[fork]
+            self._free_unneeded(entry)
         return entry
-
-    def answer_registration(self, rref: GlobalId, fork: GlobalId, rank: int) -> None:
-        """A user that got its fork from another user asks the owner to register it."""
-        self.register(rref, fork, rank)
-        self.effects.notices.append(Notice(rank, REGISTERED, (tuple(fork),)))
-
-    def fetched(self, rref: GlobalId, fork: GlobalId, rank: int) -> OwnedValue:
-        """A user fetches the value through its fork."""
-        entry = self.find(rref)
-        self._holder(entry, fork, rank).fetches += 1
-        self._end_holder(entry, fork)
-        return entry
-
-    def delete(self, rref: GlobalId, fork: GlobalId, rank: int, fetches: int) -> None:
-        """A fork was deleted after so many fetches."""
-        entry = self.find(rref)
-        self._holder(entry, fork, rank).deleted = fetches
-        self._end_holder(entry, fork)
 
     def forget(self, rank: int, failure: Exception) -> None:
         """Worker `rank` is gone with its forks; creations that it has not sent fail with `failure`."""
@@ -134,17 +123,6 @@ class OwnerTable:
                 del entry.holders[fork]
             if not entry.created and entry.id.created_on == rank:
                 self.settle(entry, None, failure)
-            self._free_unneeded(entry)
-
-    def _holder(self, entry: OwnedValue, fork: GlobalId, rank: int) -> KnownFork:
-        holder = entry.holders.get(fork)
-        if holder is None:
-            holder = entry.holders[fork] = KnownFork(rank)
-        return holder
-
-    def _end_holder(self, entry: OwnedValue, fork: GlobalId) -> None:
-        if entry.holders[fork].is_over:
-            del entry.holders[fork]
             self._free_unneeded(entry)
 
     def _free_unneeded(self, entry: OwnedValue) -> None:
@@ -190,11 +168,6 @@ class ForkTable:
                 self.effects.starts.append(wait.then)
         fork.waiting.clear()
         self._delete_finished(fork)
-
-    def registered(self, fork: GlobalId) -> None:
-        """The owner has answered a registration."""
-        if fork in self.forks:
-            self.confirm(self.forks[fork])
 
     def when_confirmed(self, forks: Sequence[Fork], then: Callable[[], None]) -> bool:
         """True if all are confirmed; else `then` may start when they are."""
@@ -267,7 +240,7 @@ class Lifetime:
         """Worker `rank` has this worker make a value. fork: its fork; None on the owner itself."""
         entry = self.owned.create(rref)
         if fork is not None:
-            self.owned.register(rref, fork, rank)
+            self.owned.note(rref, fork, rank)
         return entry
 
     def send(self, held: OwnedValue | Fork, destination: int) -> Ticket:
@@ -301,18 +274,20 @@ class Lifetime:
 
     def hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
         """A notice has come from worker `source`."""
+        first = GlobalId(*value[0])
+        second = GlobalId(*value[1]) if len(value) > 1 else first
+        fork = self.used.forks.get(first)
         if kind == REGISTER:
-            self.owned.answer_registration(GlobalId(*value[0]), GlobalId(*value[1]), source)
-        elif kind == REGISTERED:
-            self.used.registered(GlobalId(*value[0]))
-        elif kind == ACCEPTED:
-            self.used.accepted(GlobalId(*value[0]), GlobalId(*value[1]))
+            self.owned.note(first, second, source)
+            self._effects.notices.append(Notice(source, REGISTERED, (tuple(second),)))
         elif kind == DELETE:
-            self.owned.delete(GlobalId(*value[0]), GlobalId(*value[1]), source, value[2])
-        elif kind == DROPPED:
-            fork = self.used.forks.get(GlobalId(*value[0]))
-            if fork is not None:
-                self.used.drop(fork)
+            self.owned.note(first, second, source, deleted=value[2])
+        elif kind == ACCEPTED:
+            self.used.accepted(first, second)
+        elif fork is not None and kind == REGISTERED:
+            self.used.confirm(fork)
+        elif fork is not None and kind == DROPPED:
+            self.used.drop(fork)
 
     def drop_all(self) -> None:
         """Shutdown takes every fork away, held or not."""

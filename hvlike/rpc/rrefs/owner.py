@@ -46,15 +46,15 @@ def _create(session: RRefSession, request: Request) -> None:
     numbers = NAMES.unpack_from(body)
     rref, fork = GlobalId(*numbers[:2]), GlobalId(*numbers[2:])
     entry = session.perform(session.lifetime.create, rref, None if fork == NO_FORK else fork, request.source)
-    fail = partial(_settle_failure, session, entry)
+    fail = partial(_settle_failure, session, entry, request)
     incoming = Incoming(request.source)
     try:
         function = unpack(request.packed._replace(body=body[NAMES.size :]), incoming)
     except Exception as error:
-        fail(request, error)
+        fail(error)
         return
     entry.what = request.about = function_name(function[0])
-    answer = partial(_settle, session, entry)
+    answer = partial(_settle, session, entry, request)
     run_when_confirmed(session.agent, request, incoming.rrefs, function, answer, fail)
 
 
@@ -75,18 +75,18 @@ def _look_up(session: RRefSession, request: Request) -> None:
     request.about = f"to_here of {rref}"
     if request.packed.note is not None:
         autograd_hooks().came(request.packed.note, request.source, ())
-    entry = session.perform(session.lifetime.owned.fetched, rref, fork, request.source)
+    entry = session.perform(partial(session.lifetime.owned.note, fetched=True), rref, fork, request.source)
     session.when_settled(entry, partial(_send_copy, session, request, entry))
 
 
 def _send_copy(session: RRefSession, request: Request, entry: OwnedValue) -> None:
     if entry.failure is not None:
-        request.fail(entry.failure)
+        request.answer(entry.failure)
         return
     try:
         follow(entry.events)
         packed = pack_answer(session.agent, request, entry.value)
     except Exception as error:
-        request.fail(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))
+        request.answer(RuntimeError(f"The value of this RRef cannot be sent: {type(error).__name__}: {error}"))
     else:
         request.answer(packed)

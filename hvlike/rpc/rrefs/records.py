@@ -86,6 +86,7 @@ class Effects:
     """OwnedValues: a user's finalizer runs where the last reference is dropped."""
 
 
+@dataclass(eq=False, slots=True)
 class KnownFork:
     """A fork as the owner knows it.
 
@@ -93,22 +94,20 @@ class KnownFork:
     is over when it was registered and deleted, and every fetch that the deletion counts has come.
     """
 
-    __slots__ = ("deleted", "fetches", "rank", "registered")
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        """The worker that has the fork."""
-        self.registered = False
-        self.fetches = 0
-        """How many fetches through it have come."""
-        self.deleted: int | None = None
-        """How many fetches were made through it, once it was deleted."""
+    rank: int
+    """The worker that has the fork."""
+    registered: bool = False
+    fetches: int = 0
+    """How many fetches through it have come."""
+    deleted: int | None = None
+    """How many fetches were made through it, once it was deleted."""
 
     @property
     def is_over(self) -> bool:
         return self.registered and self.deleted == self.fetches
 
 
+@dataclass(eq=False, slots=True)
 class OwnedValue:
     """What an owner keeps of an RRef. Only the OwnerTable changes it.
 
@@ -118,25 +117,22 @@ class OwnedValue:
     yes      else      never: the function raised
     """
 
-    __slots__ = ("created", "events", "failure", "holders", "id", "reserved", "settled", "value", "waiting", "what")
-
-    def __init__(self, rref: GlobalId) -> None:
-        self.id = rref
-        self.what = ""
-        """The function that makes the value; empty for RRef(value)."""
-        self.created = False
-        """False while the owner has only heard of it from others."""
-        self.settled = False
-        self.value: Any = None
-        self.events: ReadyEvents | None = None
-        """When the value is ready in the streams of this worker's GPUs."""
-        self.failure: Any = None
-        """The Description of the exception, or an exception to raise as it is."""
-        self.holders: dict[GlobalId, KnownFork] = {}
-        self.reserved: set[GlobalId] = set()
-        """Messages of the owner to itself that carry this RRef."""
-        self.waiting: list[Callable[[], None]] = []
-        """Called by the thread that settles it."""
+    id: GlobalId
+    what: str = ""
+    """The function that makes the value; empty for RRef(value)."""
+    created: bool = False
+    """False while the owner has only heard of it from others."""
+    settled: bool = False
+    value: Any = None
+    events: ReadyEvents | None = None
+    """When the value is ready in the streams of this worker's GPUs."""
+    failure: Any = None
+    """The Description of the exception, or an exception to raise as it is."""
+    holders: dict[GlobalId, KnownFork] = field(default_factory=dict)
+    reserved: set[GlobalId] = field(default_factory=set)
+    """Messages of the owner to itself that carry this RRef."""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+    """Called by the thread that settles it."""
 
     @property
     def is_needed(self) -> bool:
@@ -144,16 +140,15 @@ class OwnedValue:
         return not self.settled or bool(self.holders) or bool(self.reserved)
 
 
+@dataclass(eq=False, slots=True)
 class ConfirmationWait:
     """Work that starts when a number of forks are confirmed."""
 
-    __slots__ = ("missing", "then")
-
-    def __init__(self, missing: int, then: Callable[[], None]) -> None:
-        self.missing = missing
-        self.then = then
+    missing: int
+    then: Callable[[], None]
 
 
+@dataclass(eq=False, slots=True)
 class Fork:
     """The state of a user's RRef, without the object that the user holds.
 
@@ -161,40 +156,25 @@ class Fork:
     A drop may come first: the owner is told only after the confirmation.
     """
 
-    __slots__ = (
-        "children",
-        "confirmed",
-        "deleted",
-        "dropped",
-        "fetches",
-        "id",
-        "owner",
-        "parent",
-        "rref",
-        "sender",
-        "waiting",
-    )
-
-    def __init__(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
-        self.rref = rref
-        self.id = fork
-        self.owner = owner
-        """Rank."""
-        self.confirmed = False
-        self.dropped = False
-        """True when no RRef object holds it any more, or shutdown has taken it away."""
-        self.deleted = False
-        """True when the owner has been told."""
-        self.fetches = 0
-        """How often the value was asked for through it."""
-        self.children: dict[GlobalId, int] = {}
-        """Forks sent on that the owner may not know yet, with the rank that they were sent to."""
-        self.sender: int | None = None
-        """Rank that sent it, if that is a user: to be told when the owner knows this fork."""
-        self.parent: GlobalId | None = None
-        """The sender's fork."""
-        self.waiting: list[ConfirmationWait] = []
-        """What starts when it is confirmed."""
+    rref: GlobalId
+    id: GlobalId
+    owner: int
+    """Rank."""
+    confirmed: bool = False
+    dropped: bool = False
+    """True when no RRef object holds it any more, or shutdown has taken it away."""
+    deleted: bool = False
+    """True when the owner has been told."""
+    fetches: int = 0
+    """How often the value was asked for through it."""
+    children: dict[GlobalId, int] = field(default_factory=dict)
+    """Forks sent on that the owner may not know yet, with the rank that they were sent to."""
+    sender: int | None = None
+    """Rank that sent it, if that is a user: to be told when the owner knows this fork."""
+    parent: GlobalId | None = None
+    """The sender's fork."""
+    waiting: list[ConfirmationWait] = field(default_factory=list)
+    """What starts when it is confirmed."""
 
     def __str__(self) -> str:
         return f"UserRRef(rref_id={self.rref}, fork_id={self.id})"

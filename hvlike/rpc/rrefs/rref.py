@@ -11,7 +11,7 @@ import torch
 
 from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import Agent, current_agent
-from hvlike.rpc.agent.calls import Destination, pack_call, result_of, rpc_async, rpc_sync, time_limit
+from hvlike.rpc.agent.calls import Destination, prepare_call, result_of, rpc_async, rpc_sync, time_limit
 from hvlike.rpc.agent.futures import Promise
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT
 from hvlike.rpc.agent.profiling import recorded_call
@@ -304,18 +304,9 @@ def remote(
     return _remote(agent, to, func, args, kwargs, timeout)
 
 
-def _remote(
-    agent: Agent,
-    to: Destination,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    timeout: float,
-) -> RRef[Any]:
+def _remote(agent: Agent, *call: Any) -> RRef[Any]:
     session = current_session()
-    rank = agent.worker(to).id
-    limit = time_limit(agent, timeout)
-    packed = pack_call(agent, rank, func, args, kwargs)
+    rank, packed, limit = prepare_call(agent, *call)
     lifetime = session.lifetime
     rref = lifetime.new_id()
     creation = Creation()

@@ -66,8 +66,6 @@ class RRefSession:
         agent.when_lost.append(self._forget)
         agent.unwanted = _drop_reply
 
-    # -- events -------------------------------------------------------------------------------------
-
     def perform(self, event: Callable[..., R], *args: Any, in_loop: bool = False) -> R:
         """Let the protocol take an event, and carry out what follows. In the loop no user code runs."""
         with self._lock:
@@ -86,13 +84,11 @@ class RRefSession:
             self.agent.submit(effects.freed.clear)
         return result
 
-    def _hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
+    def _hear(self, kind: int, source: int, value: tuple[Any, ...], _: object) -> None:
         self.perform(self.lifetime.hear, kind, source, value, in_loop=True)
 
     def _forget(self, rank: int, failure: Exception) -> None:
         self.perform(self.lifetime.forget, rank, failure, in_loop=True)
-
-    # -- forks --------------------------------------------------------------------------------------
 
     def finalize(self, fork: Fork) -> None:
         """The RRef object of this fork is gone. Safe in a finalizer: only queues a notice."""
@@ -105,12 +101,6 @@ class RRefSession:
         if all(fork.confirmed for fork in forks) or self.perform(self.lifetime.used.when_confirmed, forks, then):
             then()
 
-    def release_all(self) -> None:
-        """Take away all RRefs of other workers' values, held or not, and tell their owners. Not in the loop."""
-        self.perform(self.lifetime.drop_all)
-
-    # -- owned values -------------------------------------------------------------------------------
-
     def when_settled(self, entry: OwnedValue, then: Callable[[], None]) -> None:
         """Call `then` when the entry is settled: now, or in the thread that settles it."""
         if entry.settled:
@@ -120,11 +110,11 @@ class RRefSession:
 
     def wait(self, entry: OwnedValue, seconds: float | None = None) -> bool:
         """Block until the entry is settled; False if the time was over before."""
-        if not entry.settled:
-            settled = threading.Event()
-            self.when_settled(entry, settled.set)
-            return settled.wait(seconds)
-        return True
+        if entry.settled:
+            return True
+        settled = threading.Event()
+        self.when_settled(entry, settled.set)
+        return settled.wait(seconds)
 
     def settle(self, entry: OwnedValue, value: Any = None, failure: Any = None) -> None:
         """The value is computed, or will never be. In the thread that computed it."""
@@ -134,11 +124,8 @@ class RRefSession:
 
     def local(self, value: Any) -> OwnedValue:
         """Return the entry of a value that exists; it is in no table before it is sent."""
-        entry = OwnedValue(self.lifetime.new_id())
-        entry.created = entry.settled = True
-        entry.value = value
-        entry.events = self.agent.devices.ready_events()
-        return entry
+        events = self.agent.devices.ready_events()
+        return OwnedValue(self.lifetime.new_id(), created=True, settled=True, value=value, events=events)
 
     def end(self) -> None:
         """From now on RRefs of this session raise, and values that are not computed will never be."""
@@ -149,13 +136,10 @@ class RRefSession:
         self.lifetime.owned.entries.clear()
         self.lifetime.used.forks.clear()
 
-    # -- statistics ---------------------------------------------------------------------------------
-
     def live(self) -> list[LiveRRef]:
         """Return the values in this worker's table, ordered by name."""
         with self._lock:
-            entries = sorted(self.lifetime.owned.entries.values(), key=lambda entry: entry.id)
-            return [self._describe(entry) for entry in entries]
+            return [self._describe(entry) for _, entry in sorted(self.lifetime.owned.entries.items())]
 
     def debug_info(self) -> dict[str, str]:
         """Return counts under torch's names; num_user_rrefs is hvlike's own."""

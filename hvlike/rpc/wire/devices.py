@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hvlike.backends.cuda.runtime import Event, runtime_of
+from hvlike.backends.cuda.runtime import runtime_of
 from hvlike.errors import RpcError, UsageError
 
 DeviceMap: TypeAlias = dict[torch.device, torch.device]
@@ -29,9 +29,6 @@ class DeviceOffer(NamedTuple):
     """How many it has."""
     maps: dict[str, DeviceMap]
     """Its device map for each worker that it calls, by name."""
-
-
-NO_DEVICES = DeviceOffer(0, {})
 
 
 def device_of(what: str, given: object) -> torch.device:
@@ -68,11 +65,6 @@ def parse_map(what: str, given: Mapping[Any, Any], before: Mapping[torch.device,
     return whole
 
 
-def inverse(device_map: Mapping[torch.device, torch.device]) -> DeviceMap:
-    """Return the map of the opposite direction."""
-    return {target: source for source, target in device_map.items()}
-
-
 def check_offers(names: Sequence[str], offers: Sequence[DeviceOffer]) -> str:
     """Return what is wrong with the maps of all workers (the same text on each), or an empty string."""
     place = {name: rank for rank, name in enumerate(names)}
@@ -88,8 +80,8 @@ def check_offers(names: Sequence[str], offers: Sequence[DeviceOffer]) -> str:
 
 
 def _missing(what: str, devices: Iterable[torch.device], count: int, owner: str) -> list[str]:
-    found = f"it has {count or 'none'}"
-    return [f"{what} {each}, which {owner} has not ({found})" for each in devices if each.index >= count]
+    has = f"which {owner} has not (it has {count or 'none'})"
+    return [f"{what} {each}, {has}" for each in devices if each.index >= count]
 
 
 class ReadyEvents:
@@ -99,18 +91,13 @@ class ReadyEvents:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         """Record an event in this thread's current stream of each device."""
-        self._events: list[tuple[torch.device, Event]] = []
-        for device in devices:
-            runtime = runtime_of(device.type)
-            if runtime is not None:
-                self._events.append((device, runtime.record(runtime.current_stream(device))))
+        runtimes = [(runtime, device) for device in devices if (runtime := runtime_of(device.type)) is not None]
+        self._events = [(each, device, each.record(each.current_stream(device))) for each, device in runtimes]
 
     def follow(self) -> None:
         """Make this thread's current streams wait for the events. The host does not wait."""
-        for device, event in self._events:
-            runtime = runtime_of(device.type)
-            if runtime is not None:
-                runtime.wait(runtime.current_stream(device), event)
+        for runtime, device, event in self._events:
+            runtime.wait(runtime.current_stream(device), event)
 
 
 class DeviceMaps:
@@ -126,7 +113,9 @@ class DeviceMaps:
         self.requests: dict[int, DeviceMap] = {other: maps[name] for other, name in enumerate(names) if name in maps}
         """Where tensors in arguments go, by the callee's rank."""
         self.replies: dict[int, DeviceMap] = {
-            other: inverse(offer.maps[me]) for other, offer in enumerate(offers) if me in offer.maps
+            other: {there: here for here, there in offer.maps[me].items()}
+            for other, offer in enumerate(offers)
+            if me in offer.maps
         }
         """Where tensors in results go, by the caller's rank."""
         # Tensors that a worker sends to itself stay on their device, unless its maps say otherwise.
@@ -162,13 +151,3 @@ def target_device(tensor: Tensor, device_map: Mapping[torch.device, torch.device
             f"available for {tensor.device}{known}."
         )
     return target
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, with the same strides where they leave no gaps. Waits for the device."""
-    return tensor.detach().to("cpu")
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy on a device, made on the current stream; the tensor may change afterwards."""
-    return tensor.to(device)

@@ -184,41 +184,27 @@ class Packed(NamedTuple):
         return NO_CONTEXT if self.note is None else self.note[0]
 
 
+@dataclass(eq=False, slots=True)
 class Request:
-    """A request on the worker that serves it. Exactly one of `answer` and `fail` is called, once."""
+    """A request on the worker that serves it."""
 
-    __slots__ = ("about", "answers_last", "came", "kind", "number", "packed", "respond", "source")
+    source: int
+    """Rank of the caller."""
+    number: int
+    """The caller's number of this call."""
+    kind: int
+    packed: Packed
+    came: float
+    """When it arrived, in seconds of time.monotonic()."""
+    respond: Callable[[Request, Packed | BaseException | Description], None]
+    about: object = ""
+    """The requested function, once it is known, or words; for reports (see describe_subject)."""
+    answers_last: bool = False
+    """True if answering is the last thing the handler does in its thread.
 
-    def __init__(
-        self,
-        source: int,
-        number: int,
-        kind: int,
-        packed: Packed,
-        came: float,
-        respond: Callable[[Request, Packed | BaseException | Description], None],
-    ) -> None:
-        self.source = source
-        """Rank of the caller."""
-        self.number = number
-        """The caller's number of this call."""
-        self.kind = kind
-        self.packed = packed
-        self.came = came
-        """When it arrived, in seconds of time.monotonic()."""
-        self.about: object = ""
-        """The requested function, once it is known, or words; for reports (see describe_subject)."""
-        self.answers_last = False
-        """True if answering is the last thing the handler does in its thread.
+    The thread then sends the reply when it drives the loop again, and is there for the caller's next message.
+    """
 
-        The thread then sends the reply when it drives the loop again, and is there for the caller's next message.
-        """
-        self.respond = respond
-
-    def answer(self, packed: Packed) -> None:
-        """Send the result. From any thread. The storages must not change until they are sent."""
-        self.respond(self, packed)
-
-    def fail(self, error: BaseException | Description) -> None:
-        """Send an exception, or its description. From any thread."""
-        self.respond(self, error)
+    def answer(self, result: Packed | BaseException | Description) -> None:
+        """Send the result or an exception, once. From any thread. Storages must not change until they are sent."""
+        self.respond(self, result)

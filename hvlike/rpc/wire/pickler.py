@@ -21,7 +21,8 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -45,7 +46,6 @@ from hvlike.rpc.wire.tensors import (
 )
 
 T = TypeVar("T")
-NO_MAP: Mapping[torch.device, torch.device] = MappingProxyType({})
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a class of carry_ahead, and the numbers of an object."""
 
@@ -63,59 +63,40 @@ _THE_INCOMING = pickle.PickleBuffer(bytearray(1))
 """Stands for the message's Incoming in the stream; see THE_TENSOR."""
 
 
+@dataclass(eq=False, slots=True)
 class Outgoing:
-    """One message being packed.
+    """One message being packed."""
 
-    Args:
-        destination: Rank of the receiver.
-        cloudpickle: Send lambdas and local functions too, with the package cloudpickle.
-        context: Id of the autograd context that the message belongs to.
-        about: The function that it calls or answers, or words; for reports.
-        records: Whether gradients may come back for its tensors.
-        device_map: Where GPU tensors go.
-        what: The message in words, for the error about a GPU tensor that has nowhere to go.
-    """
-
-    __slots__ = ("about", "cloudpickle", "context", "destination", "device_map", "graded", "records", "undo", "what")
-
-    def __init__(
-        self,
-        destination: int,
-        *,
-        cloudpickle: bool = False,
-        context: int = NO_CONTEXT,
-        about: object = "",
-        records: bool = True,
-        device_map: Mapping[torch.device, torch.device] = NO_MAP,
-        what: str = "Message",
-    ) -> None:
-        self.destination = destination
-        self.cloudpickle = cloudpickle
-        self.context = context
-        self.about = about
-        self.records = records
-        self.device_map = device_map
-        self.what = what
-        self.graded: list[Tensor] = []
-        """The tensors of the message that require grad, each once, in order of appearance."""
-        self.undo: list[Callable[[], None]] = []
-        """Called in reverse order if packing fails."""
+    destination: int
+    """Rank of the receiver."""
+    cloudpickle: bool = False
+    """Send lambdas and local functions too, with the package cloudpickle."""
+    context: int = NO_CONTEXT
+    """Id of the autograd context that the message belongs to."""
+    about: object = ""
+    """The function that it calls or answers, or words; for reports."""
+    records: bool = True
+    """Whether gradients may come back for its tensors."""
+    device_map: Mapping[torch.device, torch.device] = field(default_factory=dict)
+    """Where GPU tensors go."""
+    what: str = "Message"
+    """The message in words, for the error about a GPU tensor that has nowhere to go."""
+    graded: list[Tensor] = field(default_factory=list)
+    """The tensors of the message that require grad, each once, in order of appearance."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """Called in reverse order if packing fails."""
 
 
+@dataclass(eq=False, slots=True)
 class Incoming:
-    """One message being opened; `source` is the sender's rank."""
+    """One message being opened."""
 
-    __slots__ = ("graded", "rrefs", "source")
-
-    def __init__(self, source: int) -> None:
-        self.source = source
-        self.graded: Sequence[Tensor] = []
-        """The received copies of the sender's `Outgoing.graded`, in the same order.
-
-        They are leaves that require grad, or in an autograd context what replaces them.
-        """
-        self.rrefs: list[Any] = []
-        """The RRefs in the message; the function that restores them adds them."""
+    source: int
+    """The sender's rank."""
+    graded: Sequence[Tensor] = ()
+    """The received copies of `Outgoing.graded`: leaves, or in an autograd context what replaces them."""
+    rrefs: list[Any] = field(default_factory=list)
+    """The RRefs in the message; the function that restores them adds them."""
 
 
 def pack(value: Any, outgoing: Outgoing) -> Packed:
@@ -224,15 +205,6 @@ class Pickler(pickle.Pickler):
     """pickle.Pickler, whose instances take attributes."""
 
 
-class _Chunks:
-    """The part of a file that a pickler needs."""
-
-    __slots__ = ("write",)
-
-    def __init__(self, chunks: list[bytes | memoryview]) -> None:
-        self.write = chunks.append
-
-
 class MessagePickler:
     """A pickler, and what it finds in a message that travels beside the stream. Packs one message at a time."""
 
@@ -250,7 +222,9 @@ class MessagePickler:
         self.targets: dict[int, str] = {}
         """The devices that the receiver moves tensors to, by place."""
         self._chunks: list[bytes | memoryview] = []
-        self._pickler = pickler(_Chunks(self._chunks), _PROTOCOL, buffer_callback=self._keep_in_band)
+        self._pickler = pickler(
+            SimpleNamespace(write=self._chunks.append), _PROTOCOL, buffer_callback=self._keep_in_band
+        )
         theirs = getattr(self._pickler, "reducer_override", None)
         self._pickler.reducer_override = self._reduce if theirs is None else lambda obj: self._reduce(obj, theirs)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hvlike.errors import RpcError, UsageError
-from hvlike.rpc.wire.devices import target_device, to_host
+from hvlike.rpc.wire.devices import target_device
 from hvlike.rpc.wire.tensors import NAMES, PARAMETER, REQUIRES_GRAD, SPARSE_LAYOUTS, SPARSE_PART, split_sparse
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ def _add(pickler: MessagePickler, tensor: Tensor, flags: int) -> None:
             pickler.originals[place] = tensor
         if tensor.requires_grad:
             flags |= REQUIRES_GRAD
-        tensor = to_host(tensor)
+        # Waits for the device. Strides stay where they leave no gaps.
+        tensor = tensor.detach().to("cpu")
     pickler.items.append((tensor, flags))
 
 

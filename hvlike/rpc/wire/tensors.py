@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hvlike.errors import RpcError
-from hvlike.rpc.wire.devices import to_device
 
 Row: TypeAlias = tuple[int, str, int, tuple[int, ...], tuple[int, ...], int]
 """Place, dtype, offset in elements, shape, strides in elements, flags.
@@ -52,25 +53,21 @@ NAMES = {
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
-_empty: dict[str, Tensor] = {}
-"""An empty CPU tensor of each dtype met so far: its `new_empty` is the fastest way to make a tensor."""
 
 
+@dataclass(eq=False, slots=True)
 class _Span:
     """The bytes of one storage that a message needs."""
 
-    __slots__ = ("memory", "place", "start", "stop", "tensors", "used")
-
-    def __init__(self, memory: torch.UntypedStorage, start: int, stop: int, used: int) -> None:
-        self.memory = memory
-        self.start = start
-        self.stop = stop
-        self.used = used
-        """Bytes of its tensors' elements."""
-        self.tensors = 1
-        """How many tensors it holds."""
-        self.place: int | None = None
-        """Its place in the message, once that is known."""
+    memory: torch.UntypedStorage
+    start: int
+    stop: int
+    used: int
+    """Bytes of its tensors' elements."""
+    tensors: int = 1
+    """How many tensors it holds."""
+    place: int | None = None
+    """Its place in the message, once that is known."""
 
     @property
     def scattered(self) -> bool:
@@ -219,7 +216,7 @@ def build(row: Row, memory: ReceivedMemory, device: str | None = None) -> Any:
     _, name, _, _, _, flags = row
     tensor = memory.elements(row, _template(name))
     if device is not None:
-        tensor = to_device(tensor, device)
+        tensor = tensor.to(device)
     flags &= ~(OWN_MEMORY | SPARSE_PART)
     if not flags:
         return tensor
@@ -234,14 +231,13 @@ def build(row: Row, memory: ReceivedMemory, device: str | None = None) -> Any:
     return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
 
 
+@cache
 def _template(name: str) -> Tensor:
-    template = _empty.get(name)
-    if template is None:
-        dtype = _DTYPES.get(name)
-        if dtype is None:
-            raise RpcError(f"A tensor of dtype {name} arrived, which torch {torch.__version__} here does not know.")
-        template = _empty[name] = torch.empty(0, dtype=dtype, device="cpu")
-    return template
+    """Return an empty CPU tensor of a dtype: its `new_empty` is the fastest way to make a tensor."""
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise RpcError(f"A tensor of dtype {name} arrived, which torch {torch.__version__} here does not know.")
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 SparseRow: TypeAlias = tuple[str, tuple[int, ...], bool, bool]
@@ -276,14 +272,7 @@ def assemble_sparse(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
         )
         return tensor.requires_grad_(graded)
     compressed, plain, values = parts
-    layout = getattr(torch, name)
+    layout, device = getattr(torch, name), values.device
     return torch.sparse_compressed_tensor(
-        compressed,
-        plain,
-        values,
-        shape,
-        layout=layout,
-        check_invariants=False,
-        requires_grad=graded,
-        device=values.device,
+        compressed, plain, values, shape, layout=layout, check_invariants=False, requires_grad=graded, device=device
     )

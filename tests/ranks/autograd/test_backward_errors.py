@@ -179,7 +179,7 @@ def wait_for_runs(context: int) -> None:
 
 def ignore_backwards() -> None:
     """This worker takes no part in backwards until the end of the session, and nobody knows."""
-    current_agent().take(BACKWARD_MESSAGE, lambda source, wire, storages: None)
+    current_agent().hear(BACKWARD_MESSAGE, lambda source, wire, storages: None)
 
 
 @pytest.mark.mpi(min_size=2)

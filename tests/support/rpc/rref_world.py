@@ -163,7 +163,7 @@ class World:
             assert self.workers[fork.owner].owned.entries[fork.rref].holders[fork.id].registered
 
     def _fetch(self, fork: Fork, rank: int) -> None:
-        entry = self.workers[fork.owner].owned.fetched(fork.rref, fork.id, rank)
+        entry = self.workers[fork.owner].owned.note(fork.rref, fork.id, rank, fetched=True)
         self.workers[fork.owner].owned.when_settled(entry, self._answered)
         self._carry_out(fork.owner)
 

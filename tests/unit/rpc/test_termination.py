@@ -6,11 +6,13 @@ Simulated: messages wait in one heap and are delivered in random order; work tha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent.termination import Report, Termination, Wave, is_quiet, totals
+from hvlike.rpc.agent.routing import IDLE_REPORT
+from hvlike.rpc.agent.shutdown import Report, Termination, is_quiet, totals
 
 
 class Network:
@@ -46,20 +48,17 @@ class SimulatedWorker:
         self.received = [0] * size
         self._busy = 0
         self._network = network
-        self.termination = Termination(self)
+        self.termination = Termination(self, self.tell, self.later)
 
     @property
     def is_idle(self) -> bool:
         return not self._busy
 
-    def counts(self, ranks: Collection[int]) -> tuple[int, int]:
-        return sum(self.sent[rank] for rank in ranks), sum(self.received[rank] for rank in ranks)
-
-    def send_report(self, rank: int, wave: Wave, report: Report) -> None:
-        self._to(rank, lambda worker: worker.termination.hear_report(self.rank, wave, report))
-
-    def send_result(self, rank: int, wave: Wave, over: bool) -> None:
-        self._to(rank, lambda worker: worker.termination.hear_result(wave, over))
+    def tell(self, rank: int, what: int, *rest: Any) -> None:
+        if what == IDLE_REPORT:
+            self._to(rank, lambda worker: worker.termination.hear_report(self.rank, *rest))
+        else:
+            self._to(rank, lambda worker: worker.termination.hear_result(*rest))
 
     def later(self, check: Callable[[], None], waves: int) -> None:
         assert waves < 1000

@@ -71,13 +71,14 @@ def test_shutdown_frees_what_is_still_held(
 def test_leaks_are_named_where_they_are_looked_for(
     rpc: ModuleType, hvd: ModuleType, peer: int, session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hvlike.rpc.rrefs.session import RRefSession, checks_leaks
+    from hvlike.rpc.rrefs.lifetime import Lifetime
+    from hvlike.rpc.rrefs.session import checks_leaks
 
     rref = rpc.remote(peer, give_back, ([1],))
     rref.to_here()
     hvd.barrier()
     assert checks_leaks()
-    monkeypatch.setattr(RRefSession, "release_all", lambda session: None)
+    monkeypatch.setattr(Lifetime, "drop_all", lambda lifetime: None)
     if rref.is_owner():
         rpc.shutdown()
     else:
