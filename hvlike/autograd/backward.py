@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from hvlike.autograd.backward_pass import BackwardPass
-from hvlike.autograd.context import DistributedContext, IdGenerator, rank_of_id
-from hvlike.autograd.contexts import Contexts, contexts
+from hvlike.autograd.context import DistributedContext, new_ids, rank_of_id
+from hvlike.autograd.contexts import contexts
 from hvlike.autograd.local_backward import Roots
 from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, encode, heading_of, opens
 from hvlike.autograd.protocol import BackwardMessage, Mode, Phase
@@ -43,10 +43,9 @@ class _OfContext:
 class BackwardTable:
     """The backwards of one session. Takes their messages."""
 
-    def __init__(self, agent: Agent, contexts: Contexts) -> None:
+    def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._contexts = contexts
-        self._numbers = IdGenerator(agent.rank)
+        self._numbers = new_ids(agent.rank)
         self._lock = threading.Lock()
         self._by_context: dict[int, _OfContext] = {}
         agent.hear(BACKWARD_MESSAGE, self._take)
@@ -55,7 +54,7 @@ class BackwardTable:
     def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:
         """Begin a backward whose root is this worker."""
         with self._lock:
-            number = self._numbers.new()
+            number = next(self._numbers)
             passes = self._by_context.setdefault(context.id, _OfContext()).passes
             oldest = min((each for each in passes if rank_of_id(each) == self.agent.rank), default=number)
             heading = Heading(context.id, number, oldest, mode, retain_graph)
@@ -65,7 +64,7 @@ class BackwardTable:
     def forget(self, ended: BackwardPass) -> None:
         """Nothing more comes of a backward. From any thread."""
         heading = ended.heading
-        ended.context.disengage(heading.number)
+        ended.context.disengage(ended)
         with self._lock:
             known = self._by_context.get(heading.context)
             if known is not None:
@@ -73,14 +72,10 @@ class BackwardTable:
                 if not known.passes:
                     del self._by_context[heading.context]
 
-    def is_live(self, context: DistributedContext) -> bool:
-        """Whether the context has not been released."""
-        return self._contexts.get(context.id) is context
-
-    def end(self, error: str) -> None:
+    def end(self) -> None:
         """The session is over."""
         for each in self._all():
-            each.fail(error)
+            each.fail("RPC has been shut down while this was in flight.")
         self._by_context.clear()
 
     # -- in the loop --------------------------------------------------------------------------
@@ -100,8 +95,8 @@ class BackwardTable:
         if root == self.agent.rank:
             return None
         # The message that is to make the context known here may still wait for a thread.
-        self._contexts.came((heading.context, NO_MESSAGE), source, ())
-        context = self._contexts.get(heading.context)
+        contexts.came((heading.context, NO_MESSAGE), source, ())
+        context = contexts.get(heading.context)
         if context is None:
             answer = BackwardMessage(error=f"Error on Node {self.agent.rank}: {unknown_context(heading.context)}")
             self.agent.post(source, BACKWARD_MESSAGE, *encode(heading, answer, source))
@@ -124,10 +119,6 @@ class BackwardTable:
     def _all(self) -> list[BackwardPass]:
         with self._lock:
             return [each for known in self._by_context.values() for each in known.passes.values()]
-
-
-class _Session:
-    table: BackwardTable | None = None
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False, mode: str = "safe") -> None:
@@ -167,7 +158,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     agent = current_agent()
     context = contexts.find(number)
     edges = _edges(tensors)
-    table = _Session.table
+    table: BackwardTable | None = contexts.backwards
     if table is None:
         raise RpcError("RPC has been shut down.")
     begun = table.begin(context, edges, _MODES[mode], bool(retain_graph))
@@ -223,16 +214,5 @@ def _edges(tensors: list[Tensor]) -> Roots:
     return edges
 
 
-def _begin_session(agent: Agent) -> None:
-    _Session.table = BackwardTable(agent, contexts)
-
-
-def _end_session() -> None:
-    table, _Session.table = _Session.table, None
-    if table is not None:
-        table.end("RPC has been shut down while this was in flight.")
-
-
-contexts.when_session_begins.append(_begin_session)
-contexts.when_session_ends.append(_end_session)
+contexts.new_backwards = BackwardTable
 contexts.run_backward = backward

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hvlike.autograd.context import DistributedContext, Recv
-from hvlike.autograd.contexts import MESSAGES_ROW
+from hvlike.autograd.contexts import MESSAGES_ROW, contexts
 from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward, Roots
 from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, decode, encode
-from hvlike.autograd.protocol import BackwardMessage, BackwardState, Gradients, Phase
+from hvlike.autograd.protocol import BackwardMessage, BackwardState, Phase
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.profiling import TimelineRow
 
@@ -45,7 +45,11 @@ class BackwardPass:
         recorder = agent.fabric.recorder
         self._trace = BackwardTrace(recorder, heading) if recorder.on else None
         machine = LocalBackward(
-            context, roots, self._emit, key=heading.number, listener=self, retain_graph=heading.retain_graph
+            context,
+            roots,
+            lambda *emitted: self.state.emit(*emitted),
+            listener=self,
+            retain_graph=heading.retain_graph,
         )
         self._machine: LocalBackward | None = machine
         """None when the backward is over: the machine refers to a part of the graph."""
@@ -120,7 +124,7 @@ class BackwardPass:
             self._events.append(event)
             if self._has_thread:
                 if wake_root and self._is_root:
-                    self._agent.fabric.loop.post(_do_nothing)
+                    self._agent.fabric.loop.post(lambda: None)
                 return
             self._has_thread = True
         self._agent.submit(self._handle_burst)
@@ -147,7 +151,7 @@ class BackwardPass:
         if self._trace is not None and state.is_over:
             self._trace.end(state.error)
             self._trace = None
-        if state.phase is Phase.FAILED and not self._table.is_live(self.context):
+        if state.phase is Phase.FAILED and contexts.get(self.context.id) is not self.context:
             self._table.forget(self)
 
     def _take_events(self) -> None:
@@ -189,9 +193,6 @@ class BackwardPass:
             self._trace.show_gradients(message, source=source)
         self.state.receive(source, message)
 
-    def _emit(self, recv: int, rank: int, gradients: Gradients | None) -> None:
-        self.state.emit(recv, rank, gradients)
-
 
 class BackwardTrace:
     """One backward on one worker in the timeline.
@@ -229,7 +230,3 @@ class BackwardTrace:
         """The backward has ended on this worker."""
         self._row.end({"error": error} if error is not None else None)
         self._row.leave()
-
-
-def _do_nothing() -> None:
-    """Makes the loop turn once."""

@@ -12,7 +12,7 @@ Contexts, messages and backwards have ids that are unique in a session: the rank
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,15 +35,9 @@ _COUNTER_BITS = 48
 """Of an id; the rank is above them."""
 
 
-class IdGenerator:
-    """Makes the ids of one worker, in ascending order. From any thread."""
-
-    def __init__(self, rank: int, first: int = 0) -> None:
-        self._numbers = count((rank << _COUNTER_BITS) + first)
-
-    def new(self) -> int:
-        """Return the next id."""
-        return next(self._numbers)
+def new_ids(rank: int, first: int = 0) -> Iterator[int]:
+    """Return the ids of one worker, in ascending order. From any thread."""
+    return count((rank << _COUNTER_BITS) + first)
 
 
 def ids_end(rank: int) -> int:
@@ -52,14 +46,12 @@ def ids_end(rank: int) -> int:
 
 
 def rank_of_id(identifier: int) -> int:
-    """Return the rank that made this id."""
     return identifier >> _COUNTER_BITS
 
 
 def id_in_words(identifier: int) -> str:
     """Return the rank that made this id, and its number there."""
-    rank = rank_of_id(identifier)
-    return f"{rank}.{identifier - (rank << _COUNTER_BITS)}"
+    return f"{rank_of_id(identifier)}.{identifier % (1 << _COUNTER_BITS)}"
 
 
 @dataclass(eq=False)
@@ -101,16 +93,6 @@ def new_send(message: int, rank: int, about: str, tensors: Sequence[Tensor]) -> 
     edges, owners = zip(*map(_edge_of, tensors), strict=True)
     devices = () if all(tensor.is_cpu for tensor in tensors) else tuple(tensor.device for tensor in tensors)
     return Send(message, rank, about, list(edges), list(owners), devices)
-
-
-def new_recv(message: int, rank: int, count: int) -> Recv:
-    """The recv of a message that is opened now."""
-    return Recv(message, rank, count, torch.empty(0, device="cpu", requires_grad=True))
-
-
-def attach(recv: Recv, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Make the Receive function the source of the tensors of a message."""
-    return _attach(recv.dummy, recv, tensors)
 
 
 def _edge_of(tensor: Tensor) -> tuple[GradientEdge, object]:
@@ -157,7 +139,7 @@ class DistributedContext:
     """What the last backward has run on this worker, in this order; for `draw`."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
-    backwards: dict[object, ContextListener] = field(default_factory=dict)
+    backwards: list[ContextListener] = field(default_factory=list)
     ahead: LocalGraph | None = None
     """What was scanned of the graph before a backward asks for it; at most what the sends lead to."""
     _unscanned: list[Send] = field(default_factory=list)
@@ -176,14 +158,14 @@ class DistributedContext:
         tensors: leaves that require grad and that nobody has seen yet. Where grad mode is off they stay what they are,
         and no gradient ever comes to the message.
         """
-        recv = new_recv(message, rank, len(tensors))
+        recv = Recv(message, rank, len(tensors), torch.empty(0, device="cpu", requires_grad=True))
         if tensors and torch.is_grad_enabled():
             # A view as the output of a function of its own could not be changed in place.
             own = [tensor.detach().clone() if tensor._is_view() else tensor for tensor in tensors]
-            tensors = attach(recv, own)
+            tensors = _attach(recv.dummy, recv, own)
         with self._records:
             self.recvs[message] = recv
-            backwards = list(self.backwards.values())
+            backwards = list(self.backwards)
         for backward in backwards:
             backward.recorded(recv)
         return tensors
@@ -205,23 +187,22 @@ class DistributedContext:
         finally:
             self.lock.release()
 
-    def engage(
-        self, key: object, backward: ContextListener
-    ) -> tuple[dict[int, Send], dict[int, Recv], LocalGraph | None]:
+    def engage(self, backward: ContextListener) -> tuple[dict[int, Send], dict[int, Recv], LocalGraph | None]:
         """A backward begins. Returns copies of what is recorded now, and what was scanned. With the lock held.
 
         The backward is told of everything that is recorded later.
         """
         with self._records:
-            self.backwards[key] = backward
+            self.backwards.append(backward)
             ahead, self.ahead = self.ahead, None
             self._unscanned.clear()
             return dict(self.sends), dict(self.recvs), ahead
 
-    def disengage(self, key: object) -> None:
+    def disengage(self, backward: ContextListener) -> None:
         """A backward has ended on this worker, well or badly."""
         with self._records:
-            self.backwards.pop(key, None)
+            if backward in self.backwards:
+                self.backwards.remove(backward)
 
     def withdraw(self, message: int) -> None:
         """Forget a send: its message was dropped unopened."""
@@ -229,7 +210,7 @@ class DistributedContext:
             is_known = self.sends.pop(message, None) is not None
             # It may lead to this send: a backward would wait for what never comes.
             self.ahead = None
-            backwards = list(self.backwards.values())
+            backwards = list(self.backwards)
         if is_known:
             for backward in backwards:
                 backward.withdrawn(message)
@@ -237,6 +218,6 @@ class DistributedContext:
     def release(self) -> None:
         """The context is over: tell backwards that run. What it holds is freed with the last reference to it."""
         with self._records:
-            backwards = list(self.backwards.values())
+            backwards = list(self.backwards)
         for backward in backwards:
             backward.released()

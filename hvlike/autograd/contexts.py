@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
 
-from hvlike.autograd.context import DistributedContext, IdGenerator, ids_end, new_send, rank_of_id
+from hvlike.autograd.context import DistributedContext, ids_end, new_ids, new_send, rank_of_id
 from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.wire.autograd_hooks import (
@@ -71,12 +72,11 @@ class Contexts:
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        self.when_session_begins: list[Callable[[Agent], None]] = []
-        """Called before the agent takes messages."""
-        self.when_session_ends: list[Callable[[], None]] = []
-        """Called while the contexts are still there."""
-        self.run_backward: Callable[[int, list[Tensor], bool], None] | None = None
-        """Set by hvlike.autograd.backward."""
+        self.backwards: Any = None
+        """The BackwardTable of the session."""
+        self.new_backwards: Callable[[Agent], Any]
+        self.run_backward: Callable[[int, list[Tensor], bool], None]
+        """Set by hvlike.autograd.backward, both."""
         self._rank = -1
         self._lock = threading.Lock()
         self._contexts: dict[int, DistributedContext] = {}
@@ -93,18 +93,17 @@ class Contexts:
         if self._rank != agent.rank:
             # Kept from session to session: a thread that outlives its session finds no context of the next one.
             self._rank = agent.rank
-            self._context_ids = IdGenerator(agent.rank)
-            self._message_ids = IdGenerator(agent.rank, NO_MESSAGE + 1)
+            self._context_ids = new_ids(agent.rank)
+            self._message_ids = new_ids(agent.rank, NO_MESSAGE + 1)
         agent.hear(RELEASE, self._hear_release)
         agent.hear(WITHDRAW, self._hear_withdrawal)
         agent.when_lost.append(self._lose)
-        for hook in self.when_session_begins:
-            hook(agent)
+        self.backwards = self.new_backwards(agent)
 
     def end(self) -> None:
         """The session has ended on this worker, and all contexts with it."""
-        for hook in self.when_session_ends:
-            hook()
+        backwards, self.backwards = self.backwards, None
+        backwards.end()
         with self._lock:
             left = list(self._contexts.values())
             self.agent = None
@@ -119,7 +118,7 @@ class Contexts:
     def create(self) -> DistributedContext:
         """Create a context, which lives until it is released here."""
         with self._lock:
-            made = DistributedContext(self._context_ids.new())
+            made = DistributedContext(next(self._context_ids))
             self._contexts[made.id] = made
             self._own[made.id] = None
             self._last = made.id
@@ -163,8 +162,6 @@ class Contexts:
 
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
         """See hvlike.autograd.backward."""
-        if self.run_backward is None:
-            raise unknown_context(context)
         self.run_backward(context, roots, retain_graph)
 
     # -- messages -----------------------------------------------------------------------------
@@ -179,7 +176,7 @@ class Contexts:
             found.reached.add(rank)
         if not graded:
             return context, NO_MESSAGE
-        message = self._message_ids.new()
+        message = next(self._message_ids)
         found.record_send(new_send(message, rank, about, graded))
         if self.agent is not None and (recorder := self.agent.fabric.recorder).on:
             shown = {"context": context, "message": message, "to": rank, "tensors": len(graded)}
@@ -217,7 +214,7 @@ class Contexts:
         creator = rank_of_id(context)
         return creator == self._rank or context in self._released.get(creator, ())
 
-    def _hear_release(self, source: int, value: tuple[int, int], _: object) -> None:
+    def _hear_release(self, source: int, value: tuple[int, int], _: object = None) -> None:
         """In the loop."""
         context, oldest = value
         creator = rank_of_id(context)
@@ -252,7 +249,7 @@ class Contexts:
         if found and self.agent is not None:
             self.agent.submit(found.clear)
 
-    def _hear_withdrawal(self, source: int, value: Note, _: object) -> None:
+    def _hear_withdrawal(self, source: int, value: Note, _: object = None) -> None:
         """In the loop."""
         found = self._contexts.get(value[0])
         if found is not None and self.agent is not None:

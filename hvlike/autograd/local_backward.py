@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ class LocalBackward:
         roots: Roots,
         emit: Emit,
         *,
-        key: object,
         listener: ContextListener,
         retain_graph: bool = False,
     ) -> None:
@@ -52,14 +52,13 @@ class LocalBackward:
         emit: called exactly once for each recv, in any thread and from inside of autograd's engine, so it may only put
         things into a queue. Gradients of None: this backward does not lead to the recv; a list of nothing but None: it
         does, and no gradient came.
-        key, listener: what the context knows this backward by, and tells what happens.
+        listener: what the context tells what happens.
         """
         self.segments: list[SegmentRecord] = []
         """What has run, in this order."""
         self._context = context
         self._roots = roots
         self._emit = emit
-        self._key = key
         self._listener = listener
         self._retain_graph = retain_graph
         self._through_modules = Collected(context.gradients)
@@ -194,7 +193,7 @@ class LocalBackward:
     # -- within ---------------------------------------------------------------------------------
 
     def _engage_in_context(self) -> LocalGraph | None:
-        self._sends, self._recvs, ahead = self._context.engage(self._key, self._listener)
+        self._sends, self._recvs, ahead = self._context.engage(self._listener)
         return ahead
 
     def _clear(self, graph: LocalGraph, ready: Sequence[Node]) -> None:
@@ -241,7 +240,9 @@ class LocalBackward:
             recv.deliver = self._deliver
         try:
             outputs = take_values(self._values, chosen.nodes)
-            captured = run_engine(outputs, inputs, chosen.boundaries, graph.scan.edges, self._catch, self._retain_graph)
+            # What comes to nodes that do not run yet is kept.
+            keep = partial(add_value, self._values)
+            captured = run_engine(outputs, inputs, chosen.boundaries, graph.scan.edges, keep, self._retain_graph)
         finally:
             for recv in recvs:
                 recv.deliver = None
@@ -266,10 +267,6 @@ class LocalBackward:
             # Gradients on a GPU travel as copies in host memory.
             travelling = [each if each is None or each.is_cpu else each.detach().cpu() for each in gradients]
             self._emit(recv.id, recv.rank, travelling)
-
-    def _catch(self, node: Node, number: int, gradient: Tensor) -> None:
-        """Keep a gradient of a node that does not run yet."""
-        add_value(self._values, node, number, gradient)
 
     def _keep(
         self, graph: LocalGraph, captured: list[Tensor | None], partial: Sequence[Node], leaves: Sequence[Node]

@@ -8,18 +8,27 @@ where this backward does not lead to them. So no worker waits for ever.
     FAST    the same, but a send that gets None is an error
     SMART   the sends that the backward leads to are marked first; only these count and are answered
 
+    root            When is a backward over? The first worker that asks another one to take part becomes its parent. A
+    |-- a           worker reports "done" to its parent when its own part is finished and all workers that it has asked
+    |   '-- c       have reported. A worker that takes part already answers "done" at once. So the root is the last.
+    '-- b
+
+Marks of SMART spread from the root along the messages. Each message with marks is acknowledged once all messages that
+it has caused have been. A worker with unacknowledged messages acknowledges further ones at once, and the first one at
+the end; after that it may be reached again. When the root has all acknowledgements, everything is marked.
+
 A worker with an error reports it to its parent, up to the root, and aborts all workers that it has sent anything to.
+
+Source: E. W. Dijkstra and C. S. Scholten, Termination detection for diffusing computations, 1980.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from hvlike.autograd.termination import Marking, Termination
 
 Gradients = Sequence[Any]
 """Of the tensors of one send, in order. None stands for a tensor that got no gradient."""
@@ -73,30 +82,20 @@ class Phase(enum.Enum):
 
 
 class Machine(Protocol):
-    """The local part of a backward. It calls BackwardState.emit once for every recv.
+    """The local part of a backward, see LocalBackward. It calls BackwardState.emit once for every recv.
 
     A send is a message that left this worker with tensors that require grad, a recv is one that arrived. Both are
     known by the id of the message. `sends`: None stands for all sends.
     """
 
     @property
-    def finished(self) -> bool:
-        """Whether everything has run."""
+    def finished(self) -> bool: ...
 
-    def reach(self, sends: Collection[int] | None) -> Mapping[int, int]:
-        """Go on from some sends, None: from the roots. Returns the recvs that are new, with their ranks."""
-
-    def engage(self, sends: Collection[int] | None) -> Mapping[int, int]:
-        """Begin the run, in which these sends count. Returns the sends that wait for gradients, with their ranks."""
-
-    def resolve(self, send: int, gradients: Gradients | None) -> None:
-        """Take what has come for a send."""
-
-    def step(self) -> None:
-        """Run what can run. Raises: what the user's code raises."""
-
-    def describe_unused(self, send: int, rank: int) -> str:
-        """The error of FAST on this rank for a send that the backward does not lead to."""
+    def reach(self, sends: Collection[int] | None) -> Mapping[int, int]: ...
+    def engage(self, sends: Collection[int] | None) -> Mapping[int, int]: ...
+    def resolve(self, send: int, gradients: Gradients | None) -> None: ...
+    def step(self) -> None: ...
+    def describe_unused(self, send: int, rank: int) -> str: ...
 
 
 class BackwardState:
@@ -109,8 +108,18 @@ class BackwardState:
         self.rank = rank
         self.phase = Phase.OUTSIDE
         self.error: str | None = None
-        self._termination = Termination()
-        self._marking = Marking()
+        self._takes_part = False
+        self._parent: int | None = None
+        """The worker that has asked first; None at the root."""
+        self._asked: set[int] = set()
+        """The workers that this one has asked and that have not reported."""
+        self._known: set[int] = set()
+        """The workers that take part or have been asked to."""
+        self._is_marking = False
+        self._mark_parent: int | None = None
+        """The worker whose marks are acknowledged at the end; None at the root."""
+        self._unacknowledged: Counter[int] = Counter()
+        """This worker's own messages with marks, by receiver."""
         self._mode = mode
         self._machine: Machine | None = machine
         self._marked: set[int] = set()
@@ -118,7 +127,8 @@ class BackwardState:
         self._emitted: deque[tuple[int, int, Gradients | None]] = deque()
         self._late: list[tuple[int, int]] = []
         """Recvs that were opened after this worker had finished, and their ranks."""
-        self._outgoing: dict[int, BackwardMessage] = {}
+        self._outgoing: defaultdict[int, BackwardMessage] = defaultdict(BackwardMessage)
+        """What is sent after this event, by receiver."""
         self._sent_to: set[int] = set()
         self._is_root = False
         self._origin: int | None = None
@@ -132,8 +142,7 @@ class BackwardState:
     @property
     def awaited(self) -> list[int]:
         """The workers that this one waits for."""
-        ranks = self._termination.asked.union(self._waits.values(), self._marking.unacknowledged)
-        return sorted(ranks - {self.rank})
+        return sorted(self._asked.union(self._waits.values(), self._unacknowledged) - {self.rank})
 
     # -- events -------------------------------------------------------------------------------
 
@@ -141,7 +150,7 @@ class BackwardState:
         """The backward begins here: this worker is the root."""
         self._is_root = True
         if self._mode is Mode.SMART:
-            self._marking.begin(None)
+            self._is_marking = True
             self._mark(None)
         else:
             self._join(None)
@@ -152,7 +161,7 @@ class BackwardState:
             self._origin = source
         if self.phase is Phase.FAILED:
             if message.opens:
-                self._to(source).error = self.error
+                self._outgoing[source].error = self.error
         elif self.phase is Phase.FINISHED:
             if message.asks:
                 self._answer_late(source)
@@ -180,7 +189,7 @@ class BackwardState:
         elif rank != self.rank:
             # Its sender may wait for this answer. It is not asked to take part if it does not already.
             self._late.append((recv, rank))
-            self._to(rank).gradients[recv] = None
+            self._outgoing[rank].gradients[recv] = None
 
     def withdrawn(self, send: int) -> None:
         """A send will never be opened: no gradient comes for it."""
@@ -205,7 +214,7 @@ class BackwardState:
         self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
         self._abort(superior)
         if superior is not None:
-            self._to(superior).error = self.error
+            self._outgoing[superior].error = self.error
 
     # -- after each event -----------------------------------------------------------------------
 
@@ -221,22 +230,26 @@ class BackwardState:
 
     def take_messages(self) -> dict[int, BackwardMessage]:
         """Return what is to be sent now, by rank."""
-        outgoing, self._outgoing = self._outgoing, {}
+        outgoing, self._outgoing = self._outgoing, defaultdict(BackwardMessage)
         for rank, message in outgoing.items():
             if message.marks:
-                self._marking.send(rank)
+                self._unacknowledged[rank] += 1
         self._sent_to.update(outgoing)
         return outgoing
 
     # -- marks ----------------------------------------------------------------------------------
 
     def _receive_marks(self, source: int, message: BackwardMessage) -> None:
-        self._marking.acknowledge(source, message.acknowledged)
+        if message.acknowledged:
+            # Leaves out what is at 0.
+            self._unacknowledged -= Counter({source: message.acknowledged})
         if message.marks:
-            is_first = self._marking.begin(source)
+            was_marking = self._is_marking
+            if not was_marking:
+                self._is_marking, self._mark_parent = True, source
             self._mark(message.marks)
-            if not is_first:
-                self._to(source).acknowledged += 1
+            if was_marking:
+                self._outgoing[source].acknowledged += 1
 
     def _mark(self, sends: Iterable[int] | None) -> None:
         """Follow marks of sends, None: of the roots."""
@@ -249,37 +262,39 @@ class BackwardState:
                 if rank == self.rank:
                     sends.append(recv)
                 else:
-                    self._to(rank).marks.append(recv)
+                    self._outgoing[rank].marks.append(recv)
 
     def _close_marking(self) -> None:
-        marking = self._marking
-        if not marking.goes_on or any(each.marks for each in self._outgoing.values()) or not marking.ends():
+        if not self._is_marking or self._unacknowledged or any(each.marks for each in self._outgoing.values()):
             return
-        if marking.parent is None:
+        self._is_marking = False
+        if self._mark_parent is None:
             self._join(None)
         else:
-            self._to(marking.parent).acknowledged += 1
+            self._outgoing[self._mark_parent].acknowledged += 1
 
     # -- the run ----------------------------------------------------------------------------------
 
     def _receive_run(self, source: int, message: BackwardMessage) -> None:
         if message.asks:
-            if self._termination.takes_part:
-                self._to(source).done = True
+            if self._takes_part:
+                self._outgoing[source].done = True
             else:
                 self._join(source)
         if self.phase is not Phase.RUNNING:
             # The sender had finished before this worker was asked. It sends this again.
             return
         if message.is_of_run:
-            self._termination.receive(source, done=message.done)
+            self._known.add(source)
+            if message.done:
+                self._asked.discard(source)
         for send, gradients in message.gradients.items():
             self._resolve(send, gradients)
 
     def _join(self, parent: int | None) -> None:
         if self._machine is not None:
             self.phase = Phase.RUNNING
-            self._termination.join(parent)
+            self._takes_part, self._parent = True, parent
             self._waits = dict(self._machine.engage(self._marked if self._mode is Mode.SMART else None))
 
     def _resolve(self, send: int, gradients: Gradients | None) -> None:
@@ -304,36 +319,31 @@ class BackwardState:
 
     def _ask_awaited(self) -> None:
         """Ask workers that are waited for and would not take part: they got no tensor in return."""
-        for rank in set(self._waits.values()) - {self.rank}:
-            if not self._termination.knows(rank):
-                self._to_run(rank)
+        for rank in set(self._waits.values()) - self._known - {self.rank}:
+            self._to_run(rank)
 
     def _finish(self) -> None:
-        if self._waits or self._termination.asked or self._machine is None or not self._machine.finished:
+        if self._waits or self._asked or self._machine is None or not self._machine.finished:
             return
-        if self._termination.parent is not None:
-            self._to(self._termination.parent).done = True
+        if self._parent is not None:
+            self._outgoing[self._parent].done = True
         self._end(Phase.FINISHED, None)
 
     def _answer_late(self, source: int) -> None:
         """Another worker asks this one, which has finished. Tell it of the recvs that were opened later."""
-        message = self._to(source)
+        message = self._outgoing[source]
         message.done = True
         message.gradients.update((recv, None) for recv, rank in self._late if rank == source)
 
     # -- messages and the end ---------------------------------------------------------------------
 
-    def _to(self, rank: int) -> BackwardMessage:
-        """The message to a worker that is sent after this event."""
-        message = self._outgoing.get(rank)
-        if message is None:
-            message = self._outgoing[rank] = BackwardMessage()
-        return message
-
     def _to_run(self, rank: int) -> BackwardMessage:
-        """The same, to a worker that has to take part."""
-        message = self._to(rank)
-        message.asks = self._termination.send(rank) or message.asks
+        """Return the message to a worker that has to take part."""
+        message = self._outgoing[rank]
+        if rank not in self._known:
+            self._known.add(rank)
+            self._asked.add(rank)
+            message.asks = True
         return message
 
     def _end(self, phase: Phase, error: str | None) -> None:
@@ -346,10 +356,10 @@ class BackwardState:
     @property
     def _superior(self) -> int | None:
         """The worker that is told of an error; None at the root."""
-        return self._termination.parent if self._termination.takes_part else self._origin
+        return self._parent if self._takes_part else self._origin
 
     def _abort(self, but: int | None) -> None:
         """Tell all workers that may know of this backward from here, except for one."""
         self._outgoing.clear()
         for rank in self._sent_to - {but}:
-            self._to(rank).abort = True
+            self._outgoing[rank].abort = True

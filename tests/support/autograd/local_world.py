@@ -57,9 +57,7 @@ class LocalWorld:
         for rank, context in enumerate(self.workers):
             edges = [(get_gradient_edge(root), torch.ones_like(root)) for root in roots] if rank == at else []
             emit = self._emitter(flying, context)
-            self.passes.append(
-                LocalBackward(context, edges, emit, key=self, listener=Listener(), retain_graph=retain_graph)
-            )
+            self.passes.append(LocalBackward(context, edges, emit, listener=Listener(), retain_graph=retain_graph))
         for rank in self.random.sample(range(len(self.workers)), len(self.workers)):
             self.passes[rank].engage(None)
         steps = [local.step for local in self.passes]
@@ -72,7 +70,7 @@ class LocalWorld:
             steps = []
         assert all(local.finished for local in self.passes)
         for context in self.workers:
-            context.disengage(self)
+            context.backwards.clear()
 
     def _emitter(self, flying: list[Callable[[], None]], context: DistributedContext) -> Emit:
         answered: set[int] = set()

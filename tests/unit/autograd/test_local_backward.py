@@ -39,7 +39,7 @@ class Alone:
     ) -> None:
         self.emitted: list[tuple[int, list[Any] | None]] = []
         edges = [edge_and_one(root) for root in roots]
-        self.local = LocalBackward(world.workers[rank], edges, self._emit, key=self, listener=Listener())
+        self.local = LocalBackward(world.workers[rank], edges, self._emit, listener=Listener())
         if sends is not None:
             self.reached = list(self.local.reach(None))
             self.reached += self.local.reach(sends)

@@ -36,7 +36,7 @@ def backward(context: DistributedContext, answers: dict[int, float]) -> Emitted:
         emitted[recv] = gradients and [each if each is None else each.tolist() for each in gradients]
 
     with context.lock:
-        local = LocalBackward(context, [], emit, key=object(), listener=Listener())
+        local = LocalBackward(context, [], emit, listener=Listener())
         for message in local.engage(None):
             local.resolve(message, [torch.full((2,), answers[message])])
             local.step()
@@ -87,9 +87,7 @@ def test_what_was_withdrawn_is_not_waited_for() -> None:
     context.scan_ahead()
     emitted: list[int] = []
     with context.lock:
-        local = LocalBackward(
-            context, [], lambda recv, rank, gradients: emitted.append(recv), key=object(), listener=Listener()
-        )
+        local = LocalBackward(context, [], lambda recv, rank, gradients: emitted.append(recv), listener=Listener())
         local.engage(None)
         local.resolve(2, [torch.ones(2)])
         local.step()
