@@ -16,7 +16,6 @@ from hvlike.errors import HorovodInternalError, RpcError, UsageError
 from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
-from hvlike.rpc.agent.routing import SessionRouter
 from hvlike.rpc.rrefs.owner import begin_rrefs
 from hvlike.rpc.rrefs.session import checks_leaks, current_session, live_rrefs, set_session
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
@@ -37,7 +36,8 @@ class _Sessions:
     """What outlives a session."""
 
     fabric: Fabric | None = None
-    router: SessionRouter
+    early: list[Any]
+    """Messages that have come over this fabric for sessions which have not begun here."""
     number = 0
     """Number of the last session; the same on all workers."""
     running: Context
@@ -92,10 +92,10 @@ def init_rpc(
     _check_answers(answers, here)
     _Sessions.number = max(number for _, _, number, _ in answers) + 1
     if _Sessions.fabric is not running.fabric:
-        _Sessions.fabric, _Sessions.router = running.fabric, SessionRouter(running.fabric)
+        _Sessions.fabric, _Sessions.early = running.fabric, []
     workers = tuple(WorkerInfo(each, number) for number, (_, each, *_) in enumerate(answers))
     devices = DeviceMaps(here, [each.name for each in workers], [each[3] for each in answers], options.devices)
-    agent = Agent(running.fabric, _Sessions.router, _Sessions.number, workers, options, devices)
+    agent = Agent(running.fabric, _Sessions.early, _Sessions.number, workers, options, devices)
     serve_calls(agent)
     begin_rrefs(agent)
     autograd_hooks().begin(agent)

@@ -1,12 +1,21 @@
-"""Agent: one RPC session on one worker. Sends requests, lets the requests of others be served, counts every message."""
+"""Agent: one RPC session on one worker. Sends requests, lets the requests of others be served, counts every message.
+
+A worker may have ended its session already, or not yet begun the session of the sender. Messages for a later session
+wait for it; a request for a session that has ended here is refused, so that its caller does not wait; other messages of
+old sessions are dropped.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pickle import PickleBuffer
 from typing import Any
 
@@ -15,18 +24,93 @@ from torch.autograd import profiler
 
 from hvlike.errors import RpcError, UsageError, WorkerLostError
 from hvlike.rpc.agent.options import RpcBackendOptions
-from hvlike.rpc.agent.routing import ANSWER, FAILURE, NOTICE, REQUEST, STATUS_QUERY, Call, PendingCalls, SessionRouter
 from hvlike.rpc.agent.shutdown import SessionShutdown
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
 from hvlike.rpc.wire.devices import DeviceMaps
-from hvlike.rpc.wire.message import Description, Packed, Request, WorkerInfo, describe_error
+from hvlike.rpc.wire.message import (
+    ANSWER,
+    FAILURE,
+    NOTICE,
+    REFUSAL,
+    REQUEST,
+    STATUS_QUERY,
+    Description,
+    Packed,
+    Request,
+    WorkerInfo,
+    describe_error,
+)
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.messages.topics import Topic
 
 Handler = Callable[[Request], None]
 NoticeHandler = Callable[[int, Any, list[torch.Tensor]], None]
 
+_UNUSED_DEADLINES = 1000
+
 _autograd: Any = torch.autograd
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request on the worker that sends it, and later its reply."""
+
+    rank: int
+    """The worker that serves it."""
+    kind: int
+    timeout: float
+    """Seconds; 0: none."""
+    then: Callable[[Call], None] | None
+    """Runs in a pool thread when the call has ended."""
+    done: bool = False
+    reply: Packed | None = None
+    """The result, if the function returned."""
+    failure: Any = None
+    """The Description of the exception, if the function raised."""
+    error: Exception | None = None
+    """Why there is no reply: the time limit, a lost worker, a shutdown."""
+
+
+class PendingCalls(dict[int, Call]):
+    """The calls of one worker that have no reply yet, by number. A thread that pops a call ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = count(1)
+        self._deadlines: list[tuple[float, int]] = []
+
+    def limit(self, number: int, deadline: float) -> None:
+        """Let the call expire at `deadline`, in seconds of time.monotonic()."""
+        heapq.heappush(self._deadlines, (deadline, number))
+        if len(self._deadlines) > 2 * len(self) + _UNUSED_DEADLINES:
+            # Answered calls leave their deadlines behind: thousands a second, each for a minute.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self]
+            heapq.heapify(self._deadlines)
+
+    def take_all(self, ranks: set[int] | None = None) -> list[Call]:
+        """Remove and return all calls, or those to `ranks`."""
+        numbers = [number for number, call in list(self.items()) if ranks is None or call.rank in ranks]
+        ended = [self.pop(number, None) for number in numbers]
+        return [call for call in ended if call is not None]
+
+    def take_expired(self, now: float) -> list[Call]:
+        """Remove and return the calls whose deadline has passed at `now`."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            call = self.pop(heapq.heappop(self._deadlines)[1], None)
+            if call is not None:
+                expired.append(call)
+        return expired
+
+    def next_deadline(self) -> float:
+        """Return the earliest deadline of a call without a reply; infinity if there is none."""
+        while self._deadlines and self._deadlines[0][1] not in self:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def ranks(self) -> Counter[int]:
+        """Return how many calls wait for each worker."""
+        return Counter(call.rank for call in list(self.values()))
 
 
 class Agent:
@@ -35,13 +119,13 @@ class Agent:
     def __init__(
         self,
         fabric: Fabric,
-        router: SessionRouter,
+        early: list[tuple[int, tuple[Any, ...], list[torch.Tensor]]],
         session: int,
         workers: tuple[WorkerInfo, ...],
         options: RpcBackendOptions,
         devices: DeviceMaps,
     ) -> None:
-        """`begin` lets it receive. `workers` are by rank."""
+        """`begin` lets it receive. early: messages for later sessions of this fabric. workers: by rank."""
         self.rank = fabric.world.rank
         self.size = len(workers)
         self.workers = workers
@@ -54,7 +138,7 @@ class Agent:
         self.fabric = fabric
         self._loop = fabric.loop
         self._channel = fabric.channel
-        self._router = router
+        self._early = early
         self._by_name = {worker.name: worker for worker in workers}
         self._handlers: dict[int, tuple[Handler, bool]] = {}
         self._notice_handlers: dict[int, NoticeHandler] = {}
@@ -71,7 +155,7 @@ class Agent:
         """How many messages were sent to each worker."""
         self.received = [0] * self.size
         """How many messages have come from each worker."""
-        self.shutdown = SessionShutdown(self, router)
+        self.shutdown = SessionShutdown(self)
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
         """Calls `then` when the owners of all RRefs of a message know of them. Set by the RRefs."""
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
@@ -79,20 +163,26 @@ class Agent:
         self.when_lost: list[Callable[[int, Exception], None]] = []
         """Called for every worker that is gone, with the reason. In the loop."""
 
-    # -- the session --------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Receive messages from now on, those that came early at once."""
         self._loop.thread_pool.allow(self.options.num_worker_threads)
         self._loop.watch_clock(self._expire)
-        self._router.begin(self.session, self._receive)
+
+        def replay() -> None:
+            early = self._early[:]
+            self._early.clear()
+            for message in early:
+                self._receive(*message)
+
+        def connect() -> None:
+            # From inside of the loop both are posted: no message comes in between.
+            self._channel.listen(Topic.RPC, self._receive)
+            self._loop.perform(replay)
+
+        self._loop.perform(connect)
 
     def end(self, why: str, *, tell: bool) -> None:
-        """Stop receiving; calls in flight and later calls fail with RuntimeError `why`.
-
-        Args:
-            tell: Tell the others, which may still need this worker, that it is gone.
-        """
+        """Stop receiving; calls in flight and later calls fail with RuntimeError `why`. tell: the others know of it."""
 
         def leave() -> None:
             self._ended = why
@@ -100,7 +190,6 @@ class Agent:
                 self.shutdown.leave()
 
         self._loop.perform(leave)
-        self._router.end()
         self._loop.thread_pool.allow(0)
         for call in self.pending.take_all():
             self._finish(call, RpcError(why))
@@ -141,17 +230,10 @@ class Agent:
             )
         return found
 
-    # -- sending ------------------------------------------------------------------------------------
-
     def request(
         self, rank: int, kind: int, packed: Packed, *, timeout: float, then: Callable[[Call], None] | None = None
     ) -> Call:
-        """Send a request and return its call. From any thread.
-
-        Args:
-            timeout: Seconds; 0: none.
-            then: Runs in a pool thread when the call has ended. None: block until it has ended.
-        """
+        """Send a request and return its call. Blocks until it has ended, or `then` gets it in a pool thread."""
         call = Call(rank, kind, timeout, then)
         number = next(self.pending.numbers)
         self.pending[number] = call
@@ -176,8 +258,7 @@ class Agent:
     ) -> None:
         """Send a notice with storages (see Packed). From any thread; does not block; keeps the order for each worker.
 
-        Args:
-            now: False if the caller waits or drives the loop next, which sends it.
+        now: False if the caller waits or drives the loop next, which sends it.
         """
         self._outbox.append((rank, kind, value, storages))
         if now:
@@ -185,13 +266,10 @@ class Agent:
         else:
             self._loop.post(self._empty_outbox, wake=False)
 
-    # -- serving ------------------------------------------------------------------------------------
-
     def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
         """Run `handler` in a pool thread for every request of `kind`; it answers then or later.
 
-        Args:
-            limited: It runs a caller's function, so it counts among num_worker_threads.
+        limited: it runs a caller's function, so it counts among num_worker_threads.
         """
         self._handlers[kind] = handler, limited
 
@@ -200,11 +278,7 @@ class Agent:
         self._notice_handlers[kind] = handler
 
     def submit(self, work: Callable[[], None], *, limited: bool = False) -> None:
-        """Run `work` in a pool thread; shutdown waits for it. From any thread.
-
-        Args:
-            limited: It runs a caller's function, so it counts among num_worker_threads.
-        """
+        """Run `work` in a pool thread; shutdown waits for it. From any thread. limited: see `serve`."""
         with self._lock:
             self._works += 1
         self._loop.thread_pool.submit(partial(self._work, work, limited), limited=limited)
@@ -219,9 +293,14 @@ class Agent:
             self._finish(call, WorkerLostError(errors[call.rank]))
         self.shutdown.check()
 
-    # -- in the loop --------------------------------------------------------------------------------
-
-    def _receive(self, source: int, what: int, rest: list[Any], storages: list[torch.Tensor]) -> None:
+    def _receive(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
+        session, what, *rest = message
+        if session != self.session or self._ended is not None:
+            if session > self.session:
+                self._early.append((source, message, storages))
+            elif what == REQUEST:
+                self._channel.send(source, Topic.RPC, (session, REFUSAL, rest[0]), [], kind="rpc")
+            return
         if what >= STATUS_QUERY:
             self.shutdown.receive(source, what, rest)
             return
@@ -302,9 +381,8 @@ class Agent:
             self._finish(call, RpcError(text))
         return self.pending.next_deadline()
 
-    # -- in a pool thread ---------------------------------------------------------------------------
-
     def _serve(self, request: Request) -> None:
+        """In a pool thread."""
         if self._ended is not None:
             # The request waited for a thread until after the session; its caller has been told.
             return

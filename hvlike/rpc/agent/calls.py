@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from hvlike.errors import RpcError, WrongTypeError
-from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.agent.agent import Agent, Call, current_agent
 from hvlike.rpc.agent.futures import Promise, is_async, run
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
 from hvlike.rpc.agent.profiling import begin_profiling, recorded_async, recorded_call, recorded_request
-from hvlike.rpc.agent.routing import Call
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
 from hvlike.rpc.wire.message import CALL, Packed, Request, WorkerInfo, rebuild_error
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvlike.rpc.agent.routing import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT, SessionRouter
+from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT
 from hvlike.rpc.wire.reducers import describe_subject
 from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.messages.topics import Topic
 
 if TYPE_CHECKING:
     from hvlike.rpc.agent.agent import Agent
@@ -183,9 +184,8 @@ def is_quiet(before: tuple[int, int] | None, now: tuple[int, int] | None) -> boo
 class SessionShutdown:
     """This worker's part in the end of a session. Its messages are not counted among those of calls."""
 
-    def __init__(self, agent: Agent, router: SessionRouter) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._router = router
         self._termination = Termination(agent, self._tell, self._later)
         self.begun = False
         """True once graceful shutdown was called."""
@@ -233,7 +233,7 @@ class SessionShutdown:
             self._agent.lose({source: f"RPC has been shut down on {name} (rank {source})."})
 
     def _tell(self, rank: int, what: int, *rest: Any) -> None:
-        self._router.send(rank, (self._agent.session, what, *rest), [])
+        self._agent.fabric.channel.send(rank, Topic.RPC, (self._agent.session, what, *rest), [], kind="rpc")
 
     def _tell_others(self, what: int) -> None:
         for rank in self._agent.present - {self._agent.rank}:

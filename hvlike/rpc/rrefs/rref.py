@@ -10,12 +10,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from hvlike.errors import RpcError
-from hvlike.rpc.agent.agent import Agent, current_agent
+from hvlike.rpc.agent.agent import Agent, Call, current_agent
 from hvlike.rpc.agent.calls import Destination, prepare_call, result_of, rpc_async, rpc_sync, time_limit
 from hvlike.rpc.agent.futures import Promise
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT
 from hvlike.rpc.agent.profiling import recorded_call
-from hvlike.rpc.agent.routing import Call
 from hvlike.rpc.rrefs.owner import NAMES, NO_FORK
 from hvlike.rpc.rrefs.proxy import Proxy, backward, find_type
 from hvlike.rpc.rrefs.records import Fork, OwnedValue, Ticket

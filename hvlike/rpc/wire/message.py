@@ -164,6 +164,10 @@ def _find(description: Description) -> type[Exception] | None:
     return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
+REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
+"""Message types of calls. Each is counted, for the detection of the session's end."""
+STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
+"""Message types of the shutdown, which are not counted; see shutdown.py."""
 CALL, REMOTE, FETCH = 1, 2, 3
 """Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here."""
 

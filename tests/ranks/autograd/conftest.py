@@ -13,20 +13,19 @@ def rpc(hvd: ModuleType) -> Iterator[ModuleType]:
     from hvlike.autograd.contexts import contexts
 
     left: list[int] = []
-
-    def look() -> None:
-        left.extend(contexts.live())
-
     rpc.api._set_leak_checking(True)
     rpc.init_rpc(f"worker{hvd.rank()}")
     yield rpc
     if rpc._is_current_rpc_agent_set():
-        contexts.when_session_ends.append(look)
-        try:
-            # When the workers have parted, all notices of releases have come.
-            rpc.shutdown(timeout=60)
-        finally:
-            contexts.when_session_ends.remove(look)
+        end = contexts.backwards.end
+
+        def look() -> None:
+            left.extend(contexts.live())
+            end()
+
+        # When the workers have parted, all notices of releases have come.
+        contexts.backwards.end = look
+        rpc.shutdown(timeout=60)
     assert not left, f"contexts that nobody has released: {left}"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent.routing import IDLE_REPORT
 from hvlike.rpc.agent.shutdown import Report, Termination, is_quiet, totals
+from hvlike.rpc.wire.message import IDLE_REPORT
 
 
 class Network:
