@@ -74,7 +74,7 @@ class Contexts:
         self.agent: Agent | None = None
         self.backwards: Any = None
         """The BackwardTable of the session."""
-        self.new_backwards: Callable[[Agent], Any]
+        self.new_backwards: Callable[[Agent], Any] = lambda agent: None
         self.run_backward: Callable[[int, list[Tensor], bool], None]
         """Set by hvlike.autograd.backward, both."""
         self._rank = -1
@@ -103,7 +103,8 @@ class Contexts:
     def end(self) -> None:
         """The session has ended on this worker, and all contexts with it."""
         backwards, self.backwards = self.backwards, None
-        backwards.end()
+        if backwards is not None:
+            backwards.end()
         with self._lock:
             left = list(self._contexts.values())
             self.agent = None

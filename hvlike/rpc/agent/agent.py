@@ -134,7 +134,6 @@ class Agent:
         self.devices = devices
         self.session = session
         self.timeout = options.rpc_timeout
-        """Seconds for a call without a timeout of its own; 0: none."""
         self.fabric = fabric
         self._loop = fabric.loop
         self._channel = fabric.channel
@@ -152,9 +151,8 @@ class Agent:
         self.open: dict[tuple[int, int], Request] = {}
         """Requests that have come and are not answered, by caller and number."""
         self.sent = [0] * self.size
-        """How many messages were sent to each worker."""
         self.received = [0] * self.size
-        """How many messages have come from each worker."""
+        """How many messages were sent to each worker, and have come from each."""
         self.shutdown = SessionShutdown(self)
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
         """Calls `then` when the owners of all RRefs of a message know of them. Set by the RRefs."""
