@@ -32,8 +32,6 @@ _MODES = {mode.name.lower(): mode for mode in Mode}
 
 @dataclass
 class _OfContext:
-    """The backwards of one context."""
-
     passes: dict[int, BackwardPass] = field(default_factory=dict)
     """By number."""
     oldest: dict[int, int] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class BackwardTable:
         agent.when_lost.append(self._lose)
 
     def begin(self, context: DistributedContext, roots: Roots, mode: Mode, retain_graph: bool) -> BackwardPass:
-        """Begin a backward whose root is this worker."""
         with self._lock:
             number = next(self._numbers)
             passes = self._by_context.setdefault(context.id, _OfContext()).passes
@@ -73,7 +70,6 @@ class BackwardTable:
                     del self._by_context[heading.context]
 
     def end(self) -> None:
-        """The session is over."""
         for each in self._all():
             each.fail("RPC has been shut down while this was in flight.")
         self._by_context.clear()

@@ -63,11 +63,9 @@ class BackwardPass:
     # -- events -------------------------------------------------------------------------------
 
     def receive(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
-        """A message has come. In the loop."""
         self._put(partial(self._decode, source, wire, storages))
 
     def lost(self, rank: int, error: str) -> None:
-        """A worker is gone. In the loop."""
         self._put(partial(self.state.lost, rank, error))
 
     def recorded(self, recv: Recv) -> None:
@@ -75,11 +73,9 @@ class BackwardPass:
         self._put(partial(self.state.recorded, recv.id, recv.rank), wake_root=True)
 
     def withdrawn(self, send: int) -> None:
-        """A message of this worker was dropped unopened."""
         self._put(partial(self.state.withdrawn, send), wake_root=True)
 
     def released(self) -> None:
-        """The context is over."""
         if not self.state.is_over:
             self.fail(f"Could not find autograd context with id: {self.heading.context}: it was released meanwhile")
         self._table.forget(self)
@@ -210,7 +206,6 @@ class BackwardTrace:
         self._row.begin("BACKWARD", {"context": heading.context, "number": heading.number, "mode": mode})
 
     def show_segments(self, segments: Sequence[SegmentRecord]) -> None:
-        """Show those of the segments that were not shown before."""
         for segment in segments[self._shown :]:
             now, here = self._recorder.now, time.perf_counter_ns()
             about = {"kind": segment.kind, "nodes": segment.nodes, "leaves": segment.leaves}
@@ -227,6 +222,5 @@ class BackwardTrace:
             self._recorder.instant(self._recorder.row(MESSAGES_ROW), "GRADIENTS", about)
 
     def end(self, error: str | None) -> None:
-        """The backward has ended on this worker."""
         self._row.end({"error": error} if error is not None else None)
         self._row.leave()

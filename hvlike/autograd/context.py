@@ -41,7 +41,6 @@ def new_ids(rank: int, first: int = 0) -> Iterator[int]:
 
 
 def ids_end(rank: int) -> int:
-    """Return what is above all ids of a worker."""
     return (rank + 1) << _COUNTER_BITS
 
 
@@ -147,7 +146,6 @@ class DistributedContext:
     """Held for moments: sends, recvs, backwards and what was scanned change together."""
 
     def record_send(self, send: Send) -> None:
-        """Note a message that is packed. Backwards that have engaged before do not know of it."""
         with self._records:
             self.sends[send.id] = send
             self._unscanned.append(send)
@@ -199,7 +197,6 @@ class DistributedContext:
             return dict(self.sends), dict(self.recvs), ahead
 
     def disengage(self, backward: ContextListener) -> None:
-        """A backward has ended on this worker, well or badly."""
         with self._records:
             if backward in self.backwards:
                 self.backwards.remove(backward)

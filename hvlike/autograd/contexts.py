@@ -101,7 +101,6 @@ class Contexts:
         self.backwards = self.new_backwards(agent)
 
     def end(self) -> None:
-        """The session has ended on this worker, and all contexts with it."""
         backwards, self.backwards = self.backwards, None
         if backwards is not None:
             backwards.end()
@@ -117,7 +116,6 @@ class Contexts:
     # -- contexts -----------------------------------------------------------------------------
 
     def create(self) -> DistributedContext:
-        """Create a context, which lives until it is released here."""
         with self._lock:
             made = DistributedContext(next(self._context_ids))
             self._contexts[made.id] = made
@@ -126,7 +124,6 @@ class Contexts:
         return made
 
     def release(self, made: DistributedContext) -> None:
-        """Release a context that was created here, and tell the workers that it has reached."""
         with self._lock:
             if self._contexts.get(made.id) is not made:
                 return
@@ -142,11 +139,9 @@ class Contexts:
         return found
 
     def get(self, context: int) -> DistributedContext | None:
-        """Return the context with this id, None where it is not on this worker."""
         return self._contexts.get(context)
 
     def live(self) -> list[int]:
-        """Return the ids of the contexts that are on this worker."""
         with self._lock:
             return list(self._contexts)
 
@@ -162,13 +157,11 @@ class Contexts:
         return dict(found.gradients)
 
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
-        """See hvlike.autograd.backward."""
         self.run_backward(context, roots, retain_graph)
 
     # -- messages -----------------------------------------------------------------------------
 
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
-        """A message is packed."""
         with self._lock:
             found = self._contexts.get(context)
             if found is None:
@@ -185,14 +178,12 @@ class Contexts:
         return context, message
 
     def left(self, note: Note) -> None:
-        """A message is about to leave."""
         context, message = note
         found, agent = self._contexts.get(context), self.agent
         if found is not None and agent is not None and message != NO_MESSAGE:
             agent.fabric.loop.post(partial(_scan_ahead, ref(found)), wake=False)
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A message is opened."""
         context, message = note
         with self._lock:
             found = self._contexts.get(context)
@@ -203,7 +194,6 @@ class Contexts:
         return found.record_recv(message, rank, graded) if message != NO_MESSAGE else graded
 
     def unwanted(self, note: Note, rank: int) -> None:
-        """A message will never be opened."""
         agent = self.agent
         if note[1] != NO_MESSAGE and agent is not None:
             agent.notify(rank, WITHDRAW, note)
@@ -334,7 +324,6 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 def checked_id(function: str, context_id: object) -> int:
-    """Return the id of a context that the user has passed. Raises: TypeError."""
     if not isinstance(context_id, int):
         raise WrongTypeError(
             f"{function}(): incompatible function arguments: context_id must be the int that hvlike.autograd.context() "

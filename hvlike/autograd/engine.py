@@ -28,8 +28,6 @@ _Gradients = tuple[Tensor | None, ...]
 
 
 class _CallInBackward(torch.autograd.Function):
-    """Calls a function in its backward."""
-
     @staticmethod
     def forward(ctx: Any, key: Tensor, called: Callable[[], None]) -> Tensor:
         ctx.called = called
@@ -125,7 +123,6 @@ class BoundaryNode:
         self._early = evaluate(self._node, self._edges, self._places, incoming)
 
     def _after(self, computed: _Gradients, incoming: _Gradients) -> _Gradients | None:
-        """The last hook of the node."""
         gradients = list(computed)
         for place, gradient in self._early.items():
             gradients[place] = gradient

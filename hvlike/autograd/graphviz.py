@@ -150,7 +150,6 @@ class LocalPicture:
         return self._cluster
 
     def _follow(self, start: str, nodes: Sequence[Any]) -> None:
-        """Draw edges to nodes of torch, and everything behind these."""
         todo: list[tuple[str, Any]] = [(start, node) for node in nodes]
         while todo:
             before, node = todo.pop()
@@ -186,7 +185,6 @@ class LocalPicture:
 
 
 def _describe(value: object) -> str:
-    """Return shape and dtype of a tensor, the type of anything else."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return type(value).__name__

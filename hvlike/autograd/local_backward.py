@@ -87,7 +87,6 @@ class LocalBackward:
 
     @property
     def has_to_reduce(self) -> bool:
-        """Whether everything has run, and gradients are to be reduced over other ranks."""
         return self._has_run and bool(self._through_modules)
 
     def reduce(self) -> None:
@@ -197,7 +196,6 @@ class LocalBackward:
         return ahead
 
     def _clear(self, graph: LocalGraph, ready: Sequence[Node]) -> None:
-        """These nodes wait for nothing any more."""
         order = clear(graph.scan.edges, graph.scan.waits, ready)
         self._cleared.update(order)
         self._order = order if self._order is None else self._order + order
@@ -222,7 +220,6 @@ class LocalBackward:
             self._run(graph, chosen, ends, "selective" if chosen.boundaries else "plain", len(chosen.nodes))
 
     def _run_rest(self, graph: LocalGraph) -> None:
-        """Run everything that is left: no gradient is missing."""
         count = len(graph.scan.edges) - len(self._cleared) + len(self._order or [])
         self._run(graph, Plan(list(self._values), []), [*graph.recvs, *graph.leaves], "final", count)
         self._has_run = True
@@ -288,7 +285,6 @@ class LocalBackward:
             self._context.gradients_ready = ReadyEvents(devices)
 
     def _forget(self, graph: LocalGraph) -> None:
-        """Drop all references to the graph."""
         self._pending, self._silent, self._values = {}, {}, {}
         self._roots = ()
         self._starts, self._order, self._cleared = [], None, set()

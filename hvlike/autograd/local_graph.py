@@ -95,7 +95,6 @@ class LocalGraph:
     """The part of the graph that was reached so far. The caller keeps the graph itself alive."""
 
     def __init__(self, recvs: Mapping[int, Recv]) -> None:
-        """recvs: those of the context, by id."""
         # A node's Python object stays the same only while it is referred to: the scan does so.
         self.scan: Scan[Node] = Scan(attrgetter("next_functions"))
         self.leaves: dict[Node, Tensor] = {}
@@ -129,10 +128,8 @@ class LocalGraph:
                 self._hooks[node] = hooks_of(node)
 
     def hooks(self, node: Node) -> tuple[Hooks, Hooks]:
-        """The hooks of a leaf's node."""
         return self._hooks.get(node) or hooks_of(node)
 
     def forget(self) -> None:
-        """Keep nothing of the graph."""
         for kept in (self.scan.edges, self.scan.waits, self.leaves, self.recvs, self._hooks):
             kept.clear()

@@ -30,8 +30,6 @@ Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | Body
 
 
 class Heading(NamedTuple):
-    """What all messages of one backward say."""
-
     context: int
     number: int
     """The id of the backward, made by its root."""
@@ -49,7 +47,6 @@ Answers: send, number of tensors, a bit for each gradient that is there; (send, 
 
 
 def encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire, list[Tensor]]:
-    """Return the message to a worker as it travels, and the memory that travels with it."""
     context, number, oldest, mode, retain_graph = heading
     flags = _ASKS * message.asks | _DONE * message.done | _ABORT * message.abort | _RETAIN * retain_graph
     flags |= mode << _MODE_SHIFT
@@ -71,7 +68,6 @@ def encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire,
 
 
 def heading_of(wire: Wire) -> Heading:
-    """Return what a message says of its backward."""
     context, number, oldest, flags, *_ = wire
     return Heading(context, number, oldest, Mode(flags >> _MODE_SHIFT), bool(flags & _RETAIN))
 
@@ -82,7 +78,6 @@ def opens(wire: Wire) -> bool:
 
 
 def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
-    """Return the message of a worker."""
     _, _, _, flags, answers, tensors, marks, acknowledged, error = wire
     there = iter(_unpack(tensors, storages, source) if tensors else ())
     gradients: dict[int, Gradients | None] = {

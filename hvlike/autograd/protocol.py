@@ -141,13 +141,11 @@ class BackwardState:
 
     @property
     def awaited(self) -> list[int]:
-        """The workers that this one waits for."""
         return sorted(self._asked.union(self._waits.values(), self._unacknowledged) - {self.rank})
 
     # -- events -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The backward begins here: this worker is the root."""
         self._is_root = True
         if self._mode is Mode.SMART:
             self._is_marking = True
@@ -156,7 +154,6 @@ class BackwardState:
             self._join(None)
 
     def receive(self, source: int, message: BackwardMessage) -> None:
-        """A message has come."""
         if self._origin is None and not self._is_root:
             self._origin = source
         if self.phase is Phase.FAILED:
@@ -197,7 +194,6 @@ class BackwardState:
             self._machine.resolve(send, None)
 
     def lost(self, rank: int, error: str) -> None:
-        """A worker is gone."""
         if self.is_over:
             return
         if rank == self._superior:
@@ -229,7 +225,6 @@ class BackwardState:
                 return
 
     def take_messages(self) -> dict[int, BackwardMessage]:
-        """Return what is to be sent now, by rank."""
         outgoing, self._outgoing = self._outgoing, defaultdict(BackwardMessage)
         for rank, message in outgoing.items():
             if message.marks:

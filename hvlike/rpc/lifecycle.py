@@ -33,8 +33,6 @@ ANSWER_SECONDS = 1.0
 
 
 class _Sessions:
-    """What outlives a session."""
-
     fabric: Fabric | None = None
     early: list[Any]
     """Messages that have come over this fabric for sessions which have not begun here."""

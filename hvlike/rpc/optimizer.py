@@ -86,14 +86,11 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """The part of a DistributedOptimizer on one owner."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
 
     def step(self, context_id: int) -> None:
-        """Step with the gradients of a context, which are in `.grad` meanwhile."""
         gradients = autograd_hooks().gradients(context_id)
         with _stepping:
             before = [parameter.grad for parameter in self.parameters]
@@ -107,7 +104,6 @@ class LocalOptimizer:
 
 
 def _group_by_owner(params_rref: Iterable[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
-    """Return the RRefs of each owner, owners in order of appearance."""
     owners: dict[WorkerInfo, list[RRef[Any]]] = {}
     for place, rref in enumerate(params_rref):
         if not isinstance(rref, RRef):
@@ -146,7 +142,6 @@ def _as_one(failed: str, errors: dict[WorkerInfo, Exception], owners: int) -> Ex
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return the result of the work, or the error that it raises."""
     try:
         return work(), None
     except Exception as error:

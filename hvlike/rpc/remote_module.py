@@ -18,8 +18,6 @@ FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' 
 
 
 class Placement(NamedTuple):
-    """A worker, by name or rank, and one of its devices."""
-
     on: str | int
     device: str
 
@@ -243,7 +241,6 @@ for _name in REFUSED.split():
 
 
 def _assemble(on: str | int, device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-    """Return a RemoteModule of a module that exists; also for one that has travelled."""
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
     module.on, module.device, module.module_rref = on, device, module_rref

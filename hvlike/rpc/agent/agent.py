@@ -80,7 +80,6 @@ class PendingCalls(dict[int, Call]):
         self._deadlines: list[tuple[float, int]] = []
 
     def limit(self, number: int, deadline: float) -> None:
-        """Let the call expire at `deadline`, in seconds of time.monotonic()."""
         heapq.heappush(self._deadlines, (deadline, number))
         if len(self._deadlines) > 2 * len(self) + _UNUSED_DEADLINES:
             # Answered calls leave their deadlines behind: thousands a second, each for a minute.
@@ -88,13 +87,11 @@ class PendingCalls(dict[int, Call]):
             heapq.heapify(self._deadlines)
 
     def take_all(self, ranks: set[int] | None = None) -> list[Call]:
-        """Remove and return all calls, or those to `ranks`."""
         numbers = [number for number, call in list(self.items()) if ranks is None or call.rank in ranks]
         ended = [self.pop(number, None) for number in numbers]
         return [call for call in ended if call is not None]
 
     def take_expired(self, now: float) -> list[Call]:
-        """Remove and return the calls whose deadline has passed at `now`."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             call = self.pop(heapq.heappop(self._deadlines)[1], None)
@@ -103,13 +100,11 @@ class PendingCalls(dict[int, Call]):
         return expired
 
     def next_deadline(self) -> float:
-        """Return the earliest deadline of a call without a reply; infinity if there is none."""
         while self._deadlines and self._deadlines[0][1] not in self:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def ranks(self) -> Counter[int]:
-        """Return how many calls wait for each worker."""
         return Counter(call.rank for call in list(self.values()))
 
 
@@ -204,7 +199,6 @@ class Agent:
 
     @property
     def is_recorded(self) -> bool:
-        """True while the timeline or one of torch's profilers records."""
         return self.fabric.recorder.on or profiler._is_profiler_enabled or bool(_autograd._profiler_enabled())
 
     def worker(self, to: object) -> WorkerInfo:
@@ -441,7 +435,6 @@ def current_agent() -> Agent:
 
 
 def is_running() -> bool:
-    """True between init_rpc and shutdown."""
     return _Process.agent is not None
 
 

@@ -119,7 +119,6 @@ def gather_futures() -> Iterator[list[torch.futures.Future[Any]]]:
 
 
 def serve_calls(agent: Agent) -> None:
-    """Let this worker run the functions that others call."""
     agent.serve(CALL, partial(_serve_call, agent))
     begin_profiling(agent)
 

@@ -51,12 +51,10 @@ class TimelineRow:
             self._recorder.begin(self._row, name, arguments, at)
 
     def end(self, arguments: dict[str, Any] | None = None, at: int | None = None) -> None:
-        """The phase that began last ends."""
         if self._is_current:
             self._recorder.end(self._row, arguments, at)
 
     def leave(self) -> None:
-        """Free the row."""
         self._numbers.discard(self._number)
 
     @property
@@ -83,7 +81,6 @@ class _RecordedCall:
             self._row.begin(f"rpc_{form} {name}", {"function": name, "callee": callee.name, "rank": callee.id})
 
     def range(self) -> AbstractContextManager[Any]:
-        """Return the range of torch's profilers."""
         is_profiled = profiler._is_profiler_enabled or _autograd._profiler_enabled()
         return profiler.record_function(self._key) if is_profiled else nullcontext()
 
@@ -165,7 +162,6 @@ def _record_end(row: TimelineRow, respond: Callable[..., None], request: Request
 
 
 def _bytes_of(packed: Packed) -> int:
-    """Return the size of a message without its header."""
     return len(packed.body) + sum(storage.numel() for storage in packed.storages)
 
 

@@ -22,8 +22,6 @@ _LONGEST_PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What keeps a worker busy."""
-
     has_begun: bool
     """It has called shutdown."""
     serving: tuple[tuple[int, str, float], ...]
@@ -65,8 +63,6 @@ def status_report(names: dict[int, str], statuses: dict[int, WorkerStatus]) -> s
 
 
 class Report(NamedTuple):
-    """The counts of an idle worker."""
-
     sent: int
     received: int
     present: frozenset[int]
@@ -170,7 +166,6 @@ class Termination:
 
 
 def totals(reports: list[Report]) -> tuple[int, int] | None:
-    """Return the messages sent and received in all; None if the workers differ about who is present."""
     if any(report.present != reports[0].present for report in reports):
         return None
     return sum(report.sent for report in reports), sum(report.received for report in reports)
@@ -196,7 +191,6 @@ class SessionShutdown:
         self._agent.fabric.loop.perform(lambda: self._termination.begin(phase, ended))
 
     def check(self) -> None:
-        """This worker may have become idle, or another one has left. In the loop."""
         if self.begun:
             self._termination.check()
 
@@ -215,11 +209,9 @@ class SessionShutdown:
         return status_report(names, {**self._statuses, agent.rank: worker_status(agent)})
 
     def leave(self) -> None:
-        """Tell the others, which may still need this worker, that it is gone. In the loop."""
         self._tell_others(LEAVING)
 
     def receive(self, source: int, what: int, rest: list[Any]) -> None:
-        """Handle a message about the shutdown. In the loop."""
         if what == STATUS_QUERY:
             self._tell(source, STATUS, worker_status(self._agent))
         elif what == STATUS:

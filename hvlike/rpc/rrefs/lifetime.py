@@ -81,7 +81,6 @@ class OwnerTable:
             entry.holders.setdefault(fork, KnownFork(rank)).registered = True
 
     def unshare(self, entry: OwnedValue, fork: GlobalId) -> None:
-        """The message with that fork or reservation was not sent."""
         entry.holders.pop(fork, None)
         entry.reserved.discard(fork)
         self._free_unneeded(entry)
@@ -178,7 +177,6 @@ class ForkTable:
         return not missing
 
     def fetch(self, fork: Fork) -> None:
-        """The value is about to be asked for through it."""
         fork.fetches += 1
 
     def lend(self, fork: Fork, child: GlobalId, rank: int) -> None:
@@ -227,11 +225,9 @@ class Lifetime:
         self._numbers = count()
 
     def new_id(self) -> GlobalId:
-        """Return a new name for an RRef or a fork. From any thread."""
         return GlobalId(self.rank, next(self._numbers))
 
     def take_effects(self) -> Effects:
-        """Return what has followed from the events since the last call."""
         effects = self._effects
         self._effects = self.owned.effects = self.used.effects = Effects()
         return effects
@@ -256,7 +252,6 @@ class Lifetime:
         return Ticket(held.id, self.rank, child, None)
 
     def unsend(self, held: OwnedValue | Fork, ticket: Ticket) -> None:
-        """The message was not sent."""
         if isinstance(held, Fork):
             self.used.accepted(held.id, ticket.child)
         else:

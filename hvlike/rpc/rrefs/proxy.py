@@ -76,7 +76,6 @@ def _call_later(
 
 
 def _function_for(cls: type, name: str) -> Callable[..., Any]:
-    """Return the function that runs on the owner. Raises: AttributeError if the type does not have the attribute."""
     if issubclass(cls, torch.jit.ScriptModule | torch._C.ScriptModule):
         # Its methods are not attributes of its type.
         return _local_invoke
@@ -152,7 +151,6 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
 
 
 def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """See RRef.backward."""
     if not rref.is_owner():
         if context_id == NO_CONTEXT:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")

@@ -44,12 +44,10 @@ class Ticket(NamedTuple):
     parent: GlobalId | None
 
     def pack(self) -> tuple[int, ...]:
-        """Return the numbers that travel."""
         return (*self.rref, self.owner, *self.child, *(self.parent or ()))
 
     @classmethod
     def unpack(cls, numbers: tuple[int, ...]) -> Ticket:
-        """Return the ticket of these numbers."""
         parent = GlobalId(*numbers[5:]) if len(numbers) > 5 else None
         return cls(GlobalId(*numbers[:2]), numbers[2], GlobalId(*numbers[3:5]), parent)
 

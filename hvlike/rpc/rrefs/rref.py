@@ -40,7 +40,6 @@ class Creation:
         self._promise: Promise | None = None
 
     def end(self, error: Exception | None) -> None:
-        """The call has ended."""
         with self._lock:
             self.error, self.ended = error, True
             promise = self._promise
@@ -48,7 +47,6 @@ class Creation:
             self._complete(promise)
 
     def future(self) -> torch.futures.Future[Any]:
-        """Return a future that is done when the call has ended."""
         with self._lock:
             if self._promise is None:
                 self._promise = Promise()
@@ -63,7 +61,6 @@ class Creation:
             promise.set_error(self.error)
 
     def check(self) -> None:
-        """Raise RuntimeError if the creation was not acknowledged."""
         if self.error is None:
             return
         if "RPC ran for more than" in str(self.error):
@@ -112,7 +109,6 @@ class RRef(Generic[T]):
 
     @classmethod
     def _of(cls, session: RRefSession, held: OwnedValue | Fork, creation: Creation | None = None) -> RRef[T]:
-        """Return the RRef object of an owned value or of a new fork."""
         rref = cls.__new__(cls)
         rref._set(session, held, creation)
         return rref
@@ -350,7 +346,6 @@ def _reduce(rref: RRef[Any], outgoing: Outgoing) -> tuple[int, ...]:
 
 
 def _restore(numbers: tuple[int, ...], incoming: Incoming) -> RRef[Any]:
-    """Return the RRef that has travelled as these numbers: the owner's own on its owner, a new fork elsewhere."""
     session = current_session()
     held = session.perform(session.lifetime.receive, Ticket.unpack(numbers), incoming.source)
     rref: RRef[Any] = RRef._of(session, held)

@@ -137,7 +137,6 @@ class RRefSession:
         self.lifetime.used.forks.clear()
 
     def live(self) -> list[LiveRRef]:
-        """Return the values in this worker's table, ordered by name."""
         with self._lock:
             return [self._describe(entry) for _, entry in sorted(self.lifetime.owned.entries.items())]
 
@@ -184,7 +183,6 @@ class _Process:
 
 
 def set_session(session: RRefSession | None) -> None:
-    """Make `session` the one of this process; None after shutdown."""
     _Process.session = session
 
 
@@ -202,10 +200,8 @@ def live_rrefs() -> list[LiveRRef]:
 
 
 def set_leak_checking(on: bool) -> None:
-    """Let shutdown raise if RRefs are left over; off by default."""
     _Process.checks_leaks = on
 
 
 def checks_leaks() -> bool:
-    """True if shutdown raises for RRefs that are left over."""
     return _Process.checks_leaks

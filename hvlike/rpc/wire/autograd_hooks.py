@@ -79,17 +79,14 @@ this_thread = _ThisThread()
 
 
 def install_autograd_hooks(hooks: AutogradHooks) -> None:
-    """Let `hooks` handle the messages of this process."""
     _Process.hooks = hooks
 
 
 def autograd_hooks() -> AutogradHooks:
-    """Return the hooks of this process."""
     return _Process.hooks
 
 
 def current_context() -> int:
-    """Return the context id of this thread."""
     return this_thread.context
 
 
@@ -135,5 +132,4 @@ def _run_as_caller(context: int, grad_enabled: bool, work: Callable[[T], None], 
 
 
 def unknown_context(context: int) -> RuntimeError:
-    """Return the error for a context that this worker does not have."""
     return RpcError(f"Could not find autograd context with id: {context}")

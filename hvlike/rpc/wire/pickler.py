@@ -261,7 +261,6 @@ class MessagePickler:
         return Packed(body, storages)
 
     def _add_table(self) -> list[Tensor]:
-        """Add the memory and the table of all items to the chunks. Returns the storages that go by themselves."""
         for place, item in enumerate(self.items):
             # An item without a tensor of its own is an RRef, or a sparse tensor, which is among the originals.
             tensor = self.originals.get(place) if item is None or place in self.originals else item[0]
@@ -283,7 +282,6 @@ class MessagePickler:
         return otherwise(obj) if reduced is NotImplemented and otherwise is not None else reduced
 
     def _keep_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        """The pickler calls this for every buffer."""
         if buffer is THE_TENSOR:
             return False
         if buffer is _THE_INCOMING:

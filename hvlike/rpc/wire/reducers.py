@@ -46,7 +46,6 @@ def describe_subject(about: object) -> str:
 
 
 def missing_name(error: AttributeError | ImportError) -> RuntimeError:
-    """Return the error for a name that the sender used and this worker does not have."""
     return RpcError(
         f"{error}. The RPC pickler does not serialize code of functions and classes, only their names: define them "
         f"under the same name in the same module on both workers."
@@ -105,7 +104,6 @@ def _has_name_in_main(obj: Any) -> bool:
 
 
 def arrived(obj: Any) -> Any:
-    """Return the object that the stream took from the buffers."""
     return obj
 
 

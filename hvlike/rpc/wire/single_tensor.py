@@ -59,12 +59,10 @@ def _record(dimensions: int) -> Struct:
 
 @lru_cache(maxsize=64)
 def _array(nbytes: int) -> Any:
-    """Return the ctypes array type of `nbytes` bytes."""
     return ctypes.c_char * nbytes
 
 
 def join_parts(parts: Sequence[bytes | memoryview | PickleBuffer]) -> bytes | bytearray:
-    """Return the body made of these parts."""
     for part in parts:
         if type(part) is not bytes or len(part) >= _LONG_BYTES:
             return bytearray().join(parts)

@@ -77,8 +77,6 @@ class _Span:
 
 
 class SentMemory:
-    """The memory that a message takes along."""
-
     __slots__ = ("short", "storages")
 
     def __init__(self) -> None:
@@ -179,8 +177,6 @@ def _as_stored(tensor: Tensor) -> Tensor:
 
 
 class ReceivedMemory:
-    """The memory that came with a message."""
-
     __slots__ = ("_memories", "_short")
 
     def __init__(self, short: Sequence[bytes], storages: Sequence[Tensor]) -> None:
@@ -249,7 +245,6 @@ SPARSE_LAYOUTS = {getattr(torch, name): name for name in (_COO, "sparse_csr", "s
 
 
 def split_sparse(tensor: Tensor) -> tuple[list[Tensor], SparseRow]:
-    """Return the dense parts of a sparse tensor, and its row."""
     plain = tensor.detach()
     name = SPARSE_LAYOUTS[tensor.layout]
     shape = tuple(tensor.shape)
@@ -263,7 +258,6 @@ def split_sparse(tensor: Tensor) -> tuple[list[Tensor], SparseRow]:
 
 
 def assemble_sparse(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
-    """Return the sparse tensor of these parts."""
     name, shape, coalesced, graded = row
     if name == _COO:
         indices, values = parts
