@@ -53,10 +53,17 @@ class Setting:
         return (OURS + self.name, HOROVODS + self.name) if self.horovod else (OURS + self.name,)
 
 
-def setting(name: str, default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True) -> T:
-    """Return a field of Config."""
-    entry = Setting(name, kind, default, effect, horovod, same)
+def setting(
+    default: T, kind: Kind, effect: str, *, horovod: bool = False, same: bool = True, name: str | None = None
+) -> T:
+    """Return a field of Config. name: where the variable has not the field's."""
+    entry = Setting(name or "", kind, default, effect, horovod, same)
     return dataclasses.field(default=default, metadata={"setting": entry})
+
+
+def shared(default: T, kind: Kind, effect: str, *, same: bool = True, name: str | None = None) -> T:
+    """Return a field of Config that Horovod has too."""
+    return setting(default, kind, effect, horovod=True, same=same, name=name)
 
 
 def whole(least: int) -> Kind:
@@ -122,135 +129,105 @@ class Config:
     """The values of this run, and the table of all settings."""
 
     knobs_file: str | None = setting(
-        "KNOBS_FILE", None, PATH, "a file of lines NAME=value, as autotune writes it; the environment wins", same=False
+        None, PATH, "a file of lines NAME=value, as autotune writes it; the environment wins", same=False
     )
     # Where the ranks run
     ranks_per_node: int | None = setting(
-        "RANKS_PER_NODE", None, whole(1), "treat every so many ranks of a host as a node, to try multi-node code"
+        None, whole(1), "treat every so many ranks of a host as a node, to try multi-node code"
     )
     init_patience: float = setting(
-        "INIT_PATIENCE_SECONDS", 60.0, number(0.001), "how long init() waits for other ranks before the log says so"
+        60.0,
+        number(0.001),
+        "how long init() waits for other ranks before the log says so",
+        name="INIT_PATIENCE_SECONDS",
     )
-    mpi_threads_disable: bool = setting(
-        "MPI_THREADS_DISABLE", False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE", horovod=True
+    mpi_threads_disable: bool = shared(False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE")
+    thread_affinity: tuple[int, ...] | None = shared(
+        None, CORES, "the core of the background thread of each local rank", same=False
     )
-    thread_affinity: tuple[int, ...] | None = setting(
-        "THREAD_AFFINITY", None, CORES, "the core of the background thread of each local rank", horovod=True, same=False
-    )
-    peer_memory: bool = setting(
-        "PEER_MEMORY", True, SWITCH, "0: the ranks of a node do not copy straight between their memories"
-    )
+    peer_memory: bool = setting(True, SWITCH, "0: the ranks of a node do not copy straight between their memories")
     keep_memory: bool = setting(
-        "KEEP_MEMORY", False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
+        False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
     )
     # How operations are agreed and joined
-    cycle_time: float = setting(
-        "CYCLE_TIME",
-        0.0,
-        number(0),
-        "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once",
-        horovod=True,
+    cycle_time: float = shared(
+        0.0, number(0), "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once"
     )
-    fusion_threshold: int = setting(
-        "FUSION_THRESHOLD",
-        64 << 20,
-        whole(0),
-        "bytes up to which operations announced together run as one; 0: each runs alone",
-        horovod=True,
+    fusion_threshold: int = shared(
+        64 << 20, whole(0), "bytes up to which operations announced together run as one; 0: each runs alone"
     )
-    disable_group_fusion: bool = setting(
-        "DISABLE_GROUP_FUSION", False, SWITCH, "1: a grouped operation is not fused with any other", horovod=True
-    )
-    cache_capacity: int = setting(
-        "CACHE_CAPACITY",
-        4096,
-        whole(0),
-        "how many different operations are sent as a number once they were described; 0: none",
-        horovod=True,
+    disable_group_fusion: bool = shared(False, SWITCH, "1: a grouped operation is not fused with any other")
+    cache_capacity: int = shared(
+        4096, whole(0), "how many different operations are sent as a number once they were described; 0: none"
     )
     express: bool = setting(
-        "EXPRESS",
         True,
         SWITCH,
         "0: also an allreduce that all ranks of a node call at the same time is announced by rank 0 before it runs",
     )
     # Gradients
     overlap: bool | None = setting(
-        "OVERLAP", None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
+        None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
     )
     bucket_bytes: int | None = setting(
-        "BUCKET_BYTES", None, whole(1), "bytes of gradients that are reduced together; unset: chosen by the library"
+        None, whole(1), "bytes of gradients that are reduced together; unset: chosen by the library"
     )
     first_bucket_bytes: int | None = setting(
-        "FIRST_BUCKET_BYTES", None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
+        None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
     )
     # Tensors of a GPU
     cuda_plane: str = setting(
-        "CUDA_PLANE",
         "auto",
         one_of("auto", "nccl", "staged"),
         "how CUDA tensors travel: nccl, or staged through pinned host memory; auto: nccl where every rank has a GPU of "
         "its own and CuPy",
     )
     nccl_timeout: float = setting(
-        "NCCL_TIMEOUT_SECONDS", 600.0, number(0), "how long a collective of NCCL may take until it is given up; 0: ever"
+        600.0,
+        number(0),
+        "how long a collective of NCCL may take until it is given up; 0: ever",
+        name="NCCL_TIMEOUT_SECONDS",
     )
     # Autotune
-    autotune: bool = setting("AUTOTUNE", False, SWITCH, "1: try sizes and times out during training", horovod=True)
-    autotune_log: str | None = setting(
-        "AUTOTUNE_LOG", None, PATH, "rank 0 writes every sample there, as CSV", horovod=True, same=False
-    )
+    autotune: bool = shared(False, SWITCH, "1: try sizes and times out during training")
+    autotune_log: str | None = shared(None, PATH, "rank 0 writes every sample there, as CSV", same=False)
     autotune_file: str | None = setting(
-        "AUTOTUNE_FILE", None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
+        None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
     )
-    autotune_warmup_samples: int = setting(
-        "AUTOTUNE_WARMUP_SAMPLES", 3, whole(0), "samples that are thrown away at the start", horovod=True
+    autotune_warmup_samples: int = shared(3, whole(0), "samples that are thrown away at the start")
+    autotune_steps_per_sample: int = shared(10, whole(1), "training steps measured for one sample")
+    autotune_max_samples: int = shared(
+        20, whole(1), "samples after which the best setting stays", name="AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
     )
-    autotune_steps_per_sample: int = setting(
-        "AUTOTUNE_STEPS_PER_SAMPLE", 10, whole(1), "training steps measured for one sample", horovod=True
-    )
-    autotune_max_samples: int = setting(
-        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, whole(1), "samples after which the best setting stays", horovod=True
-    )
-    autotune_noise: float = setting(
-        "AUTOTUNE_GAUSSIAN_PROCESS_NOISE", 0.8, number(0), "how far samples are trusted: 0 fully", horovod=True
+    autotune_noise: float = shared(
+        0.8, number(0), "how far samples are trusted: 0 fully", name="AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
     )
     # What the user is told
-    stall_check_disable: bool = setting(
-        "STALL_CHECK_DISABLE", False, SWITCH, "1: say nothing about ranks that wait long", horovod=True
-    )
-    stall_check_seconds: float = setting(
-        "STALL_CHECK_TIME_SECONDS",
+    stall_check_disable: bool = shared(False, SWITCH, "1: say nothing about ranks that wait long")
+    stall_check_seconds: float = shared(
         60.0,
         number(1),
         "how long a rank may wait for others before the log says for whom",
-        horovod=True,
+        name="STALL_CHECK_TIME_SECONDS",
     )
-    stall_shutdown_seconds: float = setting(
-        "STALL_SHUTDOWN_TIME_SECONDS",
+    stall_shutdown_seconds: float = shared(
         0.0,
         number(0),
         "after how long a wait fails with StalledError on every rank; 0: never",
-        horovod=True,
+        name="STALL_SHUTDOWN_TIME_SECONDS",
     )
-    log_level: str | None = setting(
-        "LOG_LEVEL", None, one_of(*LOG_LEVELS), "the level of the logger hvlike, as printed", horovod=True, same=False
-    )
-    log_hide_time: bool = setting(
-        "LOG_HIDE_TIME", False, SWITCH, "1: the printed log has no time in it", horovod=True, same=False
-    )
-    timeline: str | None = setting(
-        "TIMELINE", None, PATH, "record a timeline into this file (DYNAMIC: not at once)", horovod=True, same=False
-    )
-    timeline_mark_cycles: bool = setting(
-        "TIMELINE_MARK_CYCLES", False, SWITCH, "1: the timeline shows every announcement", horovod=True, same=False
-    )
-    timeline_max_bytes: int = setting(
-        "TIMELINE_MAX_BYTES", 256 << 20, whole(4096), "size at which the file of a rank ends", same=False
-    )
+    log_level: str | None = shared(None, one_of(*LOG_LEVELS), "the level of the logger hvlike, as printed", same=False)
+    log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time in it", same=False)
+    timeline: str | None = shared(None, PATH, "record a timeline into this file (DYNAMIC: not at once)", same=False)
+    timeline_mark_cycles: bool = shared(False, SWITCH, "1: the timeline shows every announcement", same=False)
+    timeline_max_bytes: int = setting(256 << 20, whole(4096), "size at which the file of a rank ends", same=False)
 
 
-SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in dataclasses.fields(Config)}
+SETTINGS: dict[str, Setting] = {
+    field.name: dataclasses.replace(entry, name=entry.name or field.name.upper())
+    for field in dataclasses.fields(Config)
+    for entry in [field.metadata["setting"]]
+}
 """By field of Config."""
 
 _IGNORED_BECAUSE = {

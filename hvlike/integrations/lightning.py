@@ -77,32 +77,16 @@ class HvlikeEnvironment(ClusterEnvironment):
 
     main_port: Any = main_address
 
-    @staticmethod
-    def detect() -> bool:
-        """Whether hvlike is initialised."""
-        return basics.is_initialized()
-
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return basics.size()
-
-    def global_rank(self) -> int:
-        """Return this rank."""
-        return basics.rank()
-
-    def local_rank(self) -> int:
-        """Return the number of this rank among those of its node."""
-        return basics.local_rank()
-
-    def node_rank(self) -> int:
-        """Return the number of this node."""
-        return basics.cross_rank()
+    detect = staticmethod(basics.is_initialized)
+    world_size = staticmethod(basics.size)
+    global_rank = staticmethod(basics.rank)
+    local_rank = staticmethod(basics.local_rank)
+    node_rank = staticmethod(basics.cross_rank)
 
     def set_world_size(self, size: int) -> None:
-        """Ignored: mpirun decides it."""
+        """Ignored, as the next one: mpirun decides it."""
 
-    def set_global_rank(self, rank: int) -> None:
-        """Ignored: mpirun decides it."""
+    set_global_rank = set_world_size
 
 
 def gather_metrics(module: nn.Module) -> None:

@@ -51,11 +51,9 @@ class ProcessGroup(_ProcessGroupBase):
         self._calls = itertools.count()
 
     def getBackendName(self) -> str:
-        """Return what torch.distributed.get_backend returns."""
         return BACKEND_NAME
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce each tensor over the ranks, in place."""
         op = _op(opts)
         for tensor in tensors:
             allreduce_(tensor.detach(), op=op, name=self._name())
@@ -73,7 +71,6 @@ class ProcessGroup(_ProcessGroupBase):
         return _done(tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        """Copy the root's tensors into those of all ranks."""
         for tensor in tensors:
             broadcast_(tensor.detach(), opts.rootRank, name=self._name())
         return _done(tensors)
@@ -81,20 +78,17 @@ class ProcessGroup(_ProcessGroupBase):
     def allgather(
         self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Fill each list with the tensors of all ranks, in rank order."""
         for outputs, tensor in zip(output_tensors, input_tensors, strict=True):
             _fill(outputs, allgather(tensor.detach().reshape(-1), name=self._name()))
         return _done(output_tensors)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """Put the tensors of all ranks, one after the other, into one."""
         _fill([output], allgather(tensor.detach().reshape(-1), name=self._name()))
         return _done([output])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """As `all_gather_single`, of several."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
         return _done(outputs)
@@ -108,7 +102,6 @@ class ProcessGroup(_ProcessGroupBase):
     def gather(
         self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor], opts: Any
     ) -> dist.Work:
-        """Fill the root's list with the tensors of all ranks, in rank order."""
         (tensor,) = input_tensors
         rows = self._exchange(tensor, {opts.rootRank: tensor.numel()})
         if self._place == opts.rootRank:
@@ -118,7 +111,6 @@ class ProcessGroup(_ProcessGroupBase):
     def scatter(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]], opts: Any
     ) -> dist.Work:
-        """Give every rank its tensor from the root's list."""
         (output,) = output_tensors
         if self._place == opts.rootRank:
             rows = self._exchange(_flat(input_tensors[0]), dict.fromkeys(range(self._ranks), output.numel()))
@@ -130,13 +122,11 @@ class ProcessGroup(_ProcessGroupBase):
     def reduce_scatter(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce lists of as many tensors as there are ranks; each rank gets that of its place."""
         for output, inputs in zip(output_tensors, input_tensors, strict=True):
             self.reduce_scatter_single(output, _flat(inputs), opts)
         return _done(output_tensors)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce over the ranks; each rank gets its part."""
         parts = tensor.detach().reshape(self._ranks, -1)
         _fill([output], reducescatter(parts, op=_op(opts), name=self._name()).reshape(-1))
         return _done([output])
@@ -144,7 +134,6 @@ class ProcessGroup(_ProcessGroupBase):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """As `reduce_scatter_single`, of several."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return _done(outputs)
@@ -170,7 +159,6 @@ class ProcessGroup(_ProcessGroupBase):
         return _done([output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have called this."""
         barrier()
         return _done([])
 
@@ -221,21 +209,16 @@ def _done(result: object) -> dist.Work:
     return work
 
 
-_OPS: tuple[tuple[Any, ReduceOp], ...] = (
-    (dist.ReduceOp.SUM, ReduceOp.SUM),
-    (dist.ReduceOp.AVG, ReduceOp.AVERAGE),
-    (dist.ReduceOp.MIN, ReduceOp.MIN),
-    (dist.ReduceOp.MAX, ReduceOp.MAX),
-    (dist.ReduceOp.PRODUCT, ReduceOp.PRODUCT),
-)
+_OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
+_OPS["PRODUCT"] = ReduceOp.PRODUCT
 
 
 def _op(opts: Any) -> ReduceOp:
     """Return hvlike's name of a reduction. Raises: UsageError for one that it does not have."""
     if opts is None:
         return ReduceOp.SUM
-    for torch_op, op in _OPS:
-        if opts.reduceOp == torch_op:
+    for name, op in _OPS.items():
+        if opts.reduceOp == getattr(dist.ReduceOp, name):
             return op
     raise UsageError(f"torch.distributed over hvlike reduces by SUM, AVG, MIN, MAX or PRODUCT, not by {opts.reduceOp}.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,35 +12,29 @@ from hvlike.errors import UsageError
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the trace with the events of all files, in the order of the ranks.
-
-    Raises: UsageError for a file that is no timeline of hvlike, and for two files of one rank.
-    """
-    traces = sorted(((path, read(path)) for path in paths), key=lambda each: int(each[1]["otherData"]["rank"]))
-    for (one, first), (other, second) in itertools.pairwise(traces):
-        if first["otherData"]["rank"] == second["otherData"]["rank"]:
-            raise UsageError(
-                f"{one} and {other} are both of rank {first['otherData']['rank']}: merge only one of them."
-            )
+    """Return the trace with the events of the files of some ranks, in the order of the ranks. Raises: as read_all."""
+    traces = sorted(read_all(paths, merged=False), key=lambda each: int(each["otherData"]["rank"]))
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"ranks": [trace["otherData"] for _, trace in traces]},
-        "traceEvents": [event for _, trace in traces for event in trace["traceEvents"]],
+        "otherData": {"ranks": [trace["otherData"] for trace in traces]},
+        "traceEvents": [event for trace in traces for event in trace["traceEvents"]],
     }
 
 
-def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read timelines of ranks and merged ones.
+def read_all(paths: Sequence[Path], *, merged: bool = True) -> list[dict[str, Any]]:
+    """Read timelines of ranks, and merged ones if they may be among them.
 
     Raises: UsageError for a file that is no timeline of hvlike, and for a rank that is in two of them.
     """
-    traces = [read(path, merged=True) for path in paths]
-    ranks: dict[int, Path] = {}
+    traces = [read(path, merged=merged) for path in paths]
+    found: dict[int, Path] = {}
     for path, trace in zip(paths, traces, strict=True):
         for each in trace["otherData"].get("ranks", [trace["otherData"]]):
-            other = ranks.setdefault(each["rank"], path)
-            if other != path:
-                raise UsageError(f"rank {each['rank']} is in {other} and in {path}: leave one of them out.")
+            if each["rank"] in found:
+                raise UsageError(
+                    f"rank {each['rank']} is in {found[each['rank']]} and in {path}: leave one of them out."
+                )
+            found[each["rank"]] = path
     return traces
 
 

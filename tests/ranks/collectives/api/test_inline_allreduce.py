@@ -41,6 +41,7 @@ def inline(hvd):
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
+    least = 2 if shape is LARGE else 4
     for dtype in (each for each in (OF_EACH_KIND if shape is LARGE else DTYPES) if defined(op, each)):
         inputs = [contribution(rank, shape, dtype) for rank in range(hvd.size())]
         narrow_mean = op is hvd.Average and dtype in (torch.uint8, torch.int8, torch.int16)
@@ -51,7 +52,7 @@ def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
             assert hvd.allreduce_(tensor, op=op, name=f"inline {dtype}") is tensor
             same(tensor, expected)
             # With more ranks than cores one may be late, and then some calls are spared.
-            if attempt >= 3 and (narrow_mean or inline.served > before):
+            if attempt + 1 >= least and (narrow_mean or inline.served > before):
                 break
         assert (inline.served > before) is not narrow_mean, dtype
 
