@@ -59,8 +59,7 @@ class Choice(NamedTuple):
 def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[Choice]:
     """All choices that differ in effect for gradients of `total_bytes`, `start` first.
 
-    overlaps: whether reduction runs beside backward; without that the size of the first bucket changes nothing for
-    the better and is left out of the search.
+    Without overlap with backward the size of the first bucket improves nothing, and is left out of the search.
     """
     limits = sorted({*BUCKET_BYTES, start.bucket_bytes})
     # All limits that hold everything have the same effect.
@@ -73,7 +72,6 @@ def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[
 
 
 def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
-    """Coordinates of the choices in a space where equal distances mean equal ratios."""
     return [
         (
             math.log2(each.bucket_bytes),
@@ -117,8 +115,7 @@ def unit_cube(points: Sequence[Sequence[float]]) -> Array:
 def suggest(points: Array, measured: Sequence[Measurement], noise: float) -> int:
     """The index of the point to measure next; the first point of the table before anything was measured.
 
-    points: (count, dimensions) in the unit cube. noise: variance of a measurement relative to that of all of them.
-    Ties go to the lower index, so equal inputs give equal answers.
+    points: (count, dimensions) in the unit cube. Ties go to the lower index, so equal inputs give equal answers.
     """
     if not measured:
         return 0
@@ -134,7 +131,6 @@ def best_measured(points: Array, measured: Sequence[Measurement], noise: float) 
 
 
 def believe(points: Array, measured: Sequence[Measurement], noise: float) -> Belief:
-    """The posterior at all points, with the length scale under which the measurements are most likely."""
     values = np.log([each.seconds for each in measured])
     spread = float(values.std())
     values = (values - values.mean()) / (spread or 1.0)
@@ -150,7 +146,6 @@ def believe(points: Array, measured: Sequence[Measurement], noise: float) -> Bel
 
 
 def expected_improvement(belief: Belief, best: float) -> Array:
-    """How much less than `best` a measurement of each point is expected to be."""
     gain = best - belief.mean
     deviation = np.maximum(belief.deviation, 1e-12)
     steps = gain / deviation
@@ -183,14 +178,7 @@ class TuningSearch:
     """Chooses the next setting from the time of each sample."""
 
     def __init__(self, table: Sequence[Choice], *, warmup: int, samples: int, noise: float) -> None:
-        """Start the search.
-
-        Args:
-            table: The choices, the one in use first.
-            warmup: How many samples are thrown away at the start.
-            samples: How many samples count.
-            noise: Variance of a measurement relative to that of all of them.
-        """
+        """`table` begins with the choice in use; the first `warmup` samples do not count."""
         self.choice = table[0]
         """The setting in use."""
         self.finished = False
@@ -204,7 +192,6 @@ class TuningSearch:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the next sample will be thrown away."""
         return self._warmup > 0
 
     def record(self, seconds: float) -> None:
@@ -219,7 +206,6 @@ class TuningSearch:
         self.choice = self._table[self._index]
 
     def seconds_of(self, choice: Choice) -> float:
-        """The shortest time measured with a choice that was in use."""
         return min(each.seconds for each in self._measured if self._table[each.point] == choice)
 
 
@@ -253,7 +239,6 @@ class StepSampler:
         return sample
 
     def resume(self, now: float) -> None:
-        """Start the clock again after something that is not part of a step."""
         self._last = now
 
 
@@ -266,10 +251,7 @@ class TuningReport:
     """Writes the CSV file, the line with the best setting and the settings file; on the first rank of the set."""
 
     def __init__(self, log: str | None, file: str | None) -> None:
-        """Take the paths of the CSV file and the settings file, None for none.
-
-        Raises UsageError when one of them cannot be written, before any time is spent on tuning.
-        """
+        """Raises UsageError when a file cannot be written, before any time is spent on tuning."""
         self._log = log
         self._file = file
         self._samples = 0
@@ -279,7 +261,6 @@ class TuningReport:
             _write("HVLIKE_AUTOTUNE_FILE", file, "", "a")
 
     def sample(self, choice: Choice, seconds: float, *, warmup: bool) -> None:
-        """Write one sample."""
         self._samples += 1
         if self._log is None:
             return
@@ -288,7 +269,6 @@ class TuningReport:
         _write("HVLIKE_AUTOTUNE_LOG", self._log, ",".join([*map(str, values), *times]) + "\n", "a")
 
     def winner(self, choice: Choice, seconds: float, start_seconds: float) -> None:
-        """Write the setting that stays."""
         found = f"{choice.describe()}: {1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
         where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
         print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
@@ -298,7 +278,6 @@ class TuningReport:
 
 
 def knob_lines(choice: Choice) -> list[str]:
-    """Return the setting as lines NAME=value."""
     return [
         f"HVLIKE_BUCKET_BYTES={choice.bucket_bytes}",
         f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}",
@@ -329,10 +308,7 @@ class Tuner:
         config: Config,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Tune the sizes of `reducer`; messages have `name`, the same on every rank. Local.
-
-        Raises UsageError where the log or the settings file cannot be written.
-        """
+        """Messages have `name`, the same on every rank."""
         self.finished = False
         """The setting stays; nothing more is measured."""
         self.choice = Choice(*reducer.sizes, round(1000 * config.cycle_time))
@@ -359,11 +335,7 @@ class Tuner:
         reducer.resize(BucketSizes(self.choice.bucket_bytes, self.choice.first_bucket_bytes))
 
     def step_ended(self, reducer: PlannedReducer) -> None:
-        """Note the end of a reduction on all ranks; at the end of a sample, go on to the next setting.
-
-        Collective over the process set; blocks at the end of a sample only.
-        Raises PeerLeftError or ShutdownError, as the reduction itself.
-        """
+        """Note the end of a reduction; at the end of a sample, go on to the next setting: collective, and blocks."""
         schedule = reducer.schedule
         if self.finished or schedule is None or schedule.active < self._size:
             # Ranks that have joined do not count steps; when all have joined, plans and counts start anew.
@@ -384,7 +356,6 @@ class Tuner:
         self._sampler.resume(self._clock())
 
     def _decide(self, search: TuningSearch, seconds: float, decision: torch.Tensor) -> None:
-        """Write the next setting into `decision`, and whether it stays."""
         self._report.sample(self.choice, seconds, warmup=search.warming_up)
         search.record(seconds)
         decision.copy_(torch.tensor([*search.choice, int(search.finished)], device="cpu"))

@@ -77,7 +77,6 @@ def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
 
 
 def read(file: CheckpointFile) -> bytearray:
-    """Return the contents of a checkpoint. Raises OSError, and ValueError for a damaged file."""
     data = bytearray(file.path.stat().st_size)
     with file.path.open("rb") as source:
         count = source.readinto(data)
@@ -96,7 +95,6 @@ def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """Return the digits for the name of a file with these contents."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -184,7 +182,6 @@ def gather_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved of each part, on rank 0. Local."""
     return {
         name: gathered[name] if name in gathered else _unwrapped(value).state_dict() if is_stateful(value) else value
         for name, value in parts.items()
@@ -192,10 +189,7 @@ def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[s
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """Load the states into the parts; return what else was saved. Local.
-
-    Raises CheckpointError for a part that was not saved, UsageError for one that cannot be loaded into.
-    """
+    """Load the states into the parts; return what else was saved. Local."""
     for name, value in parts.items():
         if not is_stateful(value):
             raise UsageError(
@@ -220,7 +214,6 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _strange(value: Any) -> str | None:
-    """The name of a class in there that is not plain."""
     if isinstance(value, _PLAIN):
         return None
     if type(value) in (list, tuple, set):

@@ -34,7 +34,6 @@ class DelegatingOptimizer(Optimizer):
 
     @property
     def wrapped(self) -> Optimizer:
-        """The optimizer that does the work."""
         return self._wrapped
 
     def before_groups_are_read(self) -> None:
@@ -103,7 +102,6 @@ class DelegatingOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer."""
         self.before_groups_are_read()
         return self._wrapped.param_groups
 
@@ -113,7 +111,6 @@ class DelegatingOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The state of the wrapped optimizer."""
         return self._wrapped.state
 
     @state.setter
@@ -122,7 +119,6 @@ class DelegatingOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of the wrapped optimizer."""
         return self._wrapped.defaults
 
     @defaults.setter
@@ -160,8 +156,7 @@ class DelegatingOptimizer(Optimizer):
 def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
     """Return the loss of all ranks for this rank's: a number, or a tensor of one element; other results as they are.
 
-    Optimizers that call the closure several times (L-BFGS) decide by the loss how often, and must decide the same on
-    every rank. Collective over the process set; blocks.
+    L-BFGS decides by the loss how often it calls the closure, and must decide the same on every rank.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         reduced = allreduce(loss.detach().to(torch.float64), op=op, process_set=process_set)
@@ -172,8 +167,6 @@ def reduce_loss(loss: Any, op: ReduceOp, process_set: ProcessSet | None) -> Any:
 
 
 def after(closure: Callable[[], Any], finish: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Return a closure that passes what `closure` returns through `finish`, each time it is evaluated."""
-
     def evaluate() -> Any:
         return finish(closure())
 

@@ -119,7 +119,6 @@ class Progress(Generic[T]):
         self.close()
 
     def _report(self) -> None:
-        """Report what this rank has added up, unless hvlike was shut down."""
         sums = {name: (float(total), count) for name, (total, count) in self._sums.items()}
         self._sums = {}
         if sums and is_running() and current() is self._context:
@@ -187,7 +186,6 @@ def progress(
 
 
 def _bar(iterable: Iterable[Any] | None, desc: str | None, total: float | None, *, force: bool, options: Any) -> Any:
-    """Return the bar of rank 0; None where no terminal would show it."""
     columns = columns_of_terminal()
     if columns is None and not force:
         return None

@@ -50,21 +50,17 @@ class Statistics(NamedTuple):
     """Sum of the squared distances from the mean."""
 
     def variance(self) -> Tensor:
-        """The variance that values are normalised by."""
         return self.squares / self.total
 
     def unbiased_variance(self) -> Tensor:
-        """The variance that running statistics use."""
         return self.squares / (self.total - 1)
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for 16-bit dtypes, else the dtype itself."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def channel_dimensions(values: Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
     return [0, *range(2, values.dim())]
 
 
@@ -74,7 +70,6 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def count_of(values: Tensor) -> int:
-    """How many values of each channel there are."""
     return values.numel() // values.shape[1]
 
 
@@ -98,7 +93,6 @@ def local_sums(values: Tensor) -> Tensor:
 
 
 def combine(sums: Tensor) -> Statistics:
-    """The statistics of the whole batch, from the sum of all ranks' `local_sums`."""
     channels = (sums.numel() - 1) // 2
     count = sums[0]
     mean = sums[1 : 1 + channels] / count.clamp(min=1)
@@ -106,7 +100,6 @@ def combine(sums: Tensor) -> Statistics:
 
 
 def squares_around(own: Tensor, mean: Tensor) -> Tensor:
-    """This rank's part of M, (C), around the mean of the whole batch."""
     return (own - per_channel(mean, own)).square_().sum(channel_dimensions(own))
 
 
@@ -136,7 +129,6 @@ class Normalization(torch.autograd.Function):
         name: str,
         process_set: ProcessSet | None,
     ) -> Tensor:
-        """Local: the statistics are known."""
         dtype = computing_dtype(values.dtype)
         mean = statistics.mean.to(dtype)
         inverse = torch.rsqrt(statistics.variance() + eps).to(dtype)
@@ -266,7 +258,6 @@ class SyncBatchNorm(_BatchNorm):
         return convert_sync_batchnorm(module, process_set)
 
     def extra_repr(self) -> str:
-        """Return the options that repr() shows."""
         own = "" if self.process_set is None else f", process_set={self.process_set}"
         return f"{super().extra_repr()}{own}"  # type: ignore[no-untyped-call]  # torch's has no annotations
 

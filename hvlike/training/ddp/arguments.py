@@ -30,11 +30,7 @@ _TORCH_ONLY = {
 
 
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
-    """Return the parameters of the module that take part, by name.
-
-    Raises UsageError for what is no module or lies on several kinds of devices, DataParallelError where no parameter
-    requires a gradient or one has no shape yet.
-    """
+    """Return the parameters of the module that take part, by name."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
     parameters: dict[str, Tensor] = {
@@ -64,10 +60,7 @@ def check_devices(
     output_device: int | torch.device | None,
     parameters: Mapping[str, Tensor],
 ) -> torch.device | None:
-    """Return the device that inputs are moved to; None: they are not moved.
-
-    Raises UsageError for several devices, and for any where the module is not on a single GPU.
-    """
+    """Return the device that inputs are moved to; None: they are not moved."""
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(f"device_ids can only be None or contain a single element. Got {list(device_ids)}.")
     devices = {parameter.device for parameter in parameters.values()}
@@ -86,7 +79,7 @@ def check_devices(
 
 
 def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
-    """Return how many bytes are reduced together; None: hvlike chooses. Raises UsageError unless above 0."""
+    """Return how many bytes are reduced together; None: hvlike chooses."""
     if bucket_cap_mb is None:
         return None
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
@@ -95,10 +88,7 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
 
 
 def check_torch_only(options: Mapping[str, Any]) -> None:
-    """Check arguments of torch's that hvlike does not have.
-
-    Raises UsageError for values but None and False, TypeError for names that torch does not have either.
-    """
+    """Refuse arguments of torch's that hvlike does not have, but for None and False."""
     for name, value in options.items():
         if name not in _TORCH_ONLY:
             raise WrongTypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
@@ -109,7 +99,7 @@ def check_torch_only(options: Mapping[str, Any]) -> None:
 
 
 def check_ranks(process_set: object, process_group: object) -> ProcessSet | None:
-    """Return the set of ranks, None for all. Raises UsageError unless it is registered and this rank is in it."""
+    """Return the set of ranks, None for all."""
     if process_set is not None and process_group is not None and process_set is not process_group:
         raise UsageError("DistributedDataParallel: process_set and process_group are two names of one argument.")
     chosen = process_group if process_set is None else process_set
@@ -120,7 +110,6 @@ def check_ranks(process_set: object, process_group: object) -> ProcessSet | None
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return the value with all tensors in nested lists, tuples and dicts on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -133,10 +133,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def compression_of(state: Any, hook: object) -> CompressorLike | None:
-    """Return the compression that a hook of this file, or torch's of the same name, stands for; None for others.
-
-    Raises UsageError for powerSGD_hook without its state, and for a hook of torch's that needs torch.distributed.
-    """
+    """Return the compression that a hook of this file, or torch's of the same name, stands for; None for others."""
     state, hook = ours_for(state, hook)
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)
@@ -150,7 +147,6 @@ def ours_for(state: Any, hook: object) -> tuple[Any, object]:
     """Replace a hook of torch's and its state by the hook of this file that does the same; return others as they are.
 
     Torch's hooks reduce over a process group of torch.distributed: with one as their state they stay as they are.
-    Raises UsageError where there is no such group.
     """
     place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
     if not place.startswith(_OF_TORCH):
@@ -169,7 +165,6 @@ def ours_for(state: Any, hook: object) -> tuple[Any, object]:
 
 
 def _power_sgd_state(state: Any) -> PowerSGDState:
-    """Return a state with the options of a state of torch's, which remembers nothing before the first step."""
     names = (
         "matrix_approximation_rank",
         "start_powerSGD_iter",

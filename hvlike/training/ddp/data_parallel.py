@@ -235,13 +235,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_hook = True
 
     def _set_static_graph(self) -> None:
-        """Do what static_graph=True does in the constructor; every rank, before the first forward. Local.
-
-        Raises:
-            DataParallelError: A forward was made before.
-
-        Source: torch DistributedDataParallel._set_static_graph.
-        """
+        """Do what static_graph=True does in the constructor; every rank, before the first forward. Local."""
         if self.static_graph:
             warn_user("You've set static_graph to be True, no need to set it again.", UserWarning)
             return
@@ -252,10 +246,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Name the parameters and buffers that a DistributedDataParallel of this module leaves alone. Local.
-
-        Source: torch DistributedDataParallel, by the same name.
-        """
+        """Name the parameters and buffers that a DistributedDataParallel of this module leaves alone. Local."""
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
 
     def reduce_through(self, output: Any) -> None:
@@ -308,21 +299,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """See Joinable."""
         return self.device
 
     @property
     def join_process_group(self) -> ProcessSet:
-        """See Joinable."""
         return self.process_set
 
     def _reduce_zeros(self) -> None:
-        """Take part in a reduction by the user's hook, if this iteration of a Join context has one."""
         if self._reduces_now(False):
             self._gradients.reduce_zeros()
 
     def _take_over(self, context: JoinContext) -> None:
-        """Give all ranks the module of one that has made all steps."""
         self._gradients.divides_by_active = False
         buffers = dict(self._named_buffers()) if self.forward_sync_buffers else {}
         module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set
@@ -361,7 +348,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _syncs_buffers(self) -> bool:
-        """Whether there are buffers to synchronise at the start of forward, and ranks to do it with."""
         return self.forward_sync_buffers and self._has_buffers and not self._gradients.reduction.is_local(current())
 
     def _find_buffers(self, context: Context) -> BufferSync:
@@ -376,6 +362,5 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._buffer_sync
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of now that are not ignored; the module may have replaced some."""
         named = self.module.named_buffers()
         return ((name, buffer) for name, buffer in named if name not in self.parameters_to_ignore)

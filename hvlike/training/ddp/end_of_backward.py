@@ -55,11 +55,9 @@ class EndOfBackward:
 
     @property
     def armed(self) -> bool:
-        """Whether the pass under way will run the action."""
         return self._pass is not None and self._pass() is not None
 
     def arm(self) -> None:
-        """Run the action once when the pass under way has ended."""
         if not self.armed:
             task = torch._C._current_graph_task_id()
             actions = _passes.get(task)
@@ -97,11 +95,9 @@ class Collected(_Actions):
         self._gradients = gradients
 
     def add_module(self, number: int, reduce_in: Callable[[dict[Tensor, Tensor]], None]) -> None:
-        """Note that the pass comes through a module, whose gradients `reduce_in` reduces."""
         self.add(number, partial(reduce_in, self._gradients))
 
     def reduce(self) -> None:
-        """Reduce the gradients. Collective over the process sets of the modules; blocks."""
         self()
 
 

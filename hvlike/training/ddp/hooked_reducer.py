@@ -72,7 +72,6 @@ class GradBucket:
 
 
 def split(buffer: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of a flat tensor, of these shapes, one after the other; a sparse one is alone."""
     if buffer.is_sparse:
         return [buffer]
     parts = torch.split(buffer.reshape(-1), [shape.numel() for shape in shapes])
@@ -142,10 +141,7 @@ class HookedReducer:
         """Do nothing: nothing was agreed."""
 
     def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Reduce the gradients by the hook, and tensors after them as averages; return sparse results by index.
-
-        Raises what the hook raises, and UsageError for a result that it may not return.
-        """
+        """Reduce the gradients by the hook, and tensors after them as averages; return sparse results by index."""
         count = len(self._parameters)
         gradients = [tensor.detach() for tensor in tensors[:count]]
         buckets = self._buckets(gradients)
@@ -183,7 +179,6 @@ class HookedReducer:
         ]
 
     def _result(self, pending: Any, bucket: GradBucket) -> Tensor:
-        """Wait for what the hook has returned, and check it."""
         value = hook_result(pending)
         if not isinstance(value, Tensor) or value.numel() != bucket.buffer().numel():
             got = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__

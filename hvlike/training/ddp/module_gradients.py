@@ -68,14 +68,7 @@ class ModuleGradients(Gradients):
         find_unused: bool = False,
         static_graph: bool = False,
     ) -> None:
-        """Local.
-
-        Args:
-            named_parameters: By the names of the module.
-            reduction: How they are reduced.
-            find_unused: Leave gradients alone that no rank has used.
-            static_graph: Every iteration uses the parameters alike.
-        """
+        """With `find_unused` gradients stay that no rank has used; `static_graph`: every iteration uses the same."""
         self.static_graph = static_graph
         self.find_unused = find_unused or static_graph
         self._pending = False
@@ -101,7 +94,6 @@ class ModuleGradients(Gradients):
         super().__init__(Module(groups), reduction, names, 1)
 
     def set_static_graph(self) -> None:
-        """Expect a static graph. Local. Raises DataParallelError after the first forward."""
         if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
             raise DataParallelError(
                 "_set_static_graph() was called after the first forward: whether a graph is static is known before it. "
@@ -110,10 +102,7 @@ class ModuleGradients(Gradients):
         self.static_graph = self.find_unused = True
 
     def before_forward(self) -> None:
-        """Begin a synchronised forward. Collective where the last backward failed; else local.
-
-        Raises DataParallelError where gradients were missing since the forward before, after they were reduced.
-        """
+        """Begin a synchronised forward. Collective where the last backward failed; else local."""
         if is_inside_backward():
             return
         ended = not self._under_way
@@ -169,7 +158,6 @@ class ModuleGradients(Gradients):
         return self._end.armed
 
     def arm(self) -> None:
-        """Reduce when the backward pass under way has ended. Called in that pass."""
         elsewhere = collection()
         if self._end.armed or (elsewhere is not None and self._collection is elsewhere):
             return
@@ -184,7 +172,6 @@ class ModuleGradients(Gradients):
             elsewhere.add_module(self._end.number, self._reduce_in)
 
     def _reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Reduce gradients in a map, by leaf; `.grad` stays as it is. Collective; blocks."""
         parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
         kept = [parameter.grad for parameter in parameters]
         try:
@@ -198,7 +185,6 @@ class ModuleGradients(Gradients):
                     gradients[parameter] = reduced
 
     def _ended(self) -> None:
-        """Reduce at the end of a backward pass. Collective; blocks."""
         twice = self._complete()
         if not twice:
             return
@@ -278,7 +264,6 @@ class ModuleGradients(Gradients):
         return [slot.parameter for slot, used in zip(self._slots, self._flags.tolist(), strict=True) if used]
 
     def reduce_by(self, compression: CompressorLike | None, hook: Hook | None, state: Any) -> None:
-        """Let the planned reduction compress, or the user's hook reduce; all ranks alike. Local."""
         if self._under_way:
             raise changed_while_reducing("register_comm_hook()")
         if compression is not None:
@@ -288,7 +273,6 @@ class ModuleGradients(Gradients):
         self._drop_reducer()
 
     def reduce_zeros(self) -> None:
-        """Take part in a reduction by a hook, with zeros. Collective; blocks."""
         reducer = self._ready_reducer()
         if reducer is not None:
             parts = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
@@ -314,7 +298,6 @@ class ModuleGradients(Gradients):
         return [Entry(_USED, (len(self._slots),), torch.int32, torch.device("cpu"))]
 
     def abandon(self) -> None:
-        """Forget the iteration that an error elsewhere has interrupted. Local."""
         super().abandon()
         self._missing = None
         self._pending = False

@@ -28,11 +28,7 @@ _CALL = "DistributedDataParallel"
 def verify_and_broadcast(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None
 ) -> None:
-    """Check that the ranks have the same parameters and buffers, and give them the values of those of the root.
-
-    Collective over the process set; blocks.
-    Raises MismatchError on every rank, naming the ranks and what differs; nothing has been changed then.
-    """
+    """Check that the ranks have the same parameters and buffers, and give them the root's values. Collective."""
     forms = {f"parameter {name}": _describe(tensor) for name, tensor in parameters.items()}
     forms |= {f"buffer {name}": str(TensorForm.of(tensor)) for name, tensor in buffers.items()}
     check_same(f"{_CALL} expects same model across all ranks", forms, root_rank, process_set, MismatchError)
@@ -68,14 +64,10 @@ class BufferSync:
         self._queue.stand_in = lambda: self._job(active=False, owner=-1)
 
     def agree(self) -> None:
-        """Open the queue. Collective over the process set; blocks. Raises MismatchError on every rank."""
         self._queue.agree()
 
     def sync(self, *, from_highest: bool) -> None:
-        """Take over the buffers of the first rank, or `from_highest` of the highest active one. Collective; blocks.
-
-        Versions of the buffers do not change: graphs that have saved them stay valid.
-        """
+        """Take over the buffers of the first rank, or `from_highest` of the highest active one. Collective; blocks."""
         self._queue.run(self._job(active=True, owner=self._size - 1 if from_highest else 0))
 
     def _job(self, *, active: bool, owner: int) -> CountingJob:
@@ -99,7 +91,6 @@ class BufferSync:
         return run
 
     def _highest(self, backend: Backend, active: bool) -> Coroutine[int]:
-        """The active rank with the highest number."""
         candidate = torch.tensor([self._rank if active else -1], device="cpu")
         yield from backend.allreduce([candidate], arithmetic_of(candidate.dtype, ReduceOp.MAX, self._size, 1.0, 1.0))
         return int(candidate)

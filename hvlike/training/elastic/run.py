@@ -31,11 +31,7 @@ from hvlike.training.elastic.state import State
 
 
 def restart() -> None:
-    """Start hvlike anew, whatever was in flight, with the same ranks and process sets. Collective; blocks.
-
-    Process sets keep their objects and get new numbers.
-    Raises NotInitializedError when hvlike does not run, UsageError on every rank where the ranks' sets differ.
-    """
+    """Start hvlike anew, whatever was in flight, with the same ranks and process sets. Collective; blocks."""
     if not context.is_running():
         raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
     world, sets = context.current().world, registered_sets()
@@ -103,8 +99,6 @@ def run(func: Any = None, *, retries: int = 3) -> Any:
 
 
 def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
-    """Return `func`, called again after errors."""
-
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
@@ -138,10 +132,7 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
 
 
 def _agree(failures: int, skip_sync: bool, retries: int, reason: Exception) -> bool:
-    """Return whether all ranks can do without sync(). Collective, the first operation after the restart.
-
-    Raises HorovodInternalError on every rank if one has failed too often.
-    """
+    """Return whether all ranks can do without sync(). Collective, the first operation after the restart."""
     answers = torch.tensor([failures, int(not skip_sync)], device="cpu")
     most, has_to_sync = allreduce(answers, name="elastic.agree", op=Max).tolist()
     if most > retries:

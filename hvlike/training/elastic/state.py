@@ -118,7 +118,6 @@ class ObjectState(State):
 
 
 def check_names(state: type, names: Iterable[str]) -> None:
-    """Raise UsageError for names that would hide attributes of a state."""
     for name in names:
         if hasattr(state, name) or name == "commits" or name.startswith("_"):
             raise UsageError(f"{state.__name__}: {name!r} cannot be the name of a value; the state uses it itself.")
@@ -134,11 +133,9 @@ class StatePart:
         self.save()
 
     def save(self) -> None:
-        """Keep a copy. Local."""
         self._saved = deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load what was saved. Local."""
         if isinstance(self.value, DistributedOptimizer):
             # Forgets a step that the error has interrupted.
             self.value.abandon()
@@ -146,7 +143,6 @@ class StatePart:
         self.value.load_state_dict(deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load the state of rank 0. Collective; blocks."""
         value, name = self.value, f"elastic.{self.name}"
         # A DistributedOptimizer may say that it is only of the class it wraps.
         if isinstance(value, (DistributedOptimizer, Optimizer)):
@@ -203,13 +199,11 @@ class TorchState(ObjectState):
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
 
     def save(self) -> None:
-        """Keep copies of everything in memory. Local."""
         for part in self._parts.values():
             part.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last. Local."""
         for part in self._parts.values():
             part.restore()
         super().restore()

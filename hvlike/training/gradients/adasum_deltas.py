@@ -47,7 +47,7 @@ class AdasumDeltas(Gradients):
         """Do nothing: gradients add up on this rank."""
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
-        """Do nothing: gradients are not reduced. Local. Raises UsageError inside no_sync()."""
+        """Do nothing: gradients are not reduced."""
         if self.keep_local:
             raise usage_errors.inside_no_sync(call)
 
@@ -71,7 +71,6 @@ class AdasumDeltas(Gradients):
         """Around the step of the wrapped optimizer: reduce what it changes. Collective over the process set; blocks.
 
         A rank whose step raises contributes no change, takes over that of the others, and raises then.
-        Raises UsageError inside no_sync(), and for parameters of a dtype that has no Adasum.
         """
         self.synchronize("optimizer.step()")
         self.refresh()
@@ -105,7 +104,6 @@ class AdasumDeltas(Gradients):
         return [slot.parameter.detach() for slot in self._slots]
 
     def _remember(self) -> None:
-        """Copy the parameters."""
         values = self._values()
         fits = len(values) == len(self._starts) and all(
             start.shape == value.shape and start.dtype is value.dtype and start.device == value.device

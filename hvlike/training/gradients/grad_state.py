@@ -48,10 +48,7 @@ class GradientHooks(Generic[Owner, Key]):
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
 
     def attach(self, parameter: Tensor, key: Key) -> None:
-        """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook.
-
-        Does nothing for a parameter that has no such node: not a leaf, frozen, or not initialised yet (lazy modules).
-        """
+        """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook."""
         self.detach(parameter)
         if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
             return
@@ -63,7 +60,6 @@ class GradientHooks(Generic[Owner, Key]):
         self._attached[id(parameter)] = node, node.register_hook(_hook(self._owner, self._on_gradient, key))
 
     def detach(self, parameter: Tensor) -> None:
-        """Remove the hook of `parameter` if there is one."""
         _, handle = self._attached.pop(id(parameter), (None, None))
         if handle is not None:
             handle.remove()
@@ -136,10 +132,7 @@ class GradState:
         return gradient is not None and gradient._version != self.version and not _is_part(gradient)
 
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
-        """Return the tensor that stands for `gradient` in the reduction, the same in the whole step.
-
-        It shares memory with the gradient where possible.
-        """
+        """Return what stands for `gradient` in the reduction, the same in the whole step; shares memory if possible."""
         if self.wire is not None:
             return self.wire
         if gradient.layout is torch.strided:
@@ -166,7 +159,6 @@ class GradState:
         )
 
     def take_back(self, reduced: Tensor | None) -> None:
-        """Give the parameter the reduced gradient; None if it was reduced in place."""
         gradient = self.parameter.grad
         if gradient is not None and gradient.is_sparse:
             self.sparse_dimensions = gradient.sparse_dim()
@@ -180,13 +172,11 @@ class GradState:
 
 
 def _is_part(gradient: Tensor) -> bool:
-    """Whether it is a view; views that autograd makes (of a torch.cat, say) do not say so."""
     is_dense = gradient.layout is torch.strided
     return gradient._is_view() or (is_dense and gradient.untyped_storage().nbytes() > gradient.nbytes)
 
 
 def reset(slots: Iterable[GradState]) -> None:
-    """Begin a new step."""
     for slot in slots:
         slot.passes = 0
         slot.reached = False
@@ -209,14 +199,12 @@ class OneHook:
         self._hooks = hooks
 
     def begin(self, slots: Sequence[GradState], last: int) -> None:
-        """Leave a hook to slot number `last` alone."""
         self.slot = slots[last]
         for slot in slots:
             if slot is not self.slot:
                 self._hooks.detach(slot.parameter)
 
     def end(self, slots: Iterable[GradState]) -> None:
-        """Give each parameter a hook again, if that is not so."""
         alone, self.slot = self.slot, None
         self.seen = None
         if alone is not None:
@@ -234,7 +222,6 @@ class OneHook:
         _engine.queue_callback(look)
 
     def take(self) -> list[Tensor | None] | None:
-        """What was seen, once."""
         seen, self.seen = self.seen, None
         return seen
 
@@ -245,5 +232,4 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
-    """Whether these gradients were seen, all of them."""
     return all(map(is_, seen, gradients)) and all(map(is_not, seen, repeat(None)))

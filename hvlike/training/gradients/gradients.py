@@ -74,10 +74,7 @@ class Gradients:
         self.refresh()
 
     def take_name(self) -> None:
-        """Be matched between ranks by the place in their order of now, not of the first reduction. Local; needs init().
-
-        All ranks do so in the same order.
-        """
+        """Be matched between ranks by the place in their order of now, not of the first reduction. Local."""
         self._context = current()
         self.name = self.reduction.automatic_name(self._context)
 
@@ -158,10 +155,9 @@ class Gradients:
         return True
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
-        """Reduce all gradients; nothing if that has been done since the last backward pass.
+        """Reduce all gradients, unless that has been done since the last backward pass; missing ones count as zeros.
 
-        Collective over the process set; blocks. Parameters without a gradient contribute zeros.
-        Raises: UsageError inside no_sync() and, once the reduction is complete, for gradients that were exchanged.
+        Collective over the process set; blocks.
         """
         if self.phase is Phase.SYNCHRONIZED:
             return
@@ -182,36 +178,28 @@ class Gradients:
             raise disturbed
 
     def prepare(self) -> None:
-        """Have a name and a reducer before the first reduction, so that this rank can follow when others begin. Local.
-
-        Every rank of the process set does so, in the same order.
-        """
+        """Have a name and a reducer before the first reduction, so that this rank can follow others. Local."""
         self.refresh()
         self._ready_reducer()
 
     def join_begins(self, *, divides_by_active: bool) -> None:
-        """The body of a Join context begins. Local."""
         self.prepare()
         self.divides_by_active = divides_by_active
 
     def join_fails(self) -> None:
-        """The context was left in the middle of a step. Local."""
         self.divides_by_active = False
         self.abandon()
 
     def discard(self) -> None:
-        """Forget local sums: zero_grad(). Raises: UsageError while gradients are being reduced."""
         if self.phase is Phase.REDUCING:
             raise usage_errors.zero_grad_while_reducing()
         self._begin()
 
     def abandon(self) -> None:
-        """Forget a step that an error elsewhere has interrupted. Local."""
         self._abandon()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the step of the wrapped optimizer, which uses the gradients."""
         yield
         if self.phase is not Phase.REDUCING:
             self._begin()
@@ -221,7 +209,6 @@ class Gradients:
         self.synchronize("GradScaler")
 
     def set_passes(self, passes: int) -> None:
-        """Change how many backward passes make a step; counting starts anew. Raises: UsageError."""
         passes = check_passes(passes)
         if self.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.set_backward_passes_per_step()")
@@ -232,7 +219,6 @@ class Gradients:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Accumulate on this rank only. Raises: UsageError while gradients are being reduced."""
         if self.phase is Phase.REDUCING:
             raise usage_errors.no_sync_while_reducing()
         before, self.keep_local = self.keep_local, True
@@ -242,22 +228,17 @@ class Gradients:
             self.keep_local = before
 
     def memory_changed(self, call: str) -> None:
-        """A compressor's memory is replaced: agree with the other ranks again.
-
-        call: who does that, for errors. Raises: UsageError while gradients are being reduced.
-        """
+        """A compressor's memory is replaced: agree with the other ranks again. `call` does that, for errors."""
         if self.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing(call)
         self._drop_reducer()
 
     @property
     def reducer(self) -> Reducer | None:
-        """What reduces the gradients; None before the first reduction."""
         return self._reducer
 
     @property
     def tuner(self) -> Tuner | None:
-        """What tunes the reducer; None without autotuning."""
         return self._tuner
 
     def _begin(self) -> None:
@@ -311,11 +292,9 @@ class Gradients:
             self._drop_reducer()
 
     def _is_gone(self) -> bool:
-        """Whether the hvlike that the reducer was made in has ended."""
         return self._reducer is not None and not (is_running() and current() is self._context)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        """Whether a parameter of the groups takes part."""
         return parameter.requires_grad
 
     def _replace_slots(self, parameters: list[Tensor]) -> None:
@@ -367,7 +346,6 @@ class Gradients:
         return usage_errors.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
 
     def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
-        """Reduce these tensors, one for each slot; those that could not be reduced in place, by index."""
         return reducer.finish(tensors)
 
     def _leave_out_joined(self, reducer: Reducer) -> None:
@@ -379,11 +357,9 @@ class Gradients:
                     parameter.grad.mul_(size / reducer.active)
 
     def _averages(self) -> list[Tensor]:
-        """The parameters whose gradients are averages, once all are reduced."""
         return self._parameters
 
     def _all_arrived(self) -> list[Tensor] | None:
-        """The gradients, if all have arrived and are still where they were."""
         arrived = list(map(_handed_over, self._slots))
         there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
         return arrived if there else None
@@ -424,7 +400,6 @@ class Gradients:
         return self._reducer
 
     def _new_reducer(self, context: Context) -> Reducer | None:
-        """Return what reduces the gradients of the slots; None where there is nobody to reduce with."""
         if self.reduction.is_local(context):
             return None
         # Looked at once, and not where a module was given a name when its parameters were made equal.
@@ -446,7 +421,6 @@ class Gradients:
         return ()
 
     def _abandon(self) -> None:
-        """Forget this step, so that the next backward pass starts cleanly."""
         self._drop_reducer()
         self._waiting = []
         reset(self._slots)

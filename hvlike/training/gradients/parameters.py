@@ -25,15 +25,11 @@ _EXPECTED_NAMES = (
 
 
 def find_duplicates(names: Iterable[str]) -> list[str]:
-    """Return the names that occur more than once, sorted."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
-    """Return the user's names by parameter. A parameter with two names keeps the first.
-
-    Raises UsageError for anything but pairs (name, parameter), and for a name of two parameters.
-    """
+    """Return the user's names by parameter. A parameter with two names keeps the first."""
     if not isinstance(named_parameters, Iterable) or isinstance(named_parameters, (Mapping, Tensor, str)):
         raise UsageError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
     pairs: list[Any] = list(named_parameters)
@@ -67,10 +63,7 @@ def check_all_named(names: Mapping[Tensor, str], parameters: Iterable[Tensor]) -
 
 
 def name_parameters(param_groups: Sequence[Mapping[str, Any]], given: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """Return a name for each parameter of the groups: the given one, torch's, or `noname.<group>.<index>`.
-
-    Names from torch are those of an optimizer made from named parameters (`param_names` in its groups).
-    """
+    """Return a name for each parameter of the groups: the given one, torch's, or `noname.<group>.<index>`."""
     names: dict[Tensor, str] = {}
     taken: set[str] = set()
     for parameter, proposals in _proposals(param_groups, given):
@@ -100,7 +93,6 @@ def check_groups(groups: object, num_groups: int = 0) -> Groups:
     """Return the number of groups, the lists of parameters, or None for the library's own choice (also for 0).
 
     num_groups is Horovod's older name for a number of groups; `groups` wins if both are given.
-    Raises UsageError for anything else, for what is not a tensor, and for a parameter in two groups.
     """
     if num_groups != 0:
         warn_user(
@@ -149,12 +141,10 @@ GroupOptions = list[dict[str, Any]]
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
-    """Return everything but the parameters, by group."""
     return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
 
 
 def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
-    """Give each target group the options of the source group in its place."""
     for source, target in zip(sources, targets, strict=True):
         for key, value in source.items():
             if key not in _OF_PARAMETERS:
@@ -227,7 +217,6 @@ class Grouped(Protocol):
 
 
 def check_passes(passes: int) -> int:
-    """Return a number of backward passes. Raises: UsageError unless it is a whole number above 0."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
     return passes

@@ -92,12 +92,10 @@ class Reduction:
 
     @property
     def memory(self) -> StatefulCompressor | None:
-        """The compressor, if it remembers something from step to step."""
         return self.compression if isinstance(self.compression, StatefulCompressor) else None
 
     @property
     def of_deltas(self) -> bool:
-        """True when the changes of a step are reduced, not the gradients before it."""
         return self.op is ReduceOp.ADASUM
 
     def is_local(self, context: Context) -> bool:
@@ -108,14 +106,12 @@ class Reduction:
         return not process_set.included() or process_set.size() == 1
 
     def size(self, context: Context) -> int:
-        """How many ranks reduce together."""
         return (self.process_set and self.process_set.size()) or context.world.size
 
     def automatic_name(self, context: Context) -> str:
         """Return a name for the next owner that reduces in this set; the same on all its ranks.
 
-        Optimizers count when they first reduce, which all ranks do in the same order, and not when they are made: some
-        ranks make copies, to write a checkpoint, say.
+        Optimizers count when they first reduce, in one order everywhere: some ranks make copies, for a checkpoint, say.
         """
         set_state = context.find_set(self.process_set, self.owner)
         number = set_state.controller.optimizer_names.next(self.owner)
@@ -124,7 +120,6 @@ class Reduction:
     def reducer(
         self, name: str, names: Sequence[str], parameters: Sequence[Tensor], extra: Sequence[Entry] = ()
     ) -> PlannedReducer:
-        """Return a reducer for the gradients of these parameters and other entries. Local; needs init()."""
         current()
         if self.memory is not None:
             self.memory.claim(self)

@@ -66,7 +66,6 @@ class JoinContext:
         current().fabric.loop.perform(lambda: self._contexts.begin(number))
 
     def begin(self) -> None:
-        """The body begins. Local."""
         for hook in self._built_in:
             hook.context = self
         for hook in self._built_in:
@@ -75,10 +74,7 @@ class JoinContext:
     # In the body
 
     def notify(self, *, first: bool) -> Handle | None:
-        """Note that this rank has inputs; `first`: for the first joinable. Return the heartbeat, if there is one.
-
-        Raises RuntimeError where ranks end together and one has no inputs, JoinError where another rank has failed.
-        """
+        """Note that this rank has inputs; `first`: for the first joinable. Return the heartbeat, if there is one."""
         if not self._beats:
             # A planned reduction finds a failed rank by itself, in the same step on every rank.
             return None
@@ -149,7 +145,6 @@ class JoinContext:
         return max(missed, set_state.proxies.missed), end.last
 
     def _run_main_hooks(self) -> int:
-        """Run the main hooks while any rank has inputs; return how often."""
         missed = 0
         while _sum(self._wait_beside_proxies(self._next_heartbeat, self._heartbeat(active=False))):
             for hook in self._hooks:
@@ -190,10 +185,7 @@ class JoinContext:
     # The end
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave together with all other ranks; `error` is what this rank raises. Collective over the set; blocks.
-
-        Raises JoinError where another rank has failed and this one has not.
-        """
+        """Leave together with all other ranks; `error` is what this rank raises. Collective over the set; blocks."""
         controller = self._set_state.controller
         if error is not None and not isinstance(error, JoinError) and not self._thrown:
             failure = JoinFailure(self._describe(error), self._set_state.proxies.steps())
@@ -248,7 +240,6 @@ class JoinContext:
 
 
 def _sum(handle: Handle) -> int:
-    """Return how many ranks have inputs. Blocks until the heartbeat has ended."""
     return int(handle.result().item())
 
 

@@ -66,12 +66,10 @@ class BuiltInHook(JoinHook):
     context: JoinContext = field(init=False)
 
     def main_hook(self) -> None:
-        """See JoinHook."""
         if self.main is not None:
             self.main()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """See JoinHook."""
         self.take_over(self.context)
 
 

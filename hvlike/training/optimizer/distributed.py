@@ -347,7 +347,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             )
 
     def _take_over(self, context: JoinContext) -> None:
-        """Give all ranks the parameters, state and options of one that has made all steps."""
         self._gradients.divides_by_active = False
         if not context.absent:
             return
@@ -363,16 +362,13 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of what a Join context communicates by itself."""
         return torch.device("cpu")
 
     @property
     def join_process_group(self) -> ProcessSet:
-        """The ranks that gradients are reduced over."""
         return self.process_set
 
     def _notify_join(self) -> None:
-        """Say that this rank has inputs, in a Join context that has to know."""
         try:
             Join.notify_join_context(self)
         except RuntimeError:

@@ -33,12 +33,7 @@ def check_same(
 ) -> None:
     """Check that `mine`, descriptions by name, is the same on all ranks. Collective over the process set; blocks.
 
-    Args:
-        what: For the error, "broadcast_parameters", say.
-        mine: What this rank has.
-        root_rank: Rank of the job that the others are compared with.
-        process_set: The ranks; None for all.
-        error: Class of the error that every rank raises; it names the ranks, the names and both descriptions.
+    Every rank raises `error`, which names `what`, the ranks, the names and both descriptions.
     """
     root: Mapping[str, Any] = broadcast_object(dict(mine), root_rank, process_set=process_set)
     differences = find_differences(root, mine)
@@ -53,7 +48,6 @@ def check_same(
 
 
 def find_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """Return a few texts that name what differs; none if all is the same."""
     missing = [f"{name!r} is missing" for name in expected if name not in got]
     extra = [f"{name!r} exists only here" for name in got if name not in expected]
     changed = [
@@ -180,7 +174,6 @@ def named_tensors(params: object) -> dict[str, Tensor]:
 
 
 def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None) -> None:
-    """Broadcast all tensors in place, all of them in flight together."""
     handles = [
         broadcast_async_(tensor.detach(), root_rank, name=f"{call}.{name}", process_set=process_set)
         for name, tensor in tensors.items()
@@ -195,10 +188,7 @@ def _empty(form: TensorForm, device: torch.device) -> Tensor:
 
 
 def _adopt(optimizer: Optimizer, state: Mapping[Any, Any], options: list[dict[str, Any]]) -> None:
-    """Replace this rank's state and options by the root's.
-
-    Without load_state_dict, which would cast state to the dtypes of the parameters.
-    """
+    """Replace state and options by the root's; load_state_dict would cast state to the dtypes of the parameters."""
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, values in zip(optimizer.param_groups, options, strict=True):

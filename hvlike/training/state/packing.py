@@ -27,12 +27,9 @@ class Packing:
     """Packs tensors of the same shapes and dtypes again and again: parameters, their gradients, buffers."""
 
     def __init__(self, tensors: Sequence[Tensor], owners: Sequence[int], *, row_by_row: bool = False) -> None:
-        """Plan the pieces.
+        """`owners`: by tensor, the rank that sends it to the others, or gets it from them.
 
-        Args:
-            tensors: What the first call packs.
-            owners: By tensor, the rank that sends it to the others, or gets it from them.
-            row_by_row: Send elements row by row; else in their order in memory, which is the same on all ranks.
+        row_by_row: send elements row by row; else in their order in memory, which is the same on all ranks.
         """
         self._forms = [(each.shape, each.dtype) for each in tensors]
         self._large: list[_Piece] = []
@@ -49,19 +46,12 @@ class Packing:
         """The owner of each piece."""
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the shapes and dtypes that this was made for."""
         return self._forms == [(each.shape, each.dtype) for each in tensors]
 
     def pack(
         self, tensors: Sequence[Tensor], *, owner: int | None = None, home: torch.device | None = None
     ) -> list[Operand]:
-        """Return the pieces with the tensors in them.
-
-        Args:
-            tensors: The tensors.
-            owner: Copy only the small tensors of this rank; None: all.
-            home: The device that the pieces travel from; None: host memory.
-        """
+        """Return the pieces with the tensors in them, on `home`; `owner`: copy only the small tensors of that rank."""
         if home != self._home:
             self._home, self._pieces = home, self._made_for(home)
         operands = []
@@ -75,7 +65,6 @@ class Packing:
         return operands
 
     def unpack(self, tensors: Sequence[Tensor], operands: Sequence[Operand], owners: Collection[int]) -> None:
-        """Copy the pieces of these owners back into the tensors."""
         for piece, operand in zip(self._pieces, operands, strict=True):
             if piece.owner not in owners:
                 continue

@@ -22,7 +22,6 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def __str__(self) -> str:
@@ -54,11 +53,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(structure: Any, known: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Return the pickled structure and the tensors in it, each once.
-
-    Tensors that every rank has (`known`, parameters) are not sent but referred to by their index.
-    Raises what pickle raises for things that do not pickle.
-    """
+    """Return the pickled structure and the tensors in it, each once; `known` ones (parameters) only as their index."""
     file = io.BytesIO()
     packer = _Packer(file, {tensor: place for place, tensor in enumerate(known)})
     packer.dump(structure)

@@ -29,7 +29,6 @@ from hvlike.transport.loop.coroutine import Coroutine
 
 @contextmanager
 def temporary_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
-    """Let parameters have these gradients inside, and those of before afterwards."""
     kept = [(parameter, parameter.grad) for parameter in gradients]
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
@@ -84,7 +83,6 @@ class FlatParameters:
         return [Operand(flat, None, home=home) for flat in self._flats]
 
     def unpack(self, tensors: Sequence[Tensor], operands: Sequence[Operand], owners: Collection[int]) -> None:
-        """Copy what has come back into the flat tensors, where it lies elsewhere."""
         for operand in operands:
             operand.write_back()
 
@@ -171,7 +169,6 @@ class ParameterExchange:
                 self._frozen[owner].append(parameter)
 
     def run(self, backend: Backend) -> Coroutine[None]:
-        """Write all parameters; every rank calls it."""
         operands = self._packing.pack(self._moving, owner=self._rank, home=home_of(backend))
         yield from _gather(backend, operands, self._packing.owners)
         self._packing.unpack(self._moving, operands, self._others)

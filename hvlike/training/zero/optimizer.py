@@ -202,7 +202,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             )
 
     def _reduce(self) -> None:
-        """Average the gradients where this optimizer owns that, unless it is done."""
         if not self.reduces_gradients or self.world_size == 1:
             return
         if not self._steps.is_reduced:
@@ -419,7 +418,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._steps.divides_by_active = self._steps.is_reduced = self.is_absent = False
 
     def _take_over(self, context: JoinContext) -> None:
-        """Give all ranks the options of one that has made all steps."""
         self._end_join()
         if context.absent:
             told = broadcast_object(options_of(self._groups), context.authority, process_set=self.process_set)
@@ -428,10 +426,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the first parameter."""
         return self._partition.parameters[0].device
 
     @property
     def join_process_group(self) -> ProcessSet:
-        """The ranks that share the parameters."""
         return self.process_set or global_process_set

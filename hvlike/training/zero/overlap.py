@@ -102,7 +102,6 @@ class _Overlap:
         self._reduced: dict[Tensor, Tensor] = {}
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
-        """Reduce the bucket, and update its parameters once that is done."""
         pending = self._hook(state, bucket)
         if self._zero.is_absent:
             # The optimizer takes part in the steps of other ranks by itself.
@@ -139,12 +138,10 @@ class _Overlap:
         return result
 
     def _only(self, gradients: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
-        """Let parameters have these gradients and no others inside."""
         return temporary_gradients({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
 
 
 def _wait(pending: Any) -> Tensor:
-    """Wait for the tensor of a hook's result."""
     value = hook_result(pending)
     if not isinstance(value, Tensor):
         raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")

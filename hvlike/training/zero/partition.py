@@ -17,11 +17,7 @@ Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
 
 
 def check_parameters(params: object) -> Parameters:
-    """Return the parameters, or their groups, as a list.
-
-    Raises TypeError for anything but an iterable of tensors or of dicts, and UsageError (a ValueError) for an empty
-    one, a group without "params", and parameters that are sparse or of several types.
-    """
+    """Return the parameters, or their groups, as a list."""
     if isinstance(params, Tensor):
         raise WrongTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
     try:
@@ -52,7 +48,6 @@ def check_parameters(params: object) -> Parameters:
 
 
 def check_type(parameters: list[Tensor]) -> None:
-    """Raise UsageError (a ValueError) unless all parameters are dense and of one type."""
     types = list(dict.fromkeys(map(torch.typename, parameters)))
     if any(parameter.layout is not torch.strided for parameter in parameters):
         raise UsageError(
@@ -67,15 +62,11 @@ def check_type(parameters: list[Tensor]) -> None:
 
 
 def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Give each parameter an owner so that all ranks hold about as many elements.
+    """Give each parameter, by its number of elements, an owner so that all ranks hold about as many.
 
     Group by group, the largest parameter first, each goes to the rank that holds least so far, the first of them where
     several do. A group that is added later changes nothing before it.
     Sizes [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]: 12 elements each.
-
-    Args:
-        groups: The number of elements of each parameter, by parameter group.
-        ranks: The number of ranks.
     """
     held = [0] * ranks
     result = []
@@ -101,7 +92,6 @@ class Partition:
         self._owners_by_group = owners
 
     def owned(self, rank: int) -> list[int]:
-        """The indices in `parameters` of those that `rank` owns."""
         return [index for index, owner in enumerate(self.owners) if owner == rank]
 
     def groups_of(self, rank: int) -> list[dict[str, Any]]:

@@ -92,10 +92,7 @@ class StateService:
         self._snapshots[key] = WeakMethod(snapshot)
 
     def fetch(self, rank: int, key: Key, version: int | None) -> tuple[str, States]:
-        """Ask a rank of the job whether it has this version, and for its share if so.
-
-        Blocks, but needs no call on that rank.
-        """
+        """Ask a rank of the job for its share, of this version. Blocks, but needs no call on that rank."""
         waited = 0.0
         while True:
             status, states = self._ask(rank, key, version)
@@ -129,7 +126,6 @@ class StateService:
 
 
 def state_service(context: Context) -> StateService:
-    """Return the service of the running hvlike, made at the first call. Local."""
     service = _services.get(context)
     if service is None:
         service = _services[context] = StateService(context)
@@ -173,7 +169,6 @@ _ADVICE = "Pass the shards that all ranks saved after the same step, each once."
 
 
 def make_shard(state: Mapping[str, Any], rank: int, size: int, step: int) -> dict[str, Any]:
-    """Return a state dict of some parameters as a shard, with its rank, the number of ranks and the step."""
     return {**state, "shard": {"rank": rank, "size": size, "step": step}}
 
 
@@ -181,7 +176,6 @@ def merge_shards(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -
     """Return the state dict of the parameters `wanted`, by index, and its step.
 
     The shards of all ranks come in any order, one at a time, so that they can be read as they are needed.
-    Raises UsageError for shards that are missing or of different steps, and for what is no shard.
     """
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] | None = None
@@ -300,7 +294,6 @@ class ShardedState(Optimizer):
         return Share(HERE, structure, [each.detach().to("cpu", copy=copy, memory_format=form) for each in tensors])
 
     def _own_states(self) -> States:
-        """The state of each parameter of this rank's share, by index."""
         kept = self.optim.state
         parameters = self._partition.parameters
         return {

@@ -63,16 +63,7 @@ class Steps:
         reduction: GradientReduction | None,
         step_share: WeakMethod[StepShare],
     ) -> None:
-        """Local.
-
-        Args:
-            queue: Runs the jobs; it keeps this object alive, not the reverse.
-            partition: Who owns which parameters.
-            rank: Position of this rank.
-            exchange: Writes parameters to all ranks.
-            reduction: Reduces gradients; None where others do.
-            step_share: Updates the share of this rank while it is absent.
-        """
+        """The queue runs the jobs, and keeps this object alive. `step_share` is for while this rank is absent."""
         self.divides_by_active = False
         """Gradients are divided by the number of active ranks, not of all."""
         self.is_reduced = False
@@ -91,7 +82,6 @@ class Steps:
     # On an active rank: collective; blocks
 
     def reduce(self) -> None:
-        """Reduce the gradients."""
         self._run(StepCommand(REDUCE, {}, []))
         self.is_reduced = True
 
@@ -102,10 +92,7 @@ class Steps:
         return self._norm
 
     def update(self, options: GroupOptions, arguments: dict[str, Any]) -> int:
-        """Give all ranks the parameters that each has updated; return how many were active.
-
-        An absent rank updates its share with these options and arguments.
-        """
+        """Give all ranks the updated parameters; absent ranks update their shares. Return how many were active."""
         active = self._run(StepCommand(UPDATE, arguments, options))
         self.is_reduced = False
         return active
@@ -116,7 +103,6 @@ class Steps:
         return queue.run(lambda backend: self._job(backend, command))
 
     def stand_in(self) -> CountingJob:
-        """Return the job of an absent rank."""
         return lambda backend: self._job(backend, None)
 
     # The jobs
@@ -242,10 +228,7 @@ class Steps:
 def send_gradients(
     backend: Backend, leader: int, rank: int, shares: Sequence[Sequence[Tensor]]
 ) -> Coroutine[dict[Tensor, Tensor]]:
-    """Send the leader's gradients to the absent ranks; return those that came here, by parameter.
-
-    `shares` has, for each absent rank, the parameters whose gradients it needs.
-    """
+    """Send the leader's gradients to the absent ranks, `shares` of them; return those that came, by parameter."""
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     sends = [_flat_gradients(share) if rank == leader and share else nothing for share in shares]
     receives = [nothing] * len(shares)
@@ -273,10 +256,7 @@ def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def total_norm(backend: Backend, size: int, gradients: Sequence[Tensor], norm_type: float) -> Coroutine[Tensor]:
-    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64.
-
-    A GPU computes it without a wait of the host.
-    """
+    """Return the norm over the gradients of all ranks, each of which passes those it owns; 0-dim, float64."""
     home = home_of(backend) or torch.device("cpu")
     norms = [torch.linalg.vector_norm(gradient.detach(), norm_type).to(home, torch.float64) for gradient in gradients]
     own = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=home)]), norm_type)
