@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +85,8 @@ def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
 
 Array = NDArray[np.float64]
 
+NORMAL = NormalDist()
+
 LENGTH_SCALES = (1.6, 0.8, 0.4, 0.2)
 """Distances in the unit cube over which times are correlated; the likeliest is used, or else the first."""
 
@@ -149,8 +152,7 @@ def expected_improvement(belief: Belief, best: float) -> Array:
     gain = best - belief.mean
     deviation = np.maximum(belief.deviation, 1e-12)
     steps = gain / deviation
-    below = np.array([0.5 * (1.0 + math.erf(each / math.sqrt(2.0))) for each in steps])
-    density = np.exp(-0.5 * steps**2) / math.sqrt(2.0 * math.pi)
+    below, density = np.array([(NORMAL.cdf(each), NORMAL.pdf(each)) for each in steps]).T
     return np.asarray(np.maximum(gain * below + deviation * density, 0.0))
 
 

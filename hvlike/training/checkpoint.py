@@ -57,7 +57,9 @@ def list_files(folder: Path) -> list[CheckpointFile]:
 def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
     """Write a checkpoint to the disk. Raises OSError, and leaves no part of the file behind."""
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(folder)
+    # What a killed save has left: one process at a time writes to a folder.
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        path.unlink(missing_ok=True)
     digest = digest_of(data)
     unfinished = folder / f"{_UNFINISHED}{os.getpid()}"
     path = folder / f"checkpoint-{step:012d}-{digest}.pt"
@@ -72,7 +74,11 @@ def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
-    _sync_folder(folder)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
     return CheckpointFile(path, step, digest)
 
 
@@ -96,20 +102,6 @@ def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what a killed save has left; one process at a time writes to a folder."""
-    for path in folder.glob(f"{_UNFINISHED}*"):
-        path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
@@ -274,7 +266,11 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
     path, error = "", None
     if world.rank == 0:
         try:
-            path = _write(Path(folder), step, keep, part_states(saved, gathered))
+            buffer = io.BytesIO()
+            torch.save(part_states(saved, gathered), buffer)
+            file = write(Path(folder), step, buffer.getbuffer())
+            prune(Path(folder), keep, file)
+            path = str(file.path)
         except Exception as caught:  # state dicts hold anything, and the other ranks wait
             error = caught
     wrong = "" if error is None else f"{type(error).__name__}: {error}"
@@ -330,14 +326,6 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
             "you can have written it, pass trusted=True."
         ) from error
     return Checkpoint(step, name, restore_parts(into, saved, name))
-
-
-def _write(folder: Path, step: int, keep: int, states: dict[str, Any]) -> str:
-    buffer = io.BytesIO()
-    torch.save(states, buffer)
-    file = write(folder, step, buffer.getbuffer())
-    prune(folder, keep, file)
-    return str(file.path)
 
 
 def _find(folder: Path) -> tuple[tuple[str, int, int, list[str]], Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -44,8 +43,6 @@ class DelegatingOptimizer(Optimizer):
 
         Other optimizers ignore that key. It holds the errors of this rank alone: for an exact continuation every rank
         saves its own state dict, or one rank gathers them all (hvlike.gather_optimizer_state).
-
-        Source: torch.optim.Optimizer.state_dict.
         """
         state = self._wrapped.state_dict()
         memory = self._gradients.reduction.memory
@@ -63,8 +60,6 @@ class DelegatingOptimizer(Optimizer):
 
         Raises:
             UsageError: Between backward and step, with a compressor that remembers something.
-
-        Source: torch.optim.Optimizer.load_state_dict.
         """
         memory = self._gradients.reduction.memory
         if memory is not None:
@@ -108,22 +103,6 @@ class DelegatingOptimizer(Optimizer):
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._wrapped.param_groups = value
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self._wrapped.state
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._wrapped.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._wrapped.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._wrapped.defaults = value
 
     @property  # type: ignore[misc]  # typeshed has a setter, which makes no sense here
     def __class__(self) -> type:

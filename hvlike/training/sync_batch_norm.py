@@ -251,8 +251,6 @@ class SyncBatchNorm(_BatchNorm):
 
         Returns:
             The model, or the new layer if `module` is a batch normalisation itself.
-
-        Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
         """
 
         return convert_sync_batchnorm(module, process_set)

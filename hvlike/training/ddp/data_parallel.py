@@ -199,8 +199,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Let backward passes through forwards that are made inside only add up gradients on this rank. Local.
 
         The next synchronised pass reduces the sums.
-
-        Source: torch DistributedDataParallel.no_sync.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -223,8 +221,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             UsageError: The hook cannot be called.
             DataParallelError: A hook was registered before.
-
-        Source: torch DistributedDataParallel.register_comm_hook.
         """
         if not callable(hook):
             raise UsageError(f"Communication hook must be callable, got {type(hook).__name__}.")
@@ -262,10 +258,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._gradients.after_forward(output)
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """Return a context in which ranks may have different numbers of inputs; see hvlike.join.Join.
 
@@ -276,8 +269,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Returns:
             The context.
-
-        Source: torch DistributedDataParallel.join.
         """
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size

@@ -95,18 +95,12 @@ def _wait_for(future: torch._C.Future[Any]) -> Any:
     """Return the value of a future or raise its error; this rank's loop runs meanwhile."""
     loop = current().fabric.loop
     if not future.done():
-        future.add_done_callback(lambda _: loop.post(_nothing))
+        future.add_done_callback(lambda _: loop.post(lambda: None))
         loop.wait(future.done)
     return future.value()
 
 
-def _nothing() -> None:
-    """Wakes the loop."""
-
-
 Hook = Callable[[Any, GradBucket], "Future[Any] | Handle | Tensor"]
-
-DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 class HookedReducer:
@@ -132,7 +126,7 @@ class HookedReducer:
         self._hook = hook
         self._state = state
         self._process_set = process_set
-        self._limit = bucket_bytes or DEFAULT_BUCKET_BYTES
+        self._limit = bucket_bytes or 25 << 20
 
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Do nothing: all hooks are called at the end."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,13 +47,6 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 _USED = "(which parameters were used)"
-
-
-@dataclass
-class Module:
-    """The parameters of a module in groups, as those of an optimizer."""
-
-    param_groups: list[dict[str, Any]]
 
 
 class ModuleGradients(Gradients):
@@ -91,10 +85,10 @@ class ModuleGradients(Gradients):
         self._arm = _arming(self)
         groups = [{"params": list(named_parameters.values())}]
         names = {parameter: name for name, parameter in named_parameters.items()}
-        super().__init__(Module(groups), reduction, names, 1)
+        super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
 
     def set_static_graph(self) -> None:
-        if self._pending or self._under_way or self._missing is not None or self._reducer is not None:
+        if self._pending or self._under_way or self._missing is not None or self.reducer is not None:
             raise DataParallelError(
                 "_set_static_graph() was called after the first forward: whether a graph is static is known before it. "
                 "Call it right after the constructor, or pass static_graph=True to DistributedDataParallel."

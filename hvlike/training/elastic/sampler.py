@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from hvlike.collectives.session.basics import rank, size
-
-
-class Sized(Protocol):
-    """A dataset that knows its length."""
-
-    def __len__(self) -> int: ...
 
 
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,7 @@ class Phase(enum.Enum):
     SYNCHRONIZED = "all gradients are reduced"
 
 
-Owner = TypeVar("Owner")
-Key = TypeVar("Key")
-
-
-class GradientHooks(Generic[Owner, Key]):
+class GradientHooks:
     """The hooks of one owner; they end with this object.
 
     A node lives only as long as somebody holds it: without the reference kept here the hooks would silently never
@@ -41,13 +37,13 @@ class GradientHooks(Generic[Owner, Key]):
     only weakly, or neither would ever be freed.
     """
 
-    def __init__(self, owner: Owner, on_gradient: Callable[[Owner, Key], None]) -> None:
+    def __init__(self, owner: Any, on_gradient: Callable[[Any, Any], None]) -> None:
         """`on_gradient` is called with the owner and the key of the parameter, in backward's thread."""
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
 
-    def attach(self, parameter: Tensor, key: Key) -> None:
+    def attach(self, parameter: Tensor, key: Any) -> None:
         """Call `on_gradient(owner, key)` whenever the gradient of `parameter` is done; replaces an earlier hook."""
         self.detach(parameter)
         if not parameter.is_leaf or not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
@@ -71,7 +67,7 @@ class GradientHooks(Generic[Owner, Key]):
         return len(self._attached)
 
 
-def _hook(reference: weakref.ref[Owner], on_gradient: Callable[[Owner, Key], None], key: Key) -> Callable[..., None]:
+def _hook(reference: weakref.ref[Any], on_gradient: Callable[[Any, Any], None], key: Any) -> Callable[..., None]:
     """Return a function that autograd may keep: it holds nothing that leads back to the node."""
 
     def gradient_is_done(*_: Any) -> None:
@@ -191,7 +187,7 @@ class OneHook:
     last is likely to be reached by every backward pass. Its hook has all gradients looked at when the pass has ended.
     """
 
-    def __init__(self, hooks: GradientHooks[Any, GradState]) -> None:
+    def __init__(self, hooks: GradientHooks) -> None:
         self.slot: GradState | None = None
         """The one that has a hook; None while each parameter has one."""
         self.seen: list[Tensor | None] | None = None

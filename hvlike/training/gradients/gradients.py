@@ -21,7 +21,7 @@ from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, reset
-from hvlike.training.gradients.parameters import Grouped, ParamGroupDiff, check_passes, name_parameters, value_checksums
+from hvlike.training.gradients.parameters import ParamGroupDiff, check_passes, name_parameters, value_checksums
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Gradients:
     """Nothing but the reducer needs to know when a gradient arrives."""
 
     def __init__(
-        self, optimizer: Grouped, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
+        self, optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
         self.phase = Phase.IDLE
         self.keep_local = False
@@ -55,15 +55,16 @@ class Gradients:
         self.name: str | None = None
         """What the ranks match this optimizer by; known from its first reduction on."""
         self._optimizer = optimizer
+        """What has `param_groups`."""
         self.given_names = dict(names)
         """Names from the user, also of parameters that may be added later."""
         self._slots: list[GradState] = []
         self._parameters: list[Tensor] = []
         """Those of the slots."""
-        self._hooks: GradientHooks[Gradients, GradState] = GradientHooks(self, type(self).arrived)
+        self._hooks = GradientHooks(self, type(self).arrived)
         self._one_hook = OneHook(self._hooks)
-        self._reducer: Reducer | None = None
-        self._tuner: Tuner | None = None
+        self.reducer: Reducer | None = None
+        self.tuner: Tuner | None = None
         self._waiting: list[GradState] = []
         self._collects = False
         """While gradients are reduced: an arrival only has to be noted."""
@@ -115,13 +116,13 @@ class Gradients:
             # The parameters have changed, and each of them has a hook again.
             self._take_in(slot, gradient)
             return
-        if self._reducer is not None:
-            self._reducer.mark_ready(slot.index, gradient)
+        if self.reducer is not None:
+            self.reducer.mark_ready(slot.index, gradient)
         self._one_hook.look_at_the_end(self._parameters)
 
     def _try_one_hook(self) -> None:
         """Have one hook a step where nothing but the reducer needs to know when a gradient arrives."""
-        reducer = self._reducer
+        reducer = self.reducer
         if not isinstance(reducer, PlannedReducer) or reducer.wants_marks or not self.allows_one_hook:
             return
         last = reducer.last_to_arrive
@@ -138,7 +139,7 @@ class Gradients:
             # Backward has not reached that parameter, or there was none.
             self._one_hook.end(self._slots)
             return False
-        reducer = self._reducer
+        reducer = self.reducer
         steady = isinstance(reducer, PlannedReducer) and reducer.is_steady
         if reducer is None or not steady or not are_those(seen, gradients):
             for slot, gradient in zip(self._slots, seen, strict=True):
@@ -233,14 +234,6 @@ class Gradients:
             raise usage_errors.changed_while_reducing(call)
         self._drop_reducer()
 
-    @property
-    def reducer(self) -> Reducer | None:
-        return self._reducer
-
-    @property
-    def tuner(self) -> Tuner | None:
-        return self._tuner
-
     def _begin(self) -> None:
         if self.phase is Phase.ACCUMULATING:
             for slot in self._slots:
@@ -266,12 +259,12 @@ class Gradients:
         if slot.index < 0:
             raise usage_errors.late_parameter(slot.name)
         slot.handed_over = gradient
-        if self._reducer is None:
+        if self.reducer is None:
             slot.version = gradient._version
             self._waiting.append(slot)
         else:
-            self._reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
-            self._collects = not self._reducer.wants_marks and self.backward_passes_per_step == 1
+            self.reducer.mark_ready(slot.index, slot.to_reduce(gradient, densify=self.reduction.sparse_as_dense))
+            self._collects = not self.reducer.wants_marks and self.backward_passes_per_step == 1
 
     def refresh(self) -> None:
         """Follow changes of the parameter groups, of requires_grad, and of the running hvlike. Local."""
@@ -292,7 +285,7 @@ class Gradients:
             self._drop_reducer()
 
     def _is_gone(self) -> bool:
-        return self._reducer is not None and not (is_running() and current() is self._context)
+        return self.reducer is not None and not (is_running() and current() is self._context)
 
     def _is_reduced(self, parameter: Tensor) -> bool:
         return parameter.requires_grad
@@ -336,8 +329,8 @@ class Gradients:
                 self._take_back(self._finish(reducer, arrived))
                 if self.divides_by_active:
                     self._leave_out_joined(reducer)
-                if self._tuner is not None and isinstance(reducer, PlannedReducer):
-                    self._tuner.step_ended(reducer)
+                if self.tuner is not None and isinstance(reducer, PlannedReducer):
+                    self.tuner.step_ended(reducer)
                 elif not (lost or replaced):
                     self._try_one_hook()
         except BaseException:
@@ -388,16 +381,16 @@ class Gradients:
         context = current()
         if self._context is not context:
             self._drop_reducer()
-            self._context, self.name, self._tuner = context, None, None
-        if self._reducer is None and self._slots:
-            self._reducer = self._new_reducer(context)
+            self._context, self.name, self.tuner = context, None, None
+        if self.reducer is None and self._slots:
+            self.reducer = self._new_reducer(context)
         waiting, self._waiting = self._waiting, []
-        if self._reducer is not None:
+        if self.reducer is not None:
             for slot in waiting:
                 if slot.handed_over is not None:
                     tensor = slot.to_reduce(slot.handed_over, densify=self.reduction.sparse_as_dense)
-                    self._reducer.mark_ready(slot.index, tensor)
-        return self._reducer
+                    self.reducer.mark_ready(slot.index, tensor)
+        return self.reducer
 
     def _new_reducer(self, context: Context) -> Reducer | None:
         if self.reduction.is_local(context):
@@ -413,7 +406,7 @@ class Gradients:
             # Few programs tune: what does it is loaded for them alone.
             from hvlike.training.autotune import tune
 
-            self._tuner = tune(self._tuner, reducer, self.name, self.reduction.process_set)
+            self.tuner = tune(self.tuner, reducer, self.name, self.reduction.process_set)
         return reducer
 
     def _extra_entries(self) -> Sequence[Entry]:
@@ -429,6 +422,6 @@ class Gradients:
 
     def _drop_reducer(self) -> None:
         self._one_hook.end(self._slots)
-        reducer, self._reducer = self._reducer, None
+        reducer, self.reducer = self.reducer, None
         if reducer is not None:
             reducer.close()

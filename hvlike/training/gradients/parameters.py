@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
         raise UsageError(f"{_EXPECTED_NAMES} Got {type(named_parameters).__name__}.")
     pairs: list[Any] = list(named_parameters)
     for pair in pairs:
-        if not (_is_named(pair)):
+        named = isinstance(pair, tuple) and len(pair) == 2
+        if not (named and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
             raise UsageError(f"{_EXPECTED_NAMES} Got an item of type {type(pair).__name__}.")
     names: dict[Tensor, str] = {}
     for name, parameter in pairs:
@@ -44,10 +45,6 @@ def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
     if repeated:
         raise UsageError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
     return names
-
-
-def _is_named(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
 
 
 def check_all_named(names: Mapping[Tensor, str], parameters: Iterable[Tensor]) -> None:
@@ -206,14 +203,6 @@ def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def gpu_of(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the first GPU that a tensor is on, where all are reduced; None where all are in host memory."""
     return next((tensor.device for tensor in tensors if kind_of(tensor.device)), None)
-
-
-class Grouped(Protocol):
-    """What has parameters in groups: every torch optimizer."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; each has its parameters under "params"."""
 
 
 def check_passes(passes: int) -> int:

@@ -30,7 +30,7 @@ class Reducer(Protocol):
 
     @property
     def wants_marks(self) -> bool:
-        """True while every tensor must be marked ready; else the first one of a step is enough."""
+        """Every tensor must be marked ready; else the first one of a step is enough."""
 
     @property
     def active(self) -> int:

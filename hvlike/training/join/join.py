@@ -371,8 +371,6 @@ class Join:
             RuntimeError: On early termination.
             JoinError: Another rank has left the context by an exception.
             AssertionError: The Joinable has not called the constructor of its base class.
-
-        Source: torch.distributed.algorithms.join.Join.notify_join_context.
         """
         if not hasattr(joinable, "_join_config"):
             raise NotJoinableError(f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor")

@@ -168,8 +168,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
             UsageError: For calls in the wrong order; see the table of the class.
             MismatchError: If ranks have different gradients.
             PeerLeftError: If a rank has left the job.
-
-        Source: torch.optim.Optimizer.step.
         """
         if closure is None:
             self._before_step()
@@ -187,8 +185,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             HorovodInternalError: As step().
-
-        Source: horovod.torch.DistributedOptimizer.synchronize.
         """
         self._synchronize("optimizer.synchronize()")
         self._reduced_by_user = True
@@ -214,8 +210,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             UsageError: With op=Adasum, where there is nothing to skip.
-
-        Source: horovod.torch.DistributedOptimizer.skip_synchronize.
         """
         if self._gradients.reduction.of_deltas:
             raise UsageError(
@@ -246,8 +240,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             UsageError: Between backward and step.
-
-        Source: torch DistributedDataParallel.no_sync.
         """
         return self._gradients.local()
 
@@ -259,8 +251,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             UsageError: For a number below 1, and between backward and step.
-
-        Source: horovod.torch.DistributedOptimizer.set_backward_passes_per_step.
         """
         self._gradients.set_passes(passes)
 
@@ -288,8 +278,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             UsageError: Between backward and step.
-
-        Source: torch.optim.Optimizer.zero_grad.
         """
         self._gradients.discard()
         self._wrapped.zero_grad(set_to_none=set_to_none)
@@ -303,8 +291,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
 
         Raises:
             UsageError: Between backward and step.
-
-        Source: torch.optim.Optimizer.add_param_group.
         """
         if self._gradients.phase is Phase.REDUCING:
             raise usage_errors.changed_while_reducing("optimizer.add_param_group()")

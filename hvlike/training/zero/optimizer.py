@@ -143,8 +143,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Raises:
             UsageError: Gradients have arrived after they were reduced.
             PeerLeftError: Another rank has ended.
-
-        Source: torch.distributed.optim.ZeroRedundancyOptimizer.step.
         """
         if self.overlaps_with_ddp:
             _log.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
@@ -236,8 +234,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
         Args:
             set_to_none: Set gradients to None; else to zeros.
-
-        Source: torch.optim.Optimizer.zero_grad.
         """
         self._steps.is_reduced = self._scaled = False
         super().zero_grad(set_to_none=set_to_none)
@@ -327,8 +323,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Raises:
             UsageError: Wrong parameters, or the call is inside a Join context.
             RuntimeError: With overlap_with_ddp.
-
-        Source: torch.optim.Optimizer.add_param_group.
         """
         if self.initialized and self.overlaps_with_ddp:
             raise StateError(

@@ -80,13 +80,7 @@ class _Overlap:
     """The wrapped hook."""
 
     def __init__(
-        self,
-        hook: Hook,
-        ddp: torch.nn.Module,
-        zero: ZeroRedundancyOptimizer,
-        warm_up: int | None,
-        *,
-        interleaved: bool,
+        self, hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, warm_up: int | None, *, interleaved: bool
     ) -> None:
         if not zero.overlaps_with_ddp:
             raise UsageError(

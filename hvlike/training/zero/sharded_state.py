@@ -187,7 +187,16 @@ def merge_shards(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -
                 f"{sorted(map(str, shard))}. A full state dict goes to load_state_dict()."
             )
         said = shard["shard"]
-        _check(seen, said["rank"], (said["size"], said["step"]))
+        rank, what = said["rank"], (said["size"], said["step"])
+        if rank in seen:
+            raise UsageError(f"load_sharded_state_dict: the shard of rank {rank} came twice. {_ADVICE}")
+        other, expected = next(iter(seen.items()), (rank, what))
+        if what != expected:
+            raise UsageError(
+                f"load_sharded_state_dict: the shard of rank {other} is one of {expected[0]} after step {expected[1]}, "
+                f"that of rank {rank} is one of {what[0]} after step {what[1]}. {_ADVICE}"
+            )
+        seen[rank] = what
         groups = shard["param_groups"] if groups is None else groups
         state.update({place: value for place, value in shard["state"].items() if place in wanted})
     if groups is None:
@@ -197,19 +206,6 @@ def merge_shards(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -
     if missing:
         raise UsageError(f"load_sharded_state_dict: the shards of ranks {missing} of {size} are missing. {_ADVICE}")
     return {"state": state, "param_groups": groups}, step
-
-
-def _check(seen: dict[int, tuple[int, int]], rank: int, what: tuple[int, int]) -> None:
-    if rank in seen:
-        raise UsageError(f"load_sharded_state_dict: the shard of rank {rank} came twice. {_ADVICE}")
-    for other, expected in seen.items():
-        if what != expected:
-            raise UsageError(
-                f"load_sharded_state_dict: the shard of rank {other} is one of {expected[0]} after step {expected[1]}, "
-                f"that of rank {rank} is one of {what[0]} after step {what[1]}. {_ADVICE}"
-            )
-        break
-    seen[rank] = what
 
 
 class ShardedState(Optimizer):
@@ -239,8 +235,6 @@ class ShardedState(Optimizer):
 
         Raises:
             RuntimeError: The state of another rank is not available.
-
-        Source: torch.distributed.optim.ZeroRedundancyOptimizer.state_dict.
         """
         state = super().state_dict()
         if self.world_size == 1:
@@ -312,8 +306,6 @@ class ShardedState(Optimizer):
         Raises:
             UsageError: There is no such rank.
             RuntimeError: On every rank: a rank has a state that cannot be pickled.
-
-        Source: torch.distributed.optim.ZeroRedundancyOptimizer.consolidate_state_dict.
         """
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < self.world_size:
             raise UsageError(f"consolidate_state_dict: expected a rank from 0 to {self.world_size - 1}, got {to!r}.")
@@ -344,8 +336,6 @@ class ShardedState(Optimizer):
 
         Raises:
             ValueError: The groups do not fit.
-
-        Source: torch.optim.Optimizer.load_state_dict.
         """
         own = set(self._partition.owned(self.rank))
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
