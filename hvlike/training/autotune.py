@@ -275,16 +275,12 @@ class TuningReport:
         where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
         print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
         if self._file is not None:
-            lines = [f"# {found}", *knob_lines(choice)]
-            _write("HVLIKE_AUTOTUNE_FILE", self._file, "".join(f"{line}\n" for line in lines), "w")
-
-
-def knob_lines(choice: Choice) -> list[str]:
-    return [
-        f"HVLIKE_BUCKET_BYTES={choice.bucket_bytes}",
-        f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}",
-        f"HVLIKE_CYCLE_TIME={choice.cycle_microseconds / 1000:g}",
-    ]
+            lines = (
+                f"# {found}\nHVLIKE_BUCKET_BYTES={choice.bucket_bytes}\n"
+                f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}\n"
+                f"HVLIKE_CYCLE_TIME={choice.cycle_microseconds / 1000:g}\n"
+            )
+            _write("HVLIKE_AUTOTUNE_FILE", self._file, lines, "w")
 
 
 def _write(knob: str, path: str, text: str, mode: str) -> None:

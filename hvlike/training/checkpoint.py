@@ -143,41 +143,9 @@ def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) 
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, type(None))
 
 
-def check_parts(parts: Mapping[str, Any], call: str) -> None:
-    """Raise UsageError for a value that could be saved but not be loaded."""
-    for name, value in parts.items():
-        if not is_stateful(value):
-            wrong = _strange(value)
-            if wrong is not None:
-                raise UsageError(
-                    f"{call}: {name} holds a {wrong}, which is no plain value. Pass numbers, strings, tensors, lists "
-                    "and dicts of them, or an object with state_dict() and load_state_dict()."
-                )
-
-
 def is_stateful(value: object) -> bool:
     """Whether the contents of the value are saved and loaded, and the object stays the same."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def gather_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring to rank 0 what is spread over the ranks; return it by part. Collective; blocks."""
-    gathered: dict[str, Any] = {}
-    for name, value in parts.items():
-        if isinstance(value, DistributedOptimizer):
-            if "compression" in value.state_dict():
-                gathered[name] = gather_optimizer_state(value)
-        elif callable(getattr(value, "consolidate_state_dict", None)):
-            # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
-            value.consolidate_state_dict(to=0)
-    return gathered
-
-
-def part_states(parts: Mapping[str, Any], gathered: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: gathered[name] if name in gathered else _unwrapped(value).state_dict() if is_stateful(value) else value
-        for name, value in parts.items()
-    }
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
@@ -260,14 +228,30 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
         raise UsageError(f"checkpoint.save: keep must be a whole number of at least 1, got {keep!r}.")
     if not saved:
         raise UsageError("checkpoint.save: there is nothing to save. Pass model=model, optimizer=optimizer, ...")
-    check_parts(saved, "checkpoint.save")
+    for name, value in saved.items():
+        strange = None if is_stateful(value) else _strange(value)
+        if strange is not None:
+            raise UsageError(
+                f"checkpoint.save: {name} holds a {strange}, which is no plain value. Pass numbers, strings, tensors, "
+                "lists and dicts of them, or an object with state_dict() and load_state_dict()."
+            )
     world = current().world
-    gathered = gather_parts(saved)
+    gathered: dict[str, Any] = {}
+    for name, value in saved.items():
+        if isinstance(value, DistributedOptimizer):
+            if "compression" in value.state_dict():
+                gathered[name] = gather_optimizer_state(value)
+        elif callable(getattr(value, "consolidate_state_dict", None)):
+            # A ZeroRedundancyOptimizer: its state_dict() is complete on rank 0 after this.
+            value.consolidate_state_dict(to=0)
     path, error = "", None
     if world.rank == 0:
         try:
             buffer = io.BytesIO()
-            torch.save(part_states(saved, gathered), buffer)
+            for name, value in saved.items():
+                if name not in gathered:
+                    gathered[name] = _unwrapped(value).state_dict() if is_stateful(value) else value
+            torch.save(gathered, buffer)
             file = write(Path(folder), step, buffer.getbuffer())
             prune(Path(folder), keep, file)
             path = str(file.path)

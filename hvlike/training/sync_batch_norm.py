@@ -99,17 +99,13 @@ def combine(sums: Tensor) -> Statistics:
     return Statistics(count, mean, (sums[1 + channels :] - count * mean.square()).clamp(min=0))
 
 
-def squares_around(own: Tensor, mean: Tensor) -> Tensor:
-    return (own - per_channel(mean, own)).square_().sum(channel_dimensions(own))
-
-
 def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None) -> Statistics:
     """The statistics over all ranks of (N, C, ...): one allreduce, two for float64. Collective; blocks."""
     values = values.detach()
     sums = allreduce_(local_sums(values), name=f"{name}.forward", op=Sum, process_set=process_set)
     statistics = combine(sums)
     if values.dtype is torch.float64:
-        squares = squares_around(values, statistics.mean)
+        squares = (values - per_channel(statistics.mean, values)).square_().sum(channel_dimensions(values))
         squares = allreduce_(squares, name=f"{name}.forward.squares", op=Sum, process_set=process_set)
         statistics = statistics._replace(squares=squares)
     return statistics

@@ -285,8 +285,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         gradients, divides_by_active = self._gradients, not kwargs.get("divide_by_initial_world_size", True)
         begin = partial(gradients.join_begins, divides_by_active=divides_by_active)
-        main = None if gradients.hook is None else self._reduce_zeros
-        return BuiltInHook(begin, abandon=gradients.join_fails, take_over=self._take_over, main=main)
+
+        def main() -> None:
+            if self._reduces_now(False):
+                gradients.reduce_zeros()
+
+        return BuiltInHook(begin, abandon=gradients.join_fails, take_over=self._take_over, main=gradients.hook and main)
 
     @property
     def join_device(self) -> torch.device:
@@ -295,10 +299,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def join_process_group(self) -> ProcessSet:
         return self.process_set
-
-    def _reduce_zeros(self) -> None:
-        if self._reduces_now(False):
-            self._gradients.reduce_zeros()
 
     def _take_over(self, context: JoinContext) -> None:
         self._gradients.divides_by_active = False

@@ -27,6 +27,7 @@ from hvlike.training.ddp.end_of_backward import Collected, EndOfBackward, collec
 from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.gradients.reduction import Reducer, Reduction
 from hvlike.training.usage_errors import changed_while_reducing, list_names
 
@@ -167,16 +168,11 @@ class ModuleGradients(Gradients):
 
     def _reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
         parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
-        kept = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = gradients.get(parameter)
-            self._ended()
-        finally:
-            for parameter, before in zip(parameters, kept, strict=True):
-                reduced, parameter.grad = parameter.grad, before
-                if reduced is not None:
-                    gradients[parameter] = reduced
+        with temporary_gradients({parameter: gradients.get(parameter) for parameter in parameters}):
+            try:
+                self._ended()
+            finally:
+                gradients.update((each, each.grad) for each in parameters if each.grad is not None)
 
     def _ended(self) -> None:
         twice = self._complete()

@@ -76,7 +76,14 @@ class BufferSync:
         def run(backend: Backend) -> Coroutine[int]:
             count = yield from backend.count_active(active)
             if count:
-                source = owner if count == self._size else (yield from self._highest(backend, active))
+                source = owner
+                if count < self._size:
+                    # The active rank with the highest number.
+                    highest = torch.tensor([self._rank if active else -1], device="cpu")
+                    yield from backend.allreduce(
+                        [highest], arithmetic_of(highest.dtype, ReduceOp.MAX, self._size, 1.0, 1.0)
+                    )
+                    source = int(highest)
                 # Writing through .data does not count as a change of the buffer.
                 buffers = [buffer.data for _, buffer in self._find()]
                 if self._packing is None or not self._packing.fits(buffers):
@@ -89,8 +96,3 @@ class BufferSync:
             return count
 
         return run
-
-    def _highest(self, backend: Backend, active: bool) -> Coroutine[int]:
-        candidate = torch.tensor([self._rank if active else -1], device="cpu")
-        yield from backend.allreduce([candidate], arithmetic_of(candidate.dtype, ReduceOp.MAX, self._size, 1.0, 1.0))
-        return int(candidate)

@@ -125,7 +125,10 @@ class GradState:
         Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together.
         """
         gradient = self.handed_over
-        return gradient is not None and gradient._version != self.version and not _is_part(gradient)
+        if gradient is None or gradient._version == self.version or gradient._is_view():
+            return False
+        # Views that autograd makes (of a torch.cat, say) do not say so.
+        return gradient.layout is not torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes
 
     def to_reduce(self, gradient: Tensor, *, densify: bool) -> Tensor:
         """Return what stands for `gradient` in the reduction, the same in the whole step; shares memory if possible."""
@@ -165,11 +168,6 @@ class GradState:
             reduced = reduced.to_sparse(self.sparse_dimensions)
         if reduced is not None:
             self.parameter.grad = reduced
-
-
-def _is_part(gradient: Tensor) -> bool:
-    is_dense = gradient.layout is torch.strided
-    return gradient._is_view() or (is_dense and gradient.untyped_storage().nbytes() > gradient.nbytes)
 
 
 def reset(slots: Iterable[GradState]) -> None:

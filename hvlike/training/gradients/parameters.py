@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeAlias
@@ -209,3 +210,15 @@ def check_passes(passes: int) -> int:
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise UsageError(f"backward_passes_per_step must be > 0, got {passes!r}.")
     return passes
+
+
+@contextmanager
+def temporary_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    kept = [(parameter, parameter.grad) for parameter in gradients]
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    try:
+        yield
+    finally:
+        for parameter, before in kept:
+            parameter.grad = before

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -25,19 +24,6 @@ from hvlike.training.gradients.parameters import value_checksums
 from hvlike.training.state.packing import Packing
 from hvlike.training.zero.partition import Partition
 from hvlike.transport.loop.coroutine import Coroutine
-
-
-@contextmanager
-def temporary_gradients(gradients: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
-    kept = [(parameter, parameter.grad) for parameter in gradients]
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    try:
-        yield
-    finally:
-        for parameter, before in kept:
-            parameter.grad = before
-
 
 _log = logging.getLogger("hvlike")
 

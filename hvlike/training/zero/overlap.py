@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvlike.errors import UsageError
 from hvlike.training.ddp.hooked_reducer import GradBucket, Hook, hook_result, split
-from hvlike.training.zero.exchange import temporary_gradients
+from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 WARM_UP = 2

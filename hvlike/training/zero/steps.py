@@ -110,7 +110,8 @@ class Steps:
     def _job(self, backend: Backend, command: StepCommand | None) -> Coroutine[int]:
         """Run a job of this rank's program or, on an absent rank (None), of the others; return how many are active."""
         active, size = command is not None, self._partition.ranks
-        if self._knows_absence:
+        if self._incomplete is not None and self._incomplete == self._serial:
+            # All ranks know that one is absent. In a queue that was opened anew none is known to be.
             there, command = yield from self._exchange_command(backend, command)
             if command is None:
                 return 0
@@ -185,13 +186,6 @@ class Steps:
             for gradient in gradients:
                 gradient.mul_(factor.to(gradient.device))
         self._norm = norm
-
-    # Which ranks are active
-
-    @property
-    def _knows_absence(self) -> bool:
-        """All ranks know that one is absent. In a queue that was opened anew none is known to be."""
-        return self._incomplete is not None and self._incomplete == self._serial
 
     @property
     def _serial(self) -> int | None:
