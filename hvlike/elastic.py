@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.run import run
-from hvlike.training.elastic.sampler import ElasticSampler
-from hvlike.training.elastic.state import ObjectState, State, TorchState
+from hvlike.training.elastic.state import ElasticSampler, ObjectState, State, TorchState
 
 __all__ = [
     "ElasticSampler",

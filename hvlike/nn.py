@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvlike.training.ddp.comm_hooks import (
+    GradBucket,
     PowerSGDState,
     allreduce_hook,
     bf16_compress_hook,
@@ -10,7 +11,6 @@ from hvlike.training.ddp.comm_hooks import (
     powerSGD_hook,
 )
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
-from hvlike.training.ddp.hooked_reducer import GradBucket
 
 __all__ = [
     "DistributedDataParallel",

@@ -68,17 +68,7 @@ class DelegatingOptimizer(Optimizer):
         self._wrapped.load_state_dict(state_dict)
 
     def shared_memory(self, call: str) -> dict[str, Any] | None:
-        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local.
-
-        Args:
-            call: The name of the function that asks, for errors.
-
-        Returns:
-            The state by name; None where there is nothing.
-
-        Raises:
-            UsageError: Between backward and step.
-        """
+        """Return what a compressor remembers and has to be equal on all ranks, which agree on it anew. Local."""
         memory = self._gradients.reduction.memory
         if memory is None:
             return None
@@ -86,11 +76,7 @@ class DelegatingOptimizer(Optimizer):
         return memory.shared_state()
 
     def load_shared_memory(self, state: dict[str, Any]) -> None:
-        """Take up another rank's `shared_memory`, with a compressor of the same kind. Local.
-
-        Args:
-            state: What shared_memory() has returned there.
-        """
+        """Take up another rank\'s `shared_memory`, with a compressor of the same kind. Local."""
         memory = self._gradients.reduction.memory
         if memory is not None:
             memory.load_shared(state)

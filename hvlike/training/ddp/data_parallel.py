@@ -27,9 +27,8 @@ from hvlike.training.ddp.arguments import (
     check_torch_only,
     moved,
 )
-from hvlike.training.ddp.comm_hooks import compression_of
+from hvlike.training.ddp.comm_hooks import Hook, compression_of
 from hvlike.training.ddp.end_of_backward import is_inside_backward
-from hvlike.training.ddp.hooked_reducer import Hook
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction

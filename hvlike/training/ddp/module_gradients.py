@@ -23,8 +23,8 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.basics import rank
 from hvlike.collectives.session.context import Context
 from hvlike.errors import DataParallelError, UsageError
+from hvlike.training.ddp.comm_hooks import Hook, HookedReducer
 from hvlike.training.ddp.end_of_backward import Collected, EndOfBackward, collection, is_inside_backward
-from hvlike.training.ddp.hooked_reducer import Hook, HookedReducer
 from hvlike.training.gradients.grad_state import GradState, Phase
 from hvlike.training.gradients.gradients import Gradients
 from hvlike.training.gradients.parameters import temporary_gradients

@@ -49,13 +49,13 @@ def clip_grad_norm_(
     from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return optimizer._clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     if not isinstance(optimizer, DistributedOptimizer):
         raise UsageError(
             "hvlike.clip_grad_norm_ expects the optimizer that hvd.DistributedOptimizer returned, got "
             f"{type(optimizer).__name__}. For one that is not distributed use torch.nn.utils.clip_grad_norm_."
         )
-    optimizer.synchronize_for("hvlike.clip_grad_norm_")
+    optimizer._synchronize("hvlike.clip_grad_norm_")
     parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     return norm.detach()

@@ -189,21 +189,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._synchronize("optimizer.synchronize()")
         self._reduced_by_user = True
 
-    @untraced
-    def synchronize_for(self, call: str) -> None:
-        """Finish the reduction on behalf of a function of hvlike: a plain step() may follow and does not warn.
-
-        Collective over the process set; blocks.
-
-        Args:
-            call: The name of that function, for errors.
-
-        Raises:
-            HorovodInternalError: As step().
-        """
-        self._synchronize(call)
-        self._reduced_by_user = False
-
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let step() use the gradients as synchronize() and the program have left them. Local.
@@ -367,6 +352,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         if gradients.phase is not Phase.SYNCHRONIZED and not gradients.reduction.of_deltas:
             self._notify_join()
         gradients.synchronize(call)
+        self._reduced_by_user = False
 
     # Order of calls
 

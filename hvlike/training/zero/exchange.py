@@ -1,4 +1,4 @@
-"""How gradients get to the owners of their parameters, and updated parameters to all ranks.
+"""Which rank owns which parameter; how gradients get to the owners, and updated parameters to all ranks.
 
 A GradientReduction reduces each gradient on the rank that owns its parameter. A ParameterExchange writes each parameter
 from its owner to the others.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +21,102 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Operand, arithmetic_of, is_dense, row_by_row
 from hvlike.collectives.requests.request import order_in_memory
+from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.parameters import value_checksums
 from hvlike.training.state.packing import Packing
-from hvlike.training.zero.partition import Partition
 from hvlike.transport.loop.coroutine import Coroutine
+
+Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
+
+
+def check_parameters(params: object) -> Parameters:
+    """Return the parameters, or their groups, as a list."""
+    if isinstance(params, Tensor):
+        raise WrongTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
+    try:
+        items: list[Any] = list(params)  # type: ignore[call-overload]  # whatever is no iterable is refused below
+    except TypeError as error:
+        raise WrongTypeError(
+            f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
+        ) from error
+    if not items:
+        raise UsageError("ZeroRedundancyOptimizer got an empty parameter list")
+    if all(isinstance(item, Tensor) for item in items):
+        check_type(items)
+        return items
+    if not all(isinstance(item, dict) for item in items):
+        raise WrongTypeError("`params` argument should be an iterable of Tensors or dicts")
+    groups = []
+    for number, group in enumerate(items):
+        if "params" not in group:
+            raise UsageError(
+                "Each parameter group passed-in via `params` must have a 'params' key mapping to the parameters in the "
+                f"group; group {number} has none."
+            )
+        held = group["params"]
+        # A set has no order: torch refuses it with its own text.
+        groups.append(dict(group) if isinstance(held, (Tensor, set)) else {**group, "params": list(held)})
+    check_type([each for group in groups for each in group["params"] if isinstance(each, Tensor)])
+    return groups
+
+
+def check_type(parameters: list[Tensor]) -> None:
+    types = list(dict.fromkeys(map(torch.typename, parameters)))
+    if any(parameter.layout is not torch.strided for parameter in parameters):
+        raise UsageError(
+            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
+            f"{next(torch.typename(each) for each in parameters if each.layout is not torch.strided)}"
+        )
+    if len(types) > 1:
+        raise UsageError(
+            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
+            f"{types[0]} and {types[1]}. Make one optimizer for each type."
+        )
+
+
+def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Give each parameter, by its number of elements, an owner so that all ranks hold about as many.
+
+    Group by group, the largest parameter first, each goes to the rank that holds least so far, the first of them where
+    several do. A group that is added later changes nothing before it.
+    Sizes [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]: 12 elements each.
+    """
+    held = [0] * ranks
+    result = []
+    for sizes in groups:
+        owners = [0] * len(sizes)
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            owner = held.index(min(held))
+            owners[index] = owner
+            held[owner] += sizes[index]
+        result.append(owners)
+    return result
+
+
+class Partition:
+    """The parameters of all groups in the order of a state dict, and the rank of the set that owns each."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], ranks: int) -> None:
+        owners = assign_owners([[parameter.numel() for parameter in group["params"]] for group in groups], ranks)
+        self.ranks = ranks
+        self.parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+        self.owners: list[int] = [owner for group in owners for owner in group]
+        self._groups = groups
+        self._owners_by_group = owners
+
+    def owned(self, rank: int) -> list[int]:
+        return [index for index, owner in enumerate(self.owners) if owner == rank]
+
+    def groups_of(self, rank: int) -> list[dict[str, Any]]:
+        """The parameter groups, with all options and the parameters that `rank` owns; some may be empty."""
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [each for each, owner in zip(group["params"], owners, strict=True) if owner == rank],
+            }
+            for group, owners in zip(self._groups, self._owners_by_group, strict=True)
+        ]
+
 
 _log = logging.getLogger("hvlike")
 

@@ -27,9 +27,11 @@ from hvlike.training.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.zero.exchange import (
     GradientReduction,
     ParameterExchange,
+    Partition,
+    check_parameters,
+    check_type,
     warn_if_gradients_differ,
 )
-from hvlike.training.zero.partition import Partition, check_parameters, check_type
 from hvlike.training.zero.sharded_state import ShardedState, StateLock, state_service
 from hvlike.training.zero.steps import Steps, StepShare
 from hvlike.transport.memory.dtypes import dtype_name
@@ -237,20 +239,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._steps.is_reduced = self._scaled = False
         super().zero_grad(set_to_none=set_to_none)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Reduce the gradients and clip their norm over all shares, for `hvlike.clip_grad_norm_`. Collective; blocks.
-
-        Args:
-            max_norm: Gradients are scaled so that their norm is at most this.
-            norm_type: Order of the norm, above 0.
-            error_if_nonfinite: Raise RuntimeError where the norm is infinite or not a number.
-
-        Returns:
-            The norm before clipping, a 0-dim tensor.
-
-        Raises:
-            UsageError: Not with reduce_gradients=True, or norm_type is not above 0.
-        """
+    def _clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Reduce the gradients and clip their norm over all shares. Collective; blocks."""
         if not self.reduces_gradients:
             raise UsageError(
                 "hvlike.clip_grad_norm_ expects a ZeroRedundancyOptimizer with reduce_gradients=True. Where "

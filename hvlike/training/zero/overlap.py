@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvlike.errors import UsageError
-from hvlike.training.ddp.hooked_reducer import GradBucket, Hook, hook_result, split
+from hvlike.training.ddp.comm_hooks import GradBucket, Hook, hook_result, split
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 

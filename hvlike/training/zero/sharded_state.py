@@ -28,8 +28,8 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.parameters import copy_options
-from hvlike.training.state.tensor_pickle import pack, unpack
-from hvlike.training.zero.partition import Partition
+from hvlike.training.state.broadcast import pack, unpack
+from hvlike.training.zero.exchange import Partition
 from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group
 

@@ -28,8 +28,7 @@ from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import HorovodInternalError
 from hvlike.training.gradients.parameters import GroupOptions
-from hvlike.training.zero.exchange import GradientReduction, ParameterExchange
-from hvlike.training.zero.partition import Partition
+from hvlike.training.zero.exchange import GradientReduction, ParameterExchange, Partition
 from hvlike.transport.loop.coroutine import Coroutine
 
 REDUCE, CLIP, UPDATE = "reduce", "clip", "update"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvlike.training.zero.partition import assign_owners
+from hvlike.training.zero.exchange import assign_owners
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
