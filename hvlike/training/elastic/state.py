@@ -1,4 +1,4 @@
-"""State, ObjectState, TorchState, ElasticSampler: what a run returns to after an error, and what all ranks start from."""
+"""State, ObjectState, TorchState, ElasticSampler: what a run returns to after an error, and what all start from."""
 
 from __future__ import annotations
 
