@@ -88,14 +88,11 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES), help=f"bytes, default {DEFAULT_SIZES}"
-    )
+    parser.add_argument("--sizes", type=parse_sizes, default=DEFAULT_SIZES, help="bytes, default %(default)s")
     known, dtypes = ", ".join(DTYPES), choice_of(DTYPES, "dtype")
     parser.add_argument("--dtypes", type=dtypes, default=[torch.float32], help=f"of {known}; default float32")
-    parser.add_argument(
-        "--op", choices=("sum", "average"), default="sum", help="what all compute, those without average sum and divide"
-    )
+    op = "what all compute, those without average sum and divide; default sum"
+    parser.add_argument("--op", choices=("sum", "average"), default="sum", help=op)
     parser.add_argument("--warm", action="store_true", help="with warm caches, as in a loop; default: with cold ones")
     add_bare_and_device(parser, "the tensor")
     add_common(parser, f"{_MOST} for small sizes down to {_FEWEST}", "gloo", "Horovod")

@@ -146,9 +146,8 @@ def _part(seconds: float, analysis: Analysis) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", type=choice_of(STEPS, "step"), default=list(STEPS.values()), help=f"default {','.join(STEPS)}"
-    )
+    steps = choice_of(STEPS, "step")
+    parser.add_argument("--steps", type=steps, default=",".join(STEPS), help="default %(default)s")
     add_common(parser, f"{_ROUNDS} turns of each", TENSORPIPE)
 
 

@@ -131,11 +131,6 @@ def hierarchical(c: Constants, job: Job, nbytes: float, across: Across) -> float
     return shared(c, job.local, nbytes) + across(c, job.nodes, nbytes / job.local, job.local)
 
 
-def planned(c: Constants, job: Job, work: Workload) -> float:
-    """Return the seconds of agreeing on a plan that stands: there is no message."""
-    return 0.0
-
-
 def negotiated(c: Constants, job: Job, work: Workload) -> float:
     """Return the seconds of agreeing by a coordinator, which takes and sends one message for each rank in a round."""
     members = job.ranks - 1
@@ -148,7 +143,11 @@ def negotiated(c: Constants, job: Job, work: Workload) -> float:
     return work.rounds * (members * (take + tell) + 2 * message(c, nbytes))
 
 
-AGREEMENTS: dict[str, Callable[[Constants, Job, Workload], float]] = {"planned": planned, "negotiated": negotiated}
+AGREEMENTS: dict[str, Callable[[Constants, Job, Workload], float]] = {
+    # There is no message for a plan that stands.
+    "planned": lambda c, job, work: 0.0,
+    "negotiated": negotiated,
+}
 
 REDUCTIONS: dict[str, Callable[[Constants, Job, float], float]] = {
     # Neighbours on one node are next to each other: one link in and one out of every node.
@@ -174,7 +173,7 @@ def main() -> int:
     coordinator = measure_coordinator()
     messages.free()
     if hvlike.rank() == 0:
-        constants = Constants(**network, **memory, **coordinator, fold=fold())
+        constants = Constants(**network, **memory, **coordinator)
         print(json.dumps(asdict(constants)))
     hvlike.shutdown()
     return 0
@@ -196,10 +195,12 @@ def measure_messages(messages: RawMpi) -> dict[str, float]:
 
 
 def measure_memory(messages: RawMpi) -> dict[str, float]:
-    """Measure a planned reduction inside the node: of nearly nothing, and what every byte adds."""
+    """Measure a planned reduction inside the node: of nearly nothing, and what every byte adds. Also additions."""
     floor = _planned_seconds(messages, 16)
     small, large = (_planned_seconds(messages, size * _MIB // 4) for size in (4, 32))
-    return {"memory_floor": floor, "memory": max(0.0, large - small) / (28 * _MIB)}
+    mine, other = np.ones(_MIB, np.float32), np.ones(_MIB, np.float32)
+    fold = statistics.median(timed(lambda: np.add(mine, other, out=mine), 3 * _REPETITIONS)) / mine.nbytes
+    return {"memory_floor": floor, "memory": max(0.0, large - small) / (28 * _MIB), "fold": fold}
 
 
 def _planned_seconds(messages: RawMpi, elements: int) -> float:
@@ -218,12 +219,6 @@ def _planned_seconds(messages: RawMpi, elements: int) -> float:
         with optimizer.skip_synchronize():
             optimizer.step()
     return statistics.median(seconds[3:])
-
-
-def fold() -> float:
-    """Return the seconds per byte for adding received float32 numbers to others."""
-    mine, other = np.ones(_MIB, np.float32), np.ones(_MIB, np.float32)
-    return statistics.median(timed(lambda: np.add(mine, other, out=mine), 3 * _REPETITIONS)) / mine.nbytes
 
 
 def measure_coordinator() -> dict[str, float]:

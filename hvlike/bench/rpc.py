@@ -117,12 +117,9 @@ def _rate(summary: Summary) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sizes", type=parse_sizes, default=parse_sizes(DEFAULT_SIZES), help=f"bytes, default {DEFAULT_SIZES}"
-    )
-    parser.add_argument(
-        "--idle", type=float, default=2.0, metavar="SECONDS", help="to watch an idle pair; default %(default)s"
-    )
+    parser.add_argument("--sizes", type=parse_sizes, default=DEFAULT_SIZES, help="bytes, default %(default)s")
+    idle = "to watch an idle pair; default %(default)s"
+    parser.add_argument("--idle", type=float, default=2.0, metavar="SECONDS", help=idle)
     add_common(parser, f"{_ROUNDS} turns of each, a third of them idle", TENSORPIPE)
 
 

@@ -47,7 +47,13 @@ class TensorPipePair:
         self._folder = tempfile.TemporaryDirectory(prefix="hvlike-bench-")
         try:
             for rank, each in enumerate(cores):
-                self._start(rank, each)
+                ours, theirs = Pipe()
+                self._helpers.ends.append(ours)
+                with theirs:
+                    arguments = [str(rank), str(Path(self._folder.name) / "meeting"), str(theirs.fileno())]
+                    command = [sys.executable, "-m", "hvlike.bench.rpc_session", *arguments]
+                    process = self._helpers.start(command, pass_fds=[theirs.fileno()])
+                os.sched_setaffinity(process.pid, each)
             for end in self._helpers.ends:
                 self._helpers.ask(end)
         except BaseException:
@@ -55,15 +61,6 @@ class TensorPipePair:
             self._folder.cleanup()
             raise
         self._signal(signal.SIGSTOP)
-
-    def _start(self, rank: int, cores: Sequence[int]) -> None:
-        ours, theirs = Pipe()
-        self._helpers.ends.append(ours)
-        with theirs:
-            arguments = [str(rank), str(Path(self._folder.name) / "meeting"), str(theirs.fileno())]
-            command = [sys.executable, "-m", "hvlike.bench.rpc_session", *arguments]
-            process = self._helpers.start(command, pass_fds=[theirs.fileno()])
-        os.sched_setaffinity(process.pid, cores)
 
     @property
     def pids(self) -> list[int]:

@@ -26,7 +26,6 @@ from hvlike.bench.harness.comparison import Summary, timed
 from hvlike.bench.harness.processes import find_launcher, outside_of_jobs, refuse_inside_a_job, run_job
 from hvlike.bench.harness.report import Curves, format_seconds, format_size, publish, table
 from hvlike.collectives.session.context import current
-from hvlike.transport.host.find_mpirun import Mpirun
 from hvlike.transport.messages.traffic import Sent
 
 _WAY = ["ranks", "nodes", "agreement"]
@@ -147,12 +146,9 @@ def panels(results: Sequence[Result]) -> list[Curves]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"a job for each, default {DEFAULT_RANKS}"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=positive, help="emulate nodes of so many ranks, to count what goes between them"
-    )
+    parser.add_argument("--ranks", type=positives, default=DEFAULT_RANKS, help="a job for each, default %(default)s")
+    nodes = "emulate nodes of so many ranks, to count what goes between them"
+    parser.add_argument("--ranks-per-node", type=positive, help=nodes)
     parser.add_argument("--steps", type=positive, default=20, help="counted and timed, default 20")
     parser.add_argument("--layers", type=positive, default=4, help="two gradients each, default 4")
     parser.add_argument("--width", type=positive, default=256, help="of a layer, default 256")
@@ -163,7 +159,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     refuse_inside_a_job(os.environ, "scaling")
     mpirun = find_launcher()
-    results = [_measure(mpirun, ranks, options) for ranks in options.ranks]
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
+    settings = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
+    results = []
+    for ranks in options.ranks:
+        if not options.json:
+            print(f"a job of {ranks} ranks ...", file=sys.stderr, flush=True)
+        answer = run_job(mpirun, ranks, "hvlike.bench.scaling", arguments, settings, options.timeout)
+        results.append(Result.of(answer))
     conditions = {
         "benchmark": "scaling",
         "tensors": 2 * options.layers,
@@ -175,15 +178,6 @@ def run(options: argparse.Namespace) -> None:
     }
     document = {**conditions, "results": [asdict(each) for each in results]}
     publish(options, document, as_text(conditions, results), "what a training step sends", panels(results))
-
-
-def _measure(mpirun: Mpirun, ranks: int, options: argparse.Namespace) -> Result:
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
-    settings = {"HVLIKE_RANKS_PER_NODE": str(options.ranks_per_node)} if options.ranks_per_node else {}
-    if not options.json:
-        print(f"a job of {ranks} ranks ...", file=sys.stderr, flush=True)
-    answer = run_job(mpirun, ranks, "hvlike.bench.scaling", arguments, settings, options.timeout)
-    return Result.of(answer)
 
 
 BENCHMARK = Benchmark(

@@ -113,14 +113,13 @@ def above_zero(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=positives, default=positives(DEFAULT_RANKS), help=f"default {DEFAULT_RANKS}")
+    parser.add_argument("--ranks", type=positives, default=DEFAULT_RANKS, help="default %(default)s")
     parser.add_argument("--ranks-per-node", type=positive, default=8, help="default 8")
     parser.add_argument("--gradients", type=parse_size, default=parse_size("97.5MiB"), help="bytes, default 97.5MiB")
     parser.add_argument("--tensors", type=positive, default=161, help="they are in, default 161")
     parser.add_argument("--compute", type=above_zero, default=100.0, help="ms of a step alone, default 100")
-    parser.add_argument(
-        "--rounds", type=positive, default=1, help="messages of a rank to the coordinator in a negotiated step"
-    )
+    rounds = "messages of a rank to the coordinator in a negotiated step"
+    parser.add_argument("--rounds", type=positive, default=1, help=rounds)
     parser.add_argument("--latency", type=above_zero, help="of the network in us, in place of what is measured here")
     parser.add_argument("--bandwidth", type=above_zero, help="of a node's link in Gbit/s, in place of the same")
     parser.add_argument("--constants", type=Path, metavar="FILE", help="take them from the --json of an earlier run")

@@ -226,13 +226,11 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser, f"{_REPETITIONS}, about a minute in all")
-    parser.add_argument(
-        "--switch-interval",
-        type=float,
-        default=sys.getswitchinterval(),
-        metavar="SECONDS",
-        help="after which a thread may ask another one for the GIL; default %(default)s",
+    interval, text = (
+        sys.getswitchinterval(),
+        "after which a thread may ask another one for the GIL; default %(default)s",
     )
+    parser.add_argument("--switch-interval", type=float, default=interval, metavar="SECONDS", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch.optim import Adam
 import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_common, heading, positive
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, with_samples
-from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_quartiles, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.trainers import Shape, Trainer, Workload, bert, shaped
@@ -129,19 +126,23 @@ def measure(options: argparse.Namespace, there: Peers) -> Result:
         state[trainer.name] = hvlike.allgather_object(trainer.state_bytes)
         gradients[trainer.name] = hvlike.allgather_object(trainer.gradient_bytes)
         trainer.optimizer.zero_grad()
-    prepare = partial(_zero_gradients, trainers)
+
+    def prepare() -> None:
+        for trainer in trainers:
+            # Only one contestant at a time needs its gradients.
+            trainer.optimizer.zero_grad()
+
     contestants = [Contestant(trainer.name, prepare, trainer.step) for trainer in trainers]
     repetitions = options.repetitions or _REPETITIONS
     seconds = compare(there.raw, contestants, repetitions, warmups=1, seed=options.seed, cold=False)
-    _verify(trainers, there.raw)
+    right = trainers[0].checksum()
+    for trainer in trainers:
+        trainer.verify_replicas(there.raw)
+        found = trainer.checksum()
+        if abs(found - right) > _TOLERANCE * max(1.0, abs(right)):
+            raise hvlike.HvlikeError(f"{trainer.name} left other weights than {ADAM}: sums {found} and {right}.")
     elements = sum(each.numel() for each in trainers[0].parameters)
     return Result(elements, len(shapes), state, gradients, seconds)
-
-
-def _zero_gradients(trainers: Sequence[ZeroTrainer]) -> None:
-    """Only one contestant at a time needs its gradients."""
-    for trainer in trainers:
-        trainer.optimizer.zero_grad()
 
 
 def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
@@ -165,15 +166,6 @@ def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
             parameters, Adam, reduce_gradients=alone, parameters_as_bucket_view=view, lr=rate
         )
     return trainer
-
-
-def _verify(trainers: Sequence[ZeroTrainer], raw: RawMpi) -> None:
-    first, right = trainers[0].name, trainers[0].checksum()
-    for trainer in trainers:
-        trainer.verify_replicas(raw)
-        found = trainer.checksum()
-        if abs(found - right) > _TOLERANCE * max(1.0, abs(right)):
-            raise hvlike.HvlikeError(f"{trainer.name} left other weights than {first}: sums {found} and {right}.")
 
 
 BENCHMARK = Benchmark(

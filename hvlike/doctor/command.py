@@ -57,17 +57,12 @@ _INTERRUPTED = 130
 
 
 def check_build() -> str:
-    mpi, gloo = basics.mpi_built(), basics.gloo_built()
     frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
     groups: dict[str, dict[str, bool | int]] = {
         "Available Frameworks": {name: basics.extension_available(key) for name, key in frameworks.items()},
-        "Available Controllers": {"MPI": mpi, "Gloo": gloo},
+        "Available Controllers": {"MPI": basics.mpi_built(), "Gloo": basics.gloo_built()},
         "Available Tensor Operations": {
-            "NCCL": basics.nccl_built(),
-            "DDL": basics.ddl_built(),
-            "CCL": basics.ccl_built(),
-            "MPI": mpi,
-            "Gloo": gloo,
+            name: getattr(basics, f"{name.lower()}_built")() for name in ("NCCL", "DDL", "CCL", "MPI", "Gloo")
         },
     }
     lines = [f"hvlike v{hvlike.__version__}:"]
@@ -155,9 +150,8 @@ def main(arguments: list[str]) -> int:
     """Run the doctor; returns 1 when a check fails, else 0. Under mpirun every rank calls it, and rank 0 reports."""
     purpose = "Look for what keeps jobs from working."
     parser = argparse.ArgumentParser(prog="python -m hvlike doctor", description=purpose)
-    parser.add_argument(
-        "--check-build", action="store_true", help="print what is built in, as horovodrun does, and end"
-    )
+    built = "print what is built in, as horovodrun does, and end"
+    parser.add_argument("--check-build", action="store_true", help=built)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--model", metavar="MODEL", help=_HINT)
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="for each question (%(default)g)")

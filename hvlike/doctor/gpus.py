@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _INSTALL = "Install a torch that was built with CUDA (https://pytorch.org/get-started/locally)."
+_UPDATE = f"Update the driver, or: {_INSTALL}"
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,13 @@ def collect_gpus() -> Gpus:
     devices: tuple[str, ...] = ()
     if torch.version.cuda is not None:
         try:
-            devices = tuple(map(_describe_gpu, range(torch.cuda.device_count())))
+            found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+            devices = tuple(f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in found)
             if devices:
                 torch.zeros(1, device="cuda")
         except RuntimeError as error:
             wrong = str(error).splitlines()[0]
     return Gpus(devices, driver_version(_DRIVER), _driver_cuda(), os.environ.get("CUDA_VISIBLE_DEVICES"), wrong)
-
-
-def _describe_gpu(device: int) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
 def driver_version(file: Path) -> str | None:
@@ -101,22 +98,17 @@ def check_gpu(case: Case, finding: Finding) -> None:
         finding.note(f"{where}driver {gpus.driver or 'unknown'}", *(where + device for device in gpus.devices))
         if gpus.visible is not None:
             finding.note(f"{where}CUDA_VISIBLE_DEVICES={gpus.visible}")
-        _check_driver(finding, where, gpus, torch_cuda)
-
-
-def _check_driver(finding: Finding, where: str, gpus: Gpus, torch_cuda: str | None) -> None:
-    update = f"Update the driver, or: {_INSTALL}"
-    if torch_cuda is None:
-        finding.warn(f"{where}torch was built for the CPU and does not see the GPUs", _INSTALL)
-        return
-    if gpus.wrong is not None:
-        finding.fail(f"{where}torch cannot use them: {gpus.wrong}", update)
-    elif not gpus.devices:
-        finding.warn(f"{where}torch sees no GPU", "Look at CUDA_VISIBLE_DEVICES, and at the container's --gpus.")
-    # A driver serves all versions of CUDA up to its own, and newer ones of the same major version.
-    if gpus.driver_cuda is not None and gpus.driver_cuda // 1000 < numbers(torch_cuda)[0]:
-        text = f"{where}the driver serves CUDA up to {in_cuda(gpus.driver_cuda)}, torch wants {torch_cuda}"
-        finding.fail(text, update)
+        if torch_cuda is None:
+            finding.warn(f"{where}torch was built for the CPU and does not see the GPUs", _INSTALL)
+            continue
+        if gpus.wrong is not None:
+            finding.fail(f"{where}torch cannot use them: {gpus.wrong}", _UPDATE)
+        elif not gpus.devices:
+            finding.warn(f"{where}torch sees no GPU", "Look at CUDA_VISIBLE_DEVICES, and at the container's --gpus.")
+        # A driver serves all versions of CUDA up to its own, and newer ones of the same major version.
+        if gpus.driver_cuda is not None and gpus.driver_cuda // 1000 < numbers(torch_cuda)[0]:
+            text = f"{where}the driver serves CUDA up to {in_cuda(gpus.driver_cuda)}, torch wants {torch_cuda}"
+            finding.fail(text, _UPDATE)
 
 
 def check_gpu_sharing(case: Case, finding: Finding) -> None:

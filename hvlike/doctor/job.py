@@ -151,7 +151,9 @@ def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
         choice = current().find_set(None, "doctor").executor.device_choice
         if choice is not None:
             timings.append(Timing(every_rank._replace(backend=choice.backend), rows, choice.reason))
-    return Timings(tuple(timings), _copy_seconds())
+    source, target = torch.ones(SIZES[-1] // _FLOAT_BYTES), torch.empty(SIZES[-1] // _FLOAT_BYTES)
+    copies = timed(lambda: target.copy_(source), _REPEATS)
+    return Timings(tuple(timings), statistics.median(copies[1:]))
 
 
 def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Iterator[Row]:
@@ -171,12 +173,6 @@ def _rows(way: Way, process_set: hvlike.ProcessSet, device: torch.device) -> Ite
             right = right and bool((tensor == total).all())
         kept = seconds[_WARM:]
         yield Row(nbytes, statistics.median(kept), min(kept), max(kept), right)
-
-
-def _copy_seconds() -> float:
-    source = torch.ones(SIZES[-1] // _FLOAT_BYTES)
-    target = torch.empty_like(source)
-    return statistics.median(timed(lambda: target.copy_(source), _REPEATS)[1:])
 
 
 @dataclass(frozen=True)

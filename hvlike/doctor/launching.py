@@ -29,11 +29,11 @@ _BATCH_SYSTEMS = {
     "FLUX_JOB_ID": "Flux",
     "SGE_TASK_ID": "Grid Engine",
 }
-_HYDRA_INTERFACE = "PMI-1 or PMI-2 (Hydra)"
+_PMI = "PMI-1 or PMI-2 (Hydra)"
 _INTERFACES = {
     "PMIX_NAMESPACE": "PMIx",
-    "PMI_FD": _HYDRA_INTERFACE,
-    "PMI_PORT": _HYDRA_INTERFACE,
+    "PMI_FD": _PMI,
+    "PMI_PORT": _PMI,
     "PALS_APID": "PALS",
     "JSM_NAMESPACE_ID": "JSM",
 }

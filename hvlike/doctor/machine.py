@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -198,17 +198,15 @@ def check_shared_memory(case: Case, finding: Finding) -> None:
         memory = known(facts.memory)
         vendor = "" if isinstance(facts.library, Gap) else facts.library.vendor
         where = f"{facts.host}: " if len(case.nodes) > 1 else ""
-        finding.note(where + _describe_shared_memory(memory))
+        if memory.total is None or memory.free is None:
+            finding.note(f"{where}there is no /dev/shm")
+        else:
+            sharing = "can be shared too" if memory.memfd else "is refused"
+            sizes = f"{in_bytes(memory.free)} of {in_bytes(memory.total)} free"
+            finding.note(f"{where}/dev/shm: {sizes}; memory without a name {sharing}")
         # Where the ranks did not come together all may be here.
         local = max(case.unmet, len(node))
         _check_room(finding, where, memory, vendor, local)
-
-
-def _describe_shared_memory(memory: SharedMemory) -> str:
-    if memory.total is None or memory.free is None:
-        return "there is no /dev/shm"
-    without_name = "memory without a name can be shared too" if memory.memfd else "memory without a name is refused"
-    return f"/dev/shm: {in_bytes(memory.free)} of {in_bytes(memory.total)} free; {without_name}"
 
 
 def _check_room(finding: Finding, where: str, memory: SharedMemory, vendor: str, local: int) -> None:
@@ -362,7 +360,9 @@ def collect_model(text: str) -> Model:
         raise UsageError(
             f"--model {text}: expected a number of parameters, or FILE.py:function with a file that exists."
         )
-    made = getattr(_load_module(Path(path)), name, None)
+    # What the file imports may lie beside it.
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    made = runpy.run_path(path, run_name="hvlike_doctor_model").get(name)
     model = made() if callable(made) else made
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {text}: {name} makes {type(model).__name__}, expected a torch.nn.Module.")
@@ -373,18 +373,6 @@ def collect_model(text: str) -> Model:
         tuple(each.nbytes for each in trained),
         tuple(str(each.dtype).removeprefix("torch.") for each in trained),
     )
-
-
-def _load_module(path: Path) -> object:
-    """The module of a file; what it imports may lie beside it."""
-    specification = importlib.util.spec_from_file_location("hvlike_doctor_model", path)
-    if specification is None or specification.loader is None:
-        raise UsageError(f"--model {path}: not a Python file.")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    specification.loader.exec_module(module)
-    return module
 
 
 def check_model(case: Case, finding: Finding) -> None:
@@ -411,7 +399,7 @@ def check_model(case: Case, finding: Finding) -> None:
 
 def _bucket_bytes(case: Case, model: Model) -> list[int]:
     """Return the bytes of the buckets, with all settings at their defaults."""
-    processors = [known(case.ranks[rank].processor) for rank in case.nodes[0]]
+    processors = _processors(case, case.nodes[0])
     share = topology.cores_per_rank([each.allowed for each in processors], 0)
     sizes = plan.choose_sizes(None, None, overlaps=topology.has_spare_core(share))
     parts = [[index] for index in range(len(model.sizes))]

@@ -73,7 +73,7 @@ def test_ranks_of_a_node_share_its_link() -> None:
 
 
 def test_planned_agreement_costs_nothing_at_any_number_of_ranks() -> None:
-    assert {loggp.planned(CONSTANTS, Job(ranks, 8), WORK) for ranks in RANKS} == {0.0}
+    assert {loggp.AGREEMENTS["planned"](CONSTANTS, Job(ranks, 8), WORK) for ranks in RANKS} == {0.0}
 
 
 def test_negotiated_agreement_grows_with_the_ranks() -> None:
