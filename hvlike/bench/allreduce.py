@@ -132,5 +132,5 @@ def measure(case: Case, there: Peers, options: argparse.Namespace, bare: BareLoo
 
 
 BENCHMARK = Benchmark(
-    "allreduce", "hvlike.allreduce_ beside MPI_Allreduce, gloo, Horovod and the floors of memory", add_arguments, run
+    "allreduce", "hvlike.allreduce_ beside MPI, gloo, Horovod and floors of memory", add_arguments, run
 )

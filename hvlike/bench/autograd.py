@@ -98,15 +98,16 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Seq
     pairs = [name for name, pair in _PAIRS.items() if set(pair) <= set(names)]
     rows = [
         [each.step.title, str(len(each.samples[SAFE]))]
-        + [_seconds(each.samples.get(name)) for name in names]
+        + [with_spread(Summary.of(each.samples[name])) if name in each.samples else "-" for name in names]
         + [ratio_cell(each.ratios.get(pair)) for pair in pairs]
         for each in results
     ]
     parts = [f"model-parallel step over two workers, {heading(conditions)}", table(["step", "n", *names, *pairs], rows)]
-    costs = [
-        [f"{each.nodes}", format_seconds(each.backward), _part(each.scan, each), _part(each.order, each)]
-        for each in analyses
-    ]
+    costs = []
+    for analysis in analyses:
+        plain, others = analysis.backward, (analysis.scan, analysis.order)
+        cells = (f"{format_seconds(cost)} ({cost / plain:.0%})" for cost in others)
+        costs.append([f"{analysis.nodes}", format_seconds(plain), *cells])
     parts.append(table(["nodes", "plain backward", "scan", "order"], costs))
     foot = (
         "step: forward by RPC, backward, get_gradients; median over turns [interquartile range]; a turn's value is\n"
@@ -135,14 +136,6 @@ def panels(results: Sequence[Result], analyses: Sequence[Analysis]) -> list[Bars
 
 def _names(results: Sequence[Result]) -> list[str]:
     return [name for name in NAMES if any(name in each.samples for each in results)]
-
-
-def _seconds(samples: list[float] | None) -> str:
-    return "-" if samples is None else with_spread(Summary.of(samples))
-
-
-def _part(seconds: float, analysis: Analysis) -> str:
-    return f"{format_seconds(seconds)} ({seconds / analysis.backward:.0%})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +180,4 @@ def measure(options: argparse.Namespace, pair: TensorPipePair | str) -> list[Res
     return results
 
 
-BENCHMARK = Benchmark(
-    "autograd", "a model-parallel step beside torch.distributed.autograd over TensorPipe", add_arguments, run
-)
+BENCHMARK = Benchmark("autograd", "a model-parallel step beside torch.distributed.autograd", add_arguments, run)

@@ -42,11 +42,6 @@ def echo(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def used_seconds() -> float:
-    """Seconds of a core that this process has used so far."""
-    return time.process_time()
-
-
 @dataclass(frozen=True)
 class Trip:
     """A call and its answer, one after the other: empty, or the echo of a tensor of so many bytes."""
@@ -121,7 +116,7 @@ class Idle:
         return [(after - used) / elapsed for after, used in zip(self._used(rpc), before, strict=True)]
 
     def _used(self, rpc: ModuleType) -> tuple[float, float]:
-        return used_seconds(), rpc.rpc_sync(CALLEE, used_seconds)
+        return time.process_time(), rpc.rpc_sync(CALLEE, time.process_time)
 
 
 @lru_cache

@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 BENCHMARK = Benchmark(
-    "scaling", "what a training step sends at 1 to 32 ranks; run it without mpirun", add_arguments, outside_of_jobs(run)
+    "scaling", "what a step sends at 1 to 32 ranks; without mpirun", add_arguments, outside_of_jobs(run)
 )
 
 

@@ -170,9 +170,4 @@ def _constants(options: argparse.Namespace) -> Constants:
     return Constants(**run_job(find_launcher(), 2, "hvlike.bench.loggp", [], {}, options.timeout))
 
 
-BENCHMARK = Benchmark(
-    "simulate",
-    "a step on 1 to 100000 ranks after a model, from constants measured here",
-    add_arguments,
-    outside_of_jobs(run),
-)
+BENCHMARK = Benchmark("simulate", "a step on 1 to 100000 ranks after a model", add_arguments, outside_of_jobs(run))

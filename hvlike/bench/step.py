@@ -40,16 +40,6 @@ class OverheadRatio:
     high: float
 
 
-def overheads(samples: Sequence[float], floor: Sequence[float]) -> list[float]:
-    """Return for each repetition the seconds above the floor of the same repetition."""
-    return [a - b for a, b in zip(samples, floor, strict=True)]
-
-
-def relative(samples: Sequence[float], floor: Sequence[float]) -> Summary:
-    """Summarise the overheads as fractions of the floor of the same repetition."""
-    return Summary.of([a / b - 1 for a, b in zip(samples, floor, strict=True)])
-
-
 def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> OverheadRatio | None:
     """Return the ratio of the median overheads; the same repetitions are drawn for both sides of the interval.
 
@@ -84,12 +74,14 @@ class Result:
     def overheads(self) -> dict[str, list[float]]:
         """Seconds above the floor of the same repetition, of all but the floor."""
         floor = self.seconds[ALONE]
-        return {name: overheads(each, floor) for name, each in self.seconds.items() if name != ALONE}
+        others = {name: each for name, each in self.seconds.items() if name != ALONE}
+        return {name: [a - b for a, b in zip(each, floor, strict=True)] for name, each in others.items()}
 
     @property
     def relative(self) -> dict[str, Summary]:
         """The same as fractions of the floor, summarised."""
-        return {name: relative(self.seconds[name], self.seconds[ALONE]) for name in self.overheads}
+        parts = {name: zip(each, self.seconds[ALONE], strict=True) for name, each in self.overheads.items()}
+        return {name: Summary.of([over / floor for over, floor in each]) for name, each in parts.items()}
 
     @property
     def ratios(self) -> dict[str, OverheadRatio | None]:
@@ -215,6 +207,4 @@ def _effort(trainers: Sequence[Trainer], raw: RawMpi) -> tuple[int, int]:
     return steps, max(_FEWEST, min(_MOST, int(_MODEL_SECONDS / (total * (steps + 1)))))
 
 
-BENCHMARK = Benchmark(
-    "step", "a training step with hvlike beside torch's DDP, Horovod and no communication", add_arguments, run
-)
+BENCHMARK = Benchmark("step", "a training step beside torch's DDP, Horovod and no communication", add_arguments, run)

@@ -307,6 +307,4 @@ def _times(samples: list[float]) -> tuple[str, str, str]:
     return format_seconds(summary.median), quartiles, format_seconds(max(samples))
 
 
-BENCHMARK = Benchmark(
-    "waiting", "the slowdown of a computing rank by its own waiting, and how soon it wakes", add_arguments, run
-)
+BENCHMARK = Benchmark("waiting", "how waiting slows a computing rank, and how soon it wakes", add_arguments, run)

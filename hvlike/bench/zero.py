@@ -168,6 +168,4 @@ def _make(name: str, workload: Workload, seed: int) -> ZeroTrainer:
     return trainer
 
 
-BENCHMARK = Benchmark(
-    "zero", "an Adam step with state spread over the ranks beside one with all of it on each", add_arguments, run
-)
+BENCHMARK = Benchmark("zero", "Adam with its state spread over the ranks beside all of it on each", add_arguments, run)

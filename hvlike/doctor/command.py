@@ -187,10 +187,7 @@ def main(arguments: list[str]) -> int:
 
 
 def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
-    """Find everything out. Collective: every rank of the job; blocks.
-
-    wanted: the model that the user has named. reports: this is the rank that reports.
-    """
+    """Find everything out. wanted: the model that the user has named. Collective: every rank of the job; blocks."""
     own = collect_rank_facts(prober)
     launchers: Launchers | Gap | None = None
     trial: Trial | Gap | None = None

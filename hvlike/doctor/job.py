@@ -290,10 +290,8 @@ def check_hosts(case: Case, finding: Finding) -> None:
             "ranks of a host in one container, or with a common --ipc, --pid and /dev/shm.",
         )
     if len({len(node) for node in nodes}) > 1:
-        finding.warn(
-            "the nodes have different numbers of ranks",
-            "It works, but one rank of each node crosses the network for all: use the same number on every host.",
-        )
+        advice = "It works, but one rank of each node crosses the network for all: use the same number on every host."
+        finding.warn("the nodes have different numbers of ranks", advice)
 
 
 def check_start(case: Case, finding: Finding) -> None:
@@ -306,10 +304,8 @@ def check_start(case: Case, finding: Finding) -> None:
     finding.note("init() and shutdown() work")
     for way, ranks in by_value(enumerate(known(job.running))):
         if way == machine.SHM_FOLDER:
-            finding.warn(
-                f"{ranks} share memory through files in /dev/shm",
-                "Memory without a name is refused: let the ranks see each other's processes (one PID namespace).",
-            )
+            advice = "Memory without a name is refused: let the ranks see each other's processes (one PID namespace)."
+            finding.warn(f"{ranks} share memory through files in /dev/shm", advice)
         else:
             finding.note(f"{ranks} share memory without a name" if way else f"{ranks}: nobody to share memory with")
     if job.end is not None:

@@ -342,10 +342,7 @@ class Model:
 
 
 def collect_model(text: str) -> Model:
-    """Read a number of float32 parameters (25000000, 25_000_000, 25e6), or run FILE.py:function, the user's code.
-
-    Raises: UsageError for what is neither, or makes no torch.nn.Module.
-    """
+    """Read a number of float32 parameters (25_000_000, 25e6), or run FILE.py:function. Raises: UsageError."""
     try:
         count = int(float(text))
     except (ValueError, OverflowError):
@@ -357,9 +354,8 @@ def collect_model(text: str) -> Model:
         return Model(f"{count:,} float32 parameters", sizes, ("float32",) * len(parts))
     path, colon, name = text.rpartition(":")
     if not colon or not Path(path).is_file():
-        raise UsageError(
-            f"--model {text}: expected a number of parameters, or FILE.py:function with a file that exists."
-        )
+        expected = "a number of parameters, or FILE.py:function with a file that exists"
+        raise UsageError(f"--model {text}: expected {expected}.")
     # What the file imports may lie beside it.
     sys.path.insert(0, str(Path(path).resolve().parent))
     made = runpy.run_path(path, run_name="hvlike_doctor_model").get(name)

@@ -26,7 +26,6 @@ from hvlike.transport.host.parents import LauncherWatch
 
 T = TypeVar("T")
 Limits = Callable[[int], float]
-
 LIMIT = 20.0  # Seconds a probe may take for one record, unless the user says otherwise
 FAILED = "failed: "  # So the reason of a gap begins where an exception was raised
 _POLL_SECONDS = 0.1
@@ -81,10 +80,7 @@ class Prober:
             time.sleep(_POLL_SECONDS)
 
     def ask(self, question: Callable[[], T]) -> T | Gap:
-        """The answer to a question, or why there is none. Blocks, at most for the limit.
-
-        question: runs in a child; what it returns must pickle.
-        """
+        """The answer, which must pickle, to a question in a child, or why there is none. Blocks up to the limit."""
         answers = self.follow(lambda: (each() for each in [question]))
         return answers.records[0] if answers.records else answers.gap or Gap("gave no answer")
 

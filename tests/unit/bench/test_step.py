@@ -35,6 +35,8 @@ def test_report_names_what_was_measured() -> None:
 def test_json_and_picture_hold_the_same() -> None:
     found = result().as_json()
     assert found["overhead"]["DDP-gloo"]["median"] == pytest.approx(0.5)
+    assert result().overheads["hvlike"] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.1])
+    assert found["relative"]["DDP-gloo"]["median"] == pytest.approx(0.5)
     assert found["ratios"]["hvlike/DDP-gloo"]["value"] == pytest.approx(0.2)
     assert found["ratios"]["hvlike/even faster"] is None
     costs, ratios = panels([result()])
