@@ -33,7 +33,8 @@ def accumulate(gradients: dict[Tensor, Tensor], leaf: Tensor, gradient: Tensor, 
         gradient = gradient.detach()
     before = gradients.get(leaf)
     if before is None:
-        gradients[leaf] = gradient if sole and _has_layout_of(gradient, leaf) else _copy(gradient, leaf)
+        fits = sole and gradient.stride() == leaf.stride() and gradient.dtype is leaf.dtype
+        gradients[leaf] = gradient if fits else _copy(gradient, leaf)
     elif before.layout is not torch.strided and gradient.layout is torch.strided:
         # Sparse memory cannot take a dense sum.
         gradients[leaf] = gradient + before
@@ -54,10 +55,7 @@ def is_sole(tensor: Tensor) -> bool:
 
 
 def _reference_counts(tensor: Any, is_view: bool) -> list[int]:
-    """Count the references to the Python object, the tensor behind it, its memory; for a view those to its base too.
-
-    The references of this call are included.
-    """
+    """Count the references, of this call too, to object, tensor and memory; for a view those to its base too."""
     counts = []
     for each in (tensor, tensor._base) if is_view else (tensor,):
         storage = torch._C._storage_Use_Count(each.untyped_storage()._cdata)
@@ -76,10 +74,6 @@ def _sole_counts(is_view: bool) -> list[int]:
     tensor = torch.empty(1, device="cpu").t() if is_view else torch.empty(1, device="cpu")
     count(tensor)
     return counts
-
-
-def _has_layout_of(gradient: Tensor, leaf: Tensor) -> bool:
-    return gradient.stride() == leaf.stride() and gradient.dtype is leaf.dtype
 
 
 def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:

@@ -74,8 +74,6 @@ class BackwardTable:
             each.fail("RPC has been shut down while this was in flight.")
         self._by_context.clear()
 
-    # -- in the loop --------------------------------------------------------------------------
-
     def _take(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
         with self._lock:
             known = self._by_context.get(wire[0])

@@ -60,8 +60,6 @@ class BackwardPass:
         self._has_thread = False
         """A thread handles the events, or will."""
 
-    # -- events -------------------------------------------------------------------------------
-
     def receive(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
         self._put(partial(self._decode, source, wire, storages))
 
@@ -69,7 +67,7 @@ class BackwardPass:
         self._put(partial(self.state.lost, rank, error))
 
     def recorded(self, recv: Recv) -> None:
-        """A message was opened after the backward had engaged. From any thread, like the following."""
+        """A message was opened after the backward had engaged: nothing that it runs leads there. From any thread."""
         self._put(partial(self.state.recorded, recv.id, recv.rank), wake_root=True)
 
     def withdrawn(self, send: int) -> None:
@@ -83,8 +81,6 @@ class BackwardPass:
     def fail(self, error: str) -> None:
         """Something outside of the backward ends it."""
         self._put(partial(self.state.fail, error), wake_root=True)
-
-    # -- in the thread of backward() --------------------------------------------------------------
 
     def complete(self, seconds: float | None) -> None:
         """Be the root: begin, and block until the backward has ended, well or badly. seconds: None for no limit."""
@@ -112,8 +108,6 @@ class BackwardPass:
             f"from {names or 'itself'}, or from a worker that is waited for there. The limit is that of RPC "
             "(rpc_timeout of init_rpc)."
         )
-
-    # -- in the thread that handles events -------------------------------------------------------
 
     def _put(self, event: Callable[[], None], *, wake_root: bool = False) -> None:
         with self._lock:

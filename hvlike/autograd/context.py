@@ -111,14 +111,9 @@ def _edge_of(tensor: Tensor) -> tuple[GradientEdge, object]:
 class ContextListener(Protocol):
     """A backward, which its context tells what happens meanwhile. From any thread, the loop too; must not block."""
 
-    def recorded(self, recv: Recv) -> None:
-        """A message was opened after this backward had engaged: nothing that it runs leads there."""
-
-    def withdrawn(self, send: int) -> None:
-        """A message of this worker was dropped unopened: no gradient will come for it."""
-
-    def released(self) -> None:
-        """The context is over."""
+    def recorded(self, recv: Recv) -> None: ...
+    def withdrawn(self, send: int) -> None: ...
+    def released(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -169,10 +164,7 @@ class DistributedContext:
         return tensors
 
     def scan_ahead(self) -> None:
-        """Scan the graph below what was sent, for the next backward. For threads that have nothing else to do.
-
-        Does nothing while another thread has the lock.
-        """
+        """Scan the graph below what was sent, for the next backward, unless another thread has the lock."""
         if not self.lock.acquire(blocking=False):
             return
         try:

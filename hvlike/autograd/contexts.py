@@ -65,10 +65,7 @@ class _Released:
 
 
 class Contexts:
-    """The contexts of this process in the running session of RPC. From any thread.
-
-    It is the AutogradHooks of RPC: see hvlike.rpc.wire.autograd_hooks for the methods about messages.
-    """
+    """The contexts of this process in the running session, the AutogradHooks of RPC. From any thread."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
@@ -84,8 +81,6 @@ class Contexts:
         """Those created here that are not released, in order."""
         self._released: dict[int, _Released] = {}
         """By creator."""
-
-    # -- sessions -----------------------------------------------------------------------------
 
     def begin(self, agent: Agent) -> None:
         """A session of RPC begins. Called before the agent takes messages."""
@@ -112,8 +107,6 @@ class Contexts:
             self._released.clear()
         for each in left:
             each.release()
-
-    # -- contexts -----------------------------------------------------------------------------
 
     def create(self) -> DistributedContext:
         with self._lock:
@@ -159,8 +152,6 @@ class Contexts:
     def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
         self.run_backward(context, roots, retain_graph)
 
-    # -- messages -----------------------------------------------------------------------------
-
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
         with self._lock:
             found = self._contexts.get(context)
@@ -197,8 +188,6 @@ class Contexts:
         agent = self.agent
         if note[1] != NO_MESSAGE and agent is not None:
             agent.notify(rank, WITHDRAW, note)
-
-    # -- within -------------------------------------------------------------------------------
 
     def _is_released(self, context: int) -> bool:
         """Whether a context that is not here has been. With the lock held."""

@@ -189,8 +189,6 @@ class LocalBackward:
             'of the context, or pass mode="safe" or mode="smart".'
         )
 
-    # -- within ---------------------------------------------------------------------------------
-
     def _engage_in_context(self) -> LocalGraph | None:
         self._sends, self._recvs, ahead = self._context.engage(self._listener)
         return ahead

@@ -143,8 +143,6 @@ class BackwardState:
     def awaited(self) -> list[int]:
         return sorted(self._asked.union(self._waits.values(), self._unacknowledged) - {self.rank})
 
-    # -- events -------------------------------------------------------------------------------
-
     def begin(self) -> None:
         self._is_root = True
         if self._mode is Mode.SMART:
@@ -212,8 +210,6 @@ class BackwardState:
         if superior is not None:
             self._outgoing[superior].error = self.error
 
-    # -- after each event -----------------------------------------------------------------------
-
     def advance(self) -> None:
         """Do what can be done. Raises: what the user's code raises; call `fail` then."""
         self._close_marking()
@@ -231,8 +227,6 @@ class BackwardState:
                 self._unacknowledged[rank] += 1
         self._sent_to.update(outgoing)
         return outgoing
-
-    # -- marks ----------------------------------------------------------------------------------
 
     def _receive_marks(self, source: int, message: BackwardMessage) -> None:
         if message.acknowledged:
@@ -267,8 +261,6 @@ class BackwardState:
             self._join(None)
         else:
             self._outgoing[self._mark_parent].acknowledged += 1
-
-    # -- the run ----------------------------------------------------------------------------------
 
     def _receive_run(self, source: int, message: BackwardMessage) -> None:
         if message.asks:
@@ -329,8 +321,6 @@ class BackwardState:
         message = self._outgoing[source]
         message.done = True
         message.gradients.update((recv, None) for recv, rank in self._late if rank == source)
-
-    # -- messages and the end ---------------------------------------------------------------------
 
     def _to_run(self, rank: int) -> BackwardMessage:
         """Return the message to a worker that has to take part."""

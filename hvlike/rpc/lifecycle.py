@@ -16,8 +16,7 @@ from hvlike.errors import HorovodInternalError, RpcError, UsageError
 from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
-from hvlike.rpc.rrefs.owner import begin_rrefs
-from hvlike.rpc.rrefs.session import checks_leaks, current_session, live_rrefs, set_session
+from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session, live_rrefs, set_session
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
 from hvlike.rpc.wire.message import WorkerInfo

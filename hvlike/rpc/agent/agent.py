@@ -248,10 +248,7 @@ class Agent:
     def post(
         self, rank: int, kind: int, value: tuple[Any, ...], storages: list[torch.Tensor], *, now: bool = True
     ) -> None:
-        """Send a notice with storages (see Packed). From any thread; does not block; keeps the order for each worker.
-
-        now: False if the caller waits or drives the loop next, which sends it.
-        """
+        """Send a notice with storages, in order. From any thread. now: False if the caller drives the loop next."""
         self._outbox.append((rank, kind, value, storages))
         if now:
             self._loop.perform(self._empty_outbox)
@@ -259,10 +256,7 @@ class Agent:
             self._loop.post(self._empty_outbox, wake=False)
 
     def serve(self, kind: int, handler: Handler, *, limited: bool = True) -> None:
-        """Run `handler` in a pool thread for every request of `kind`; it answers then or later.
-
-        limited: it runs a caller's function, so it counts among num_worker_threads.
-        """
+        """Run `handler` in a pool thread for every request of `kind`. limited: among num_worker_threads."""
         self._handlers[kind] = handler, limited
 
     def hear(self, kind: int, handler: NoticeHandler) -> None:

@@ -188,10 +188,7 @@ def run_when_confirmed(
     answer: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Run the function of a request as soon as the owners of the RRefs among its arguments know of them.
-
-    function: with its positional and keyword arguments. answer: gets the result. fail: gets the exception.
-    """
+    """Run the function of a request as soon as the owners of the RRefs among its arguments know of them."""
     func, args, kwargs = function
     if agent.is_recorded:
         func = recorded_request(agent, request, func)

@@ -33,19 +33,14 @@ _MARK = "_wrapped_async_rpc_function"
 
 
 class Promise:
-    """The side of a torch future that completes it; `future` is what the user waits for.
-
-    The user's callbacks run in the thread that completes it, and may block.
-    """
+    """The side of a torch future that completes it, and in that thread runs the user's callbacks, which may block."""
 
     __slots__ = ("_base", "_devices", "_error", "_value", "future")
 
     def __init__(self, through: Callable[[Any], Any] | None = None, devices: DeviceMaps | None = None) -> None:
-        """Make the future.
+        """through: gets a future that completes first, and returns the one that `future` follows.
 
-        Args:
-            through: Gets a future that completes first, and returns the one that `future` follows.
-            devices: The streams of who takes the value wait for the streams of these devices that computed it.
+        devices: the streams of who takes the value wait for the streams of these devices that computed it.
         """
         self._devices = devices
         self._value: Any = None
@@ -151,10 +146,7 @@ def run(
     answer: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Run a function for a caller: `answer` gets what it returns, `fail` what it raises; later if it is marked.
-
-    Never raises; `answer` and `fail` must not raise either.
-    """
+    """Run a function for a caller: `answer` gets what it returns, `fail` what it raises. Later if it is marked."""
     try:
         returned = func(*args, **kwargs)
         if is_async(func):

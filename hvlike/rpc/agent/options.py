@@ -177,14 +177,7 @@ def checked_timeout(what: str, seconds: object) -> float:
 def settle_options(
     backend: object, options: object, num_worker_threads: int | None, rpc_timeout: float | None
 ) -> RpcBackendOptions:
-    """Return a copy of the options, with the two arguments in their place if they are given.
-
-    Args:
-        backend: A BackendType, also torch's, or None.
-        options: RpcBackendOptions, or None for the defaults.
-
-    Raises: UsageError (a ValueError).
-    """
+    """Return a copy of the options, with the two arguments in their place if they are given. Raises: UsageError."""
     if backend is not None and getattr(backend, "name", None) not in BackendType.__members__:
         raise UsageError(
             f"init_rpc: backend must be rpc.BackendType.MPI or rpc.BackendType.TENSORPIPE, got {backend!r}. "

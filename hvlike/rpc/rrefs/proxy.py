@@ -91,9 +91,6 @@ def _local_invoke_async_execution(rref: RRef[Any], name: str, args: tuple[Any, .
     return getattr(rref.local_value(), name)(*args, **kwargs)
 
 
-# -- the type of the value ------------------------------------------------------------------------
-
-
 def find_type(rref: RRef[Any], timeout: float) -> torch.futures.Future[Any]:
     """Return a future of the value's type: asked once, then kept with the RRef unless it failed. Does not block."""
     found = rref.type_future
@@ -145,9 +142,6 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
         raise RpcError(f"{rref.name} has come to a worker that does not own it.")
     rref.session.when_settled(rref.held, answer)
     return promise.future
-
-
-# -- backward -------------------------------------------------------------------------------------
 
 
 def backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -15,10 +15,9 @@ from hvlike.rpc.agent.calls import Destination, prepare_call, result_of, rpc_asy
 from hvlike.rpc.agent.futures import Promise
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT
 from hvlike.rpc.agent.profiling import recorded_call
-from hvlike.rpc.rrefs.owner import NAMES, NO_FORK
 from hvlike.rpc.rrefs.proxy import Proxy, backward, find_type
 from hvlike.rpc.rrefs.records import Fork, OwnedValue, Ticket
-from hvlike.rpc.rrefs.session import RRefSession, current_session
+from hvlike.rpc.rrefs.session import NAMES, NO_FORK, RRefSession, current_session
 from hvlike.rpc.wire.autograd_hooks import context_note
 from hvlike.rpc.wire.devices import follow
 from hvlike.rpc.wire.message import FETCH, REMOTE, Description, Packed, WorkerInfo, rebuild_error

@@ -42,19 +42,14 @@ class AutogradHooks(Protocol):
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
         """A message to `rank` is packed. Returns None if the context does not exist any more.
 
-        Args:
-            about: The name of the function, for reports.
-            graded: The tensors of the message that require grad.
+        about: the name of the function, for reports. graded: the tensors that require grad.
         """
 
     def left(self, note: Note) -> None:
         """A message is queued for the loop. The calling thread waits next, so there is time for work ahead."""
 
     def came(self, note: Note, rank: int, graded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A message from `rank` is opened. Returns what replaces `graded`, its tensors that require grad (leaves).
-
-        Creates the context on this worker, unless it was released.
-        """
+        """A message from `rank` is opened, and creates the context here. Returns what replaces `graded`, its leaves."""
 
     def unwanted(self, note: Note, rank: int) -> None:
         """A message from `rank` will never be opened. Runs in a pool thread."""

@@ -63,10 +63,7 @@ class Description(NamedTuple):
 
 
 def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
-    """Return the description of an exception that a function raised on this worker, and print its traceback to stderr.
-
-    Never raises, whatever the exception's own methods do.
-    """
+    """Describe an exception and print its traceback to stderr. Never raises, whatever the exception's methods do."""
     said = f"On {worker}:\n{_representation(error)}\n{_traceback(error)}"
     _show(said)
     cls = type(error)
@@ -78,11 +75,9 @@ def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
 
 
 def rebuild_error(description: Description, *, original: bool = False) -> Exception:
-    """Return the exception to raise at the caller.
+    """Return the exception to raise at the caller: one of KEPT, or a RuntimeError that begins with its class's name.
 
-    Args:
-        original: Return an exception of the class that was raised, if this worker can find and build it (RRef.to_here).
-            Otherwise a ValueError, TypeError or RuntimeError whose text begins with the name of that class.
+    original: one of the class that was raised, if this worker can find and build it (RRef.to_here).
     """
     if description.obstacle:
         return RuntimeError(

@@ -175,10 +175,7 @@ def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
 def carry_ahead(
     cls: type[T], reduce: Callable[[T, Outgoing], tuple[int, ...]], restore: Callable[[tuple[int, ...], Incoming], T]
 ) -> None:
-    """Let instances of exactly `cls` travel as numbers that are read before the stream is, and even without it.
-
-    `reduce` returns the numbers of an object, `restore` the object of these numbers.
-    """
+    """Let instances of exactly `cls` travel as numbers that are read before the stream is, and even without it."""
 
     def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
         numbers = reduce(obj, pickler.outgoing)
@@ -190,10 +187,7 @@ def carry_ahead(
 
 
 def carry(cls: type[T], reduce: Callable[[T, Outgoing], Any], restore: Callable[[Any, Incoming], T]) -> None:
-    """Let instances of exactly `cls` travel as the picklable value that `reduce` returns for them.
-
-    `restore`, a function at module level, returns the object of that value.
-    """
+    """Let instances of exactly `cls` travel as what `reduce` makes of them. `restore` is at module level."""
 
     def travel(pickler: MessagePickler, obj: T) -> tuple[Any, ...]:
         return restore, (reduce(obj, pickler.outgoing), _THE_INCOMING)

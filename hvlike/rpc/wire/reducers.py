@@ -32,9 +32,6 @@ _known: dict[Any, Any] = {}
 _find_operator: Callable[[Any], str | None] = getattr(torch.jit._builtins, "_find_builtin", lambda func: None)
 
 
-# -- functions and classes ----------------------------------------------------------------------
-
-
 def function_name(func: Any) -> str:
     """Return the name of a function in reports and profiles; torch's operators by their own names (aten::mul)."""
     return str(_find_operator(func) or getattr(func, "__qualname__", type(func).__qualname__))
@@ -70,10 +67,7 @@ def _torch_function(name: str) -> Any:
 
 
 def cloud_pickler(*args: Any, **options: Any) -> Any:
-    """Return a pickler of the package cloudpickle, which sends lambdas and local functions by value.
-
-    Raises: UsageError if cloudpickle is not installed.
-    """
+    """Return a pickler of the package cloudpickle, which sends lambdas and local functions by value."""
     try:
         cloudpickle = import_module("cloudpickle")
     except ModuleNotFoundError:
@@ -98,9 +92,6 @@ def _has_name_in_main(obj: Any) -> bool:
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
-
-
-# -- tensors and storages -----------------------------------------------------------------------
 
 
 def arrived(obj: Any) -> Any:

@@ -77,12 +77,8 @@ def as_buffer(body: Body) -> Body | PickleBuffer:
 def pack_tensor(tensor: Tensor, flags: int, short_bytes: int) -> tuple[bytes, bytes | memoryview, Tensor | None] | None:
     """Return the record, the elements that travel in the body, and the memory that goes by itself.
 
-    Returns None unless the tensor has elements of a common dtype, contiguous and all in memory.
-
-    Args:
-        tensor: A strided CPU tensor.
-        flags: PARAMETER or 0.
-        short_bytes: Elements up to this size travel in the body; the long ones of these are a view of the tensor.
+    Returns None unless the strided CPU tensor has elements of a common dtype, contiguous and all in memory.
+    short_bytes: elements up to this size travel in the body; the long ones of these are a view of the tensor.
     """
     number = _NUMBERS.get(tensor.dtype)
     address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
@@ -104,11 +100,7 @@ def pack_tensor(tensor: Tensor, flags: int, short_bytes: int) -> tuple[bytes, by
 
 
 def unpack_tensor(body: Body, start: int, storage: Tensor | None) -> Tensor:
-    """Return the tensor whose record begins at `start` in a body, right after its elements if they are short.
-
-    Args:
-        storage: The memory that came by itself, for long elements.
-    """
+    """Return the tensor whose record begins at `start`, after its elements unless these came as `storage`."""
     number, flags, _, *shape = _record(body[start + 2]).unpack_from(body, start)
     template = _TEMPLATES[number]
     tensor: Tensor

@@ -95,11 +95,7 @@ class SentMemory:
 
 
 def lay_out(items: Sequence[tuple[Tensor, int] | None]) -> tuple[list[Row | None], SentMemory]:
-    """Return the rows of a message's tensors and the memory to send.
-
-    Args:
-        items: Strided CPU tensors, each with the flags that its class decides. None stays None.
-    """
+    """Return the rows of a message's strided CPU tensors, given with their flags, and the memory to send."""
     spans: dict[int, _Span] = {}
     places = [_cover(item[0], spans) if item is not None else None for item in items]
     memory = SentMemory()
