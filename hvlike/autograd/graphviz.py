@@ -126,6 +126,7 @@ class LocalPicture:
         """The workers that may have more of the graph."""
         self._agent = agent
         self._context = context
+        self._segments = list(enumerate(context.segments, 1))
         lines = [f"{self._name(agent.rank)} (rank {agent.rank})"]
         lines += [f"segment {number}: {each.kind}, nodes: {each.nodes}" for number, each in self._segments]
         self._cluster = Cluster(agent.rank, "\n".join(lines))
@@ -174,11 +175,6 @@ class LocalPicture:
         name = self._cluster.add_node("recv", f"from {self._name(rank)}: {id_in_words(message)}", made)
         self._cluster.recvs[message] = name
         return name
-
-    @property
-    def _segments(self) -> list[tuple[int, Any]]:
-        """The segments of the last backward, numbered from 1."""
-        return list(enumerate(self._context.segments, 1))
 
     def _name(self, rank: int) -> str:
         return self._agent.workers[rank].name

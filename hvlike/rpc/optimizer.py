@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,22 +85,11 @@ class DistributedOptimizer:
             _ask_all("could not step", _step, calls)
 
 
-class LocalOptimizer:
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-        self.optimizer = optimizer
-        self.parameters = parameters
+class LocalOptimizer(NamedTuple):
+    """The part of a DistributedOptimizer on one owner."""
 
-    def step(self, context_id: int) -> None:
-        gradients = autograd_hooks().gradients(context_id)
-        with _stepping:
-            before = [parameter.grad for parameter in self.parameters]
-            try:
-                for parameter in self.parameters:
-                    parameter.grad = gradients.get(parameter)
-                self.optimizer.step()
-            finally:
-                for parameter, gradient in zip(self.parameters, before, strict=True):
-                    parameter.grad = gradient
+    optimizer: torch.optim.Optimizer
+    parameters: list[Tensor]
 
 
 def _group_by_owner(params_rref: Iterable[RRef[Any]]) -> dict[WorkerInfo, list[RRef[Any]]]:
@@ -159,6 +148,16 @@ def _create(
     return RRef(LocalOptimizer(optimizer_class(parameters, *args, **kwargs), parameters))
 
 
-def _step(optimizer: RRef[LocalOptimizer], context_id: int) -> None:
-    """Runs on an owner."""
-    optimizer.local_value().step(context_id)
+def _step(local: RRef[LocalOptimizer], context_id: int) -> None:
+    """Step with the gradients of a context, which are in `.grad` meanwhile. Runs on an owner."""
+    optimizer, parameters = local.local_value()
+    gradients = autograd_hooks().gradients(context_id)
+    with _stepping:
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = gradients.get(parameter)
+            optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient

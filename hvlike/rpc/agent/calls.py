@@ -14,7 +14,7 @@ from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, Call, current_agent
 from hvlike.rpc.agent.futures import Promise, is_async, run
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
-from hvlike.rpc.agent.profiling import begin_profiling, recorded_async, recorded_call, recorded_request
+from hvlike.rpc.agent.profiling import recorded_async, recorded_call, recorded_request
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
 from hvlike.rpc.wire.message import CALL, Packed, Request, WorkerInfo, rebuild_error
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
@@ -120,7 +120,10 @@ def gather_futures() -> Iterator[list[torch.futures.Future[Any]]]:
 
 def serve_calls(agent: Agent) -> None:
     agent.serve(CALL, partial(_serve_call, agent))
-    begin_profiling(agent)
+    rpc: Any = getattr(torch._C, "_distributed_rpc", None)
+    if rpc is not None:
+        # Profiles show it as the node of an event.
+        rpc._set_profiler_node_id(agent.rank)
 
 
 def result_of(call: Call, *, original: bool = False) -> Any:

@@ -62,13 +62,6 @@ class TimelineRow:
         return self._recorder.on and self._recorder.generation == self._generation
 
 
-def begin_profiling(agent: Agent) -> None:
-    """Tell torch this worker's rank: profiles show it as the node of an event."""
-    rpc: Any = getattr(torch._C, "_distributed_rpc", None)
-    if rpc is not None:
-        rpc._set_profiler_node_id(agent.rank)
-
-
 class _RecordedCall:
     """A call from this worker, while it lasts."""
 

@@ -65,7 +65,12 @@ class Description(NamedTuple):
 def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
     """Describe an exception and print its traceback to stderr. Never raises, whatever the exception's methods do."""
     said = f"On {worker}:\n{_representation(error)}\n{_traceback(error)}"
-    _show(said)
+    try:
+        # print would write to stdout where there is no stderr.
+        if sys.stderr is not None:
+            print(said, file=sys.stderr)
+    except Exception as failure:
+        logger.debug("a remote traceback could not be printed: %s", failure)
     cls = type(error)
     family = "RuntimeError"
     if not isinstance(error, RuntimeError):
@@ -125,15 +130,6 @@ def _traceback(error: BaseException) -> str:
         return "".join(traceback.format_exception(error))
     except Exception as failure:
         return f"{type(error).__name__} (its traceback cannot be shown: {type(failure).__name__})\n"
-
-
-def _show(text: str) -> None:
-    if sys.stderr is None:
-        return
-    try:
-        print(text, file=sys.stderr)
-    except Exception as failure:
-        logger.debug("a remote traceback could not be printed: %s", failure)
 
 
 def _obstacle(cls: type[BaseException], text: str) -> str:
