@@ -189,7 +189,6 @@ class Agent:
 
     @property
     def present(self) -> set[int]:
-        """The workers that are not known to be gone."""
         return set(range(self.size)).difference(self.lost)
 
     @property
@@ -429,6 +428,7 @@ def current_agent() -> Agent:
 
 
 def is_running() -> bool:
+    """Return whether this worker is between init_rpc and shutdown."""
     return _Process.agent is not None
 
 
