@@ -17,7 +17,6 @@ Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", M
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.arithmetic.scratch import ordinary_tensor
 from hvlike.backends.base import Backend
-from hvlike.backends.network.partition import Run, shards
+from hvlike.backends.network.partition import Run, message_length, shards
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import storage_view
 
@@ -42,6 +41,8 @@ def pair_up(count: int) -> list[list[tuple[int, int]]]:
         left = left[::2]
     return levels
 
+
+_SUM_OF_DOUBLES = Arithmetic(torch.float64, ReduceOp.SUM)
 
 BLOCK_ELEMENTS = 1 << 15
 """Dot products widen this many elements at a time, in cache."""
@@ -60,10 +61,9 @@ class Adasum:
     postscale: float = 1.0
 
     def allreduce(self, backend: Backend, tensors: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """Reduce flat contiguous CPU tensors of one floating dtype in place; bitwise the same result everywhere.
-
-        The same lengths on every rank. float16 and bfloat16 are combined in float32 and rounded once, at the end.
-        Needs memory for one copy of what this rank owns from every rank, and for one of all tensors if they are many.
+        """Reduce flat contiguous CPU tensors of one floating dtype in place; bitwise the same result everywhere. 16-bit
+        floats are combined in float32 and rounded once. Needs memory for one copy of what this rank owns from every
+        rank, and for one of all tensors if they are many.
         """
         lengths = [len(tensor) for tensor in tensors]
         if not any(lengths):
@@ -76,7 +76,7 @@ class Adasum:
             whole = _new(sum(lengths), dtype)
             torch.cat(results, out=whole)
         runs = shards(lengths, self.size)
-        parts = list(torch.split(whole, [_elements(shard) for shard in runs]))
+        parts = list(torch.split(whole, [message_length(shard) for shard in runs]))
         mine = parts[self.position]
         vectors = yield from self._collect(backend, parts)
         yield from self._combine(backend, vectors, runs[self.position], len(tensors))
@@ -108,7 +108,7 @@ class Adasum:
                 for tensor, segment in segments:
                     dots[number, tensor] += dot_products(vectors[first][segment], vectors[second][segment])
                 yield Wait.AGAIN
-            yield from backend.allreduce([dots.view(-1)], _sum_of_doubles())
+            yield from backend.allreduce([dots.view(-1)], _SUM_OF_DOUBLES)
             factors = coefficients(dots).tolist()
             for number, (first, second) in enumerate(pairs):
                 for tensor, segment in segments:
@@ -136,21 +136,12 @@ def coefficients(dots: torch.Tensor) -> torch.Tensor:
     return torch.where(norms == 0, 1.0, 1.0 - common / (2.0 * norms))
 
 
-@functools.cache
-def _sum_of_doubles() -> Arithmetic:
-    return Arithmetic(torch.float64, ReduceOp.SUM)
-
-
 def _segments(runs: Sequence[Run]) -> Iterator[tuple[int, slice]]:
     position = 0
     for run in runs:
         length = run.stop - run.start
         yield run.piece, slice(position, position + length)
         position += length
-
-
-def _elements(runs: Sequence[Run]) -> int:
-    return sum(run.stop - run.start for run in runs)
 
 
 def _new(length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -35,10 +35,7 @@ from hvlike.transport.world import Group
 
 
 def side_by_side(coroutines: Sequence[Coroutine[None]]) -> Coroutine[None]:
-    """Advance all coroutines in turn until the last has ended; yields while none can move.
-
-    When one fails, or this one is given up, the others are closed.
-    """
+    """Advance all coroutines in turn until the last has ended; when one fails the others are closed."""
     left = list(coroutines)
     try:
         while left:

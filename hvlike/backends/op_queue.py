@@ -151,10 +151,7 @@ class OpQueue:
 
 
 def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
-    """Make queue `number` of a group. Collective over the group; queues of one group in the same order everywhere.
-
-    Raises: LaunchError when the ranks of a node cannot share memory.
-    """
+    """Make queue `number` of a group. Collective, in one order. Raises: LaunchError without shared memory."""
     if group.size == 1:
         return OpQueue(fabric, group, number, SoloBackend())
     shared = None

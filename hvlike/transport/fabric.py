@@ -42,10 +42,8 @@ class Fabric:
     """The transport of one rank, from init to shutdown."""
 
     def __init__(self, world: World, *, peer_memory: bool = True) -> None:
-        """Collective and blocking: every rank of the world builds one.
-
-        peer_memory: let the ranks of a node copy between their memories, where the system permits it. Raises:
-        LaunchError on every rank of a node that has no memory to share.
+        """Collective and blocking. peer_memory: let the ranks of a node copy between their memories, where that is
+        permitted. Raises: LaunchError on every rank of a node that has no memory to share.
         """
         self.world = world
         self.fence = Fence()
@@ -81,10 +79,7 @@ class Fabric:
         self.mailbox = Mailbox(self.channel, Topic.MAILBOX)
 
     def share(self, group: Group, key: Any, nbytes: int) -> Coroutine[Segment | None]:
-        """One segment for the members of `group` on this node, zeroed; None where they cannot share so much.
-
-        key: Names this exchange; used once among these ranks. All members on the node run this.
-        """
+        """One zeroed segment for the members of `group` on this node, which all run this; None: they cannot."""
         leader, *others = (group.ranks[position] for position in group.node)
         if not others:
             return Segment.private(nbytes)
@@ -108,10 +103,7 @@ class Fabric:
         return (yield from segment.share_steps(nbytes, leads=leads, tell=tell, collect=collect))
 
     def duplicate(self, comm: Any) -> Coroutine[Any]:
-        """A duplicate of a communicator for data, without blocking; counts what is sent through it.
-
-        Collective over `comm`, in the same order on all members.
-        """
+        """A duplicate of a communicator, without blocking, that counts what is sent through it. Collective."""
         copy, request = comm.Idup()
         while not request.Test():
             yield Wait.POLL
@@ -119,10 +111,7 @@ class Fabric:
         return CountedComm(copy, self.traffic)
 
     def look_at(self, rank: int) -> str:
-        """What can be seen of a rank that does not answer, for a report; empty for one of another node.
-
-        One of the others on its node looks, which is enough; empty on the rest.
-        """
+        """What one of the others of its node, if this is that one, sees of a rank that does not answer; else empty."""
         if rank not in self.bells:
             return ""
         places = self.local_ranks
@@ -139,10 +128,8 @@ class Fabric:
 
 
 def _clock_offset(world: World) -> int:
-    """Nanoseconds to add to time.monotonic_ns() for the time since the job began, a clock that all ranks share.
-
-    Collective and blocking. Ranks of one node share the monotonic clock of the machine and get the same offset; nodes
-    are as far apart as their wall clocks.
+    """What to add to time.monotonic_ns() for the nanoseconds since the job began, the same on all ranks of a node.
+    Collective and blocking; nodes are as far apart as their wall clocks.
     """
     offset: int = world.node_comm.bcast(time.time_ns() - time.monotonic_ns(), root=0)
     began: int = world.comm.bcast(time.time_ns(), root=0)

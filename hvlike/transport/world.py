@@ -77,50 +77,40 @@ class World(topology.Topology):
         """
         try:
             with init_watchdog(patience, limit, guard.give_up):
-                return cls._start(comm, ranks_per_node, serialized, check)
+                _check_process()
+                mpi = mpi_library.load_mpi(serialized=serialized)
+                library = mpi_library.library_name(mpi)
+                launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
+                source = _check_comm(mpi, comm)
+                if ranks_per_node is not None and ranks_per_node < 1:
+                    raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
+                private = _make_private(mpi, source)
+                _prime(private)
+                if check is not None:
+                    try:
+                        check(private)
+                    except UsageError:
+                        private.Free()
+                        raise
+                node = _split_by_node(mpi, private, ranks_per_node)
+                rank = private.Get_rank()
+                place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
+                _prime(node)
+                if node.Get_rank() == 0:
+                    mpi_library.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
+                return cls(
+                    **vars(place),
+                    mpi=mpi,
+                    comm=private,
+                    node_comm=node,
+                    rank=rank,
+                    size=private.Get_size(),
+                    host=mpi.Get_processor_name(),
+                    thread_level=mpi.Query_thread(),
+                )
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
             guard.watch_start()
-
-    @classmethod
-    def _start(
-        cls,
-        comm: Sequence[int] | MPI.Comm | None,
-        ranks_per_node: int | None,
-        serialized: bool,
-        check: Callable[[MPI.Intracomm], None] | None,
-    ) -> World:
-        _check_process()
-        mpi = mpi_library.load_mpi(serialized=serialized)
-        library = mpi_library.library_name(mpi)
-        launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
-        source = _check_comm(mpi, comm)
-        if ranks_per_node is not None and ranks_per_node < 1:
-            raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
-        private = _make_private(mpi, source)
-        _prime(private)
-        if check is not None:
-            try:
-                check(private)
-            except UsageError:
-                private.Free()
-                raise
-        node = _split_by_node(mpi, private, ranks_per_node)
-        rank = private.Get_rank()
-        place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
-        _prime(node)
-        if node.Get_rank() == 0:
-            mpi_library.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
-        return cls(
-            **vars(place),
-            mpi=mpi,
-            comm=private,
-            node_comm=node,
-            rank=rank,
-            size=private.Get_size(),
-            host=mpi.Get_processor_name(),
-            thread_level=mpi.Query_thread(),
-        )
 
     @property
     def on_first_node(self) -> bool:
@@ -256,10 +246,7 @@ class Group:
         self.cross_comm: Any = None
 
     def connect(self) -> None:
-        """Make the communicators that traffic between nodes needs; nothing on one node.
-
-        Collective over the group and blocking; groups that share ranks are connected in the same order everywhere.
-        """
+        """Make the communicators between nodes, if there are several. Collective, blocking, one group at a time."""
         if len(self.nodes) == 1:
             return
         world = self.world.comm.Get_group()

@@ -112,10 +112,7 @@ class Arithmetic:
         )
 
     def view(self, tensor: torch.Tensor) -> Piece:
-        """View a contiguous CPU tensor of this dtype as a piece, without a copy; the piece keeps the memory alive.
-
-        Raises: UsageError for another dtype, or a tensor whose bytes cannot be viewed in place.
-        """
+        """View a contiguous CPU tensor as a piece, which keeps its memory. Raises: UsageError if that cannot be."""
         if tensor.dtype is not self.dtype:
             raise UsageError(f"expected a tensor of {dtype_name(self.dtype)}, got {dtype_name(tensor.dtype)}.")
         if self._is_array and tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
@@ -143,10 +140,8 @@ class Arithmetic:
         return Steps(gather, kernel.join, None if plain else kernel.deliver, kernel.factor)
 
     def _join(self, rank: int, own: Piece, copies: Sequence[Piece], *, partial: bool = False) -> None:
-        """The order of the ranks, on whichever rank; the first two may be swapped.
-
-        Then a sum does not depend on how the work was cut and dealt, and a run that is resumed or bucketed otherwise
-        gives the same bits.
+        """In the order of the ranks, on whichever rank; then a sum does not depend on how the work was cut and dealt,
+        and a run that is resumed or bucketed otherwise gives the same bits. The first two may be swapped.
         """
         if rank > 1:
             self.combine(copies[0], [*copies[1:rank], own, *copies[rank:]], [own], partial=partial)
@@ -178,18 +173,12 @@ class Arithmetic:
                     kernel.copy(output[block], mine)
 
     def calls(self, copies: Sequence[Piece], own: Piece) -> list[KernelCall]:
-        """What to call, one after the other, for `reduce_copies`: made once where the same memory is reduced often.
-
-        The caller silences numpy's warnings.
-        """
+        """What to call for `reduce_copies`, made once for the same memory; the caller silences numpy."""
         known: list[KernelCall] | None = None if self.joining is None else self.joining.calls(copies, own)
         return [(self.reduce_copies, (copies, own), {})] if known is None else known
 
     def reduce_copies(self, copies: Sequence[Piece], own: Piece) -> None:
-        """Write the finished reduction of two or more pieces, in this order, to `own`, which is none of them.
-
-        The caller silences numpy's warnings.
-        """
+        """Reduce two or more pieces in this order into `own`, which is none of them; the caller silences numpy."""
         self.copy(own, copies[0])
         self.combine(own, copies[1:])
 
@@ -220,9 +209,8 @@ class Arithmetic:
 
 
 def early_factor(op: ReduceOp, post: float) -> float:
-    """Return the part of a factor below 1 that partial results carry: a power of two, so it rounds nothing.
-
-    0.25 for 1/4, 0.25 for 1/3, 1 for anything from 1 upward, and for products, which are not linear.
+    """The part of a factor below 1 that partial results carry: a power of two, so it rounds nothing (1/4 for 1/3); 1
+    for products, which are not linear.
     """
     if op is ReduceOp.PRODUCT or not 0 < abs(post) < 1:
         return 1.0

@@ -120,9 +120,8 @@ class ArrayKernel(Kernel):
 
     # All in one frame: a call between chunks, which empty the caches, costs more than a statement.
     def join(self, rank: int, own: Array, copies: Sequence[Array]) -> None:
-        """Reduce the own piece and the peers' copies in the order of the ranks; the result is for `deliver`.
-
-        The first copy holds the result, the own piece what `deliver` would write.
+        """Reduce the own piece and the peers' copies in the order of the ranks. The first copy holds the result, the
+        own piece what `deliver` would write.
         """
         reduce, result = self._reduce, copies[0]
         first, second, *others = [own, *copies] if rank < 2 else [*copies[:rank], own, *copies[rank:]]

@@ -39,10 +39,7 @@ def op_name(op: ReduceOp) -> str:
 
 
 def reduce_op(value: int) -> ReduceOp:
-    """Return the reduction with this number.
-
-    Raises: UsageError for anything that is not the number of a reduction; the text lists them.
-    """
+    """The reduction with this number. Raises: UsageError, which lists them all."""
     try:
         return ReduceOp(value)
     except ValueError:
@@ -51,10 +48,7 @@ def reduce_op(value: int) -> ReduceOp:
 
 
 def check_supported(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Check that `op` is defined on tensors of `dtype`.
-
-    Raises: UsageError for a dtype outside the table, or on which `op` is not defined; the text lists those.
-    """
+    """Raises: UsageError for a dtype that cannot be sent, or on which `op` is not defined; the text lists those."""
     supported = _SUPPORTED[element_of(dtype).kind]
     if op not in supported:
         possible = ", ".join(op_name(each) for each in ReduceOp if each in supported)
@@ -62,10 +56,7 @@ def check_supported(op: ReduceOp, dtype: torch.dtype) -> None:
 
 
 def identity(op: ReduceOp, dtype: torch.dtype) -> float:
-    """Return the value that changes nothing when it is reduced with others: what an absent rank stands for.
-
-    Raises: UsageError as check_supported does.
-    """
+    """The value that changes nothing: what an absent rank stands for. Raises: UsageError as check_supported does."""
     check_supported(op, dtype)
     if op is ReduceOp.PRODUCT:
         return 1

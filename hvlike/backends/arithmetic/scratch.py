@@ -23,10 +23,7 @@ BLOCK_BYTES = 1 << 18
 
 
 def ordinary_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor over the memory of `array` that may be written in and out of inference mode.
-
-    A tensor created under torch.inference_mode() could not be written in place after it ends.
-    """
+    """A tensor over the memory of `array` that may be written in and out of inference mode."""
     if not torch.is_inference_mode_enabled():
         return torch.from_numpy(array).view(dtype)
     with torch.inference_mode(False):

@@ -110,9 +110,8 @@ class DeviceBackend:
                 self.runtime.keep(tensor, self.stream)
 
     def fence(self, result: Any = None) -> Callable[[], None]:
-        """What a caller calls before it uses the result; `result`: tensors, perhaps in lists, made on the stream.
-
-        The caller's stream waits, the caller does not. Raises what has gone wrong on the device meanwhile.
+        """What a caller calls before it uses the result, tensors, perhaps in lists: its stream waits for this one.
+        Raises what has gone wrong on the device meanwhile.
         """
         event, tensors, runtime = self.runtime.record(self.stream), list(tensors_in(result)), self.runtime
 
@@ -222,10 +221,7 @@ class DeviceBackend:
         writes: Collection[int],
         work: Work,
     ) -> Coroutine[None]:
-        """Bring pieces to the host, have them worked on, and bring back what was written.
-
-        reads, writes: the tensors whose values the work needs, and those that it changes.
-        """
+        """Bring the pieces that `reads` needs to the host, have them worked on, and bring back those in `writes`."""
         # Also what is only written here: it may be in use until now. Each piece is waited for before it goes up.
         self.runtime.wait(self._down, self.runtime.record(self.stream))
         waiting = iter(pieces)

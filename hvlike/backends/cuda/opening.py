@@ -42,10 +42,9 @@ class DeviceBackends:
         self.choice: Choice | None = None
 
     def open(self, host: Backend, runtime: DeviceRuntime, device: torch.device | None) -> Coroutine[DeviceBackend]:
-        """Make the device backend of an op queue. Collective over the group; in the same order everywhere.
-
-        host: the queue's backend for host memory. device: where this rank has its tensors; None where it has none.
-        Raises: LaunchError, on every rank, when the backend that is wanted cannot serve.
+        """Make the device backend of an op queue. Collective, in the same order everywhere. device: where this rank has
+        its tensors; None: it has none. Raises: LaunchError, on every rank, when the backend that is wanted cannot
+        serve.
         """
         if device is None:
             device = runtime.home(self._group.world.local_rank)

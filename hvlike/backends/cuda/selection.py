@@ -25,10 +25,8 @@ class Choice(NamedTuple):
 
 
 def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> Choice:
-    """The backend of a process set; the same on every rank.
-
-    facts: of each member, in order; ranks: their numbers in the world. wanted: HVLIKE_CUDA_PLANE.
-    Raises: LaunchError where the backend that is wanted cannot serve; the text gives the reason and what to do.
+    """The backend of a process set, the same on every rank; ranks: their numbers in the world. wanted:
+    HVLIKE_CUDA_PLANE. Raises: LaunchError where it cannot serve, with the reason and what to do.
     """
     obstacle = why_not_nccl(facts, ranks)
     if wanted == NCCL:

@@ -29,10 +29,7 @@ _TAG = 3
 def pairwise_alltoall(
     comm: Any, byte: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
 ) -> list[MessagePipeline]:
-    """The messages of this rank; those to itself are left out.
-
-    byte: MPI's datatype. sends, receives: flat tensors of bytes, one per rank of `comm`.
-    """
+    """The messages of this rank to and from others; sends, receives: flat tensors of bytes, one per rank."""
     rank, size = comm.Get_rank(), comm.Get_size()
 
     def pipeline(call: Callable[..., Any], tensors: Sequence[torch.Tensor], shift: int) -> MessagePipeline:

@@ -226,10 +226,7 @@ def swap(
     raw: Sequence[Array],
     requests: list[Any],
 ) -> Coroutine[None]:
-    """Reduce tensors between the two ranks of a communicator: each sends all it has; yields while nothing can move.
-
-    pieces, raw: the tensors as pieces and as bytes. requests: filled with those of MPI that are in flight.
-    """
+    """Reduce between two ranks that send each other all they have. requests: filled with those of MPI in flight."""
     size = sum(map(len, raw))
     rank: int = comm.Get_rank()
     theirs, packed = buffers.take(), None

@@ -26,9 +26,8 @@ Message: TypeAlias = list[Run]
 
 
 def shards(lengths: Sequence[int], count: int) -> list[list[Run]]:
-    """Cut pieces of `lengths` elements, laid end to end, into `count` shards that differ by at most one element.
-
-    Returns the runs of each shard in order; a shard is empty where there are fewer elements than shards.
+    """Cut pieces of `lengths` elements, laid end to end, into the runs of `count` shards that differ by at most one
+    element.
     """
     total = sum(lengths)
     result: list[list[Run]] = []

@@ -31,9 +31,8 @@ class MessagePipeline:
         end: Callable[[int, int], None] = lambda number, peer: None,
         ready: Callable[[int, int], bool] = lambda number, peer: True,
     ) -> None:
-        """waiting: all messages, in order; window: at most so many are in flight.
-
-        start: begins a message and returns its request; end: what follows it; ready: whether it may be started.
+        """waiting: all messages, in order; window: at most so many are in flight. start: begins a message and returns
+        its request; end: what follows it; ready: whether it may be started.
         """
         self.requests: deque[Any] = deque()
         """Of MPI, in flight; each keeps its memory alive."""

@@ -38,10 +38,7 @@ class SharedAllocations:
         self._ranks = tuple(ranks)
 
     def places(self, addresses: Sequence[int], sizes: Sequence[int]) -> dict[int, AllocationPlace]:
-        """Which tensors lie in an allocation of which every rank of the backend has a copy, and where.
-
-        addresses, sizes: of contiguous tensors, sizes in bytes.
-        """
+        """Which of these contiguous tensors lie in an allocation of all ranks, and where; sizes in bytes."""
         found: dict[int, AllocationPlace] = {}
         for index, (address, nbytes) in enumerate(zip(addresses, sizes, strict=True)):
             place = self.allocations.find(address, nbytes)

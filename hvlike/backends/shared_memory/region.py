@@ -88,10 +88,7 @@ class Slots(NamedTuple):
 
 
 class Turns:
-    """How many chunks each rank of the node has owned so far; the same on every rank at the same point.
-
-    The turn of a chunk, modulo SLOTS, is the number of its slot.
-    """
+    """How many chunks each rank has owned so far, the same on every rank; modulo SLOTS the number of a slot."""
 
     def __init__(self, ranks: int) -> None:
         self.counts = [0] * ranks
@@ -210,10 +207,7 @@ class AddressView:
         return self._everything[first : first + count]
 
     def chunks(self, addresses: Sequence[int], *tables: Sequence[Sequence[tuple[int, int, int]]]) -> list[list[Any]]:
-        """The elements of tables of chunks of runs (tensor, start, stop) of tensors that begin at these addresses.
-
-        A chunk of several runs is a list of pieces.
-        """
+        """The elements of tables of runs of tensors at these addresses; a list where a chunk has several runs."""
         itemsize, everything = self._itemsize, self._everything
         firsts, found = [], []
         for address in addresses:

@@ -40,10 +40,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_bytes(ranks: int, budget: int) -> int:
-    """Bytes of a chunk such that one rank's slots for all its peers stay within `budget` bytes, if possible.
-
-    ranks: how many share the node. A power of two between SMALLEST_CHUNK_BYTES and CHUNK_BYTES.
-    """
+    """Bytes of a chunk, a power of two, such that a rank's slots for its peers stay within `budget`, if possible."""
     size = CHUNK_BYTES
     while size > SMALLEST_CHUNK_BYTES and size * SLOTS * (ranks - 1) > budget:
         size //= 2
@@ -83,10 +80,7 @@ def cut_together(lengths: Sequence[int], elements: int, short: int, together: in
 
 
 def deal(lengths: Sequence[int], ranks: int, largest: int, smallest: int, short: int) -> list[Chunk]:
-    """Cut tensors into chunks and deal them to the ranks in turn.
-
-    largest, smallest: elements of a chunk. short: tensors of fewer elements share chunks, which come first.
-    """
+    """Cut tensors into chunks and deal them to the ranks in turn; those of fewer than `short` elements share chunks."""
     elements = fitting(sum(length for length in lengths if length >= short), largest, smallest, ranks)
     together = fitting(sum(length for length in lengths if length < short), largest, smallest, ranks)
     groups = cut_together(lengths, elements, short, together, MOST_TOGETHER)
@@ -94,10 +88,7 @@ def deal(lengths: Sequence[int], ranks: int, largest: int, smallest: int, short:
 
 
 def assign(lengths: Sequence[int], owners: Sequence[int], elements: int) -> list[Chunk]:
-    """Cut tensors into chunks of at most `elements`; `owners[i]` reduces tensor i.
-
-    The first chunk of each owner comes first, then the second of each, and so on: all owners are busy at once.
-    """
+    """Cut tensors for their owners; the first chunk of each owner comes first, so that all are busy at once."""
     counts: dict[int, int] = {}
     ordered = []
     for tensor, start, stop in cut(lengths, elements):

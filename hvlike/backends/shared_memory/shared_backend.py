@@ -83,20 +83,14 @@ class SharedBackend:
     def reduce_partially(
         self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic, owner: int | None
     ) -> Coroutine[list[Chunk]]:
-        """Leave the partial result of every chunk with its owner; `owner`: one rank for all, None: in turn.
-
-        Returns the chunks. No chunk has elements of two tensors.
-        """
+        """Leave the partial results with the owners of chunks of one tensor; owner: one for all, None: in turn."""
         owners = None if owner is None else [owner] * len(tensors)
         return (yield from self._reduce_for(tensors, owners, arithmetic, Results.PARTIAL))
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic, *, partial: bool = False
     ) -> Coroutine[None]:
-        """Reduce each tensor on the rank `owners[i]` of the node, in place; the others' are only read.
-
-        partial: leave what `arithmetic.continuation` goes on with.
-        """
+        """See Backend; partial: leave what `arithmetic.continuation` goes on with."""
         yield from self._reduce_for(tensors, owners, arithmetic, Results.PARTIAL if partial else Results.TO_OWNER)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:

@@ -61,10 +61,7 @@ class _Stream:
 
 
 def gather(region: Region, parts: Iterable[tuple[torch.Tensor, int]], check: Callable[[], None]) -> Coroutine[None]:
-    """Bring each tensor of bytes from its owner, given by its local rank, to all other ranks of the node.
-
-    check: raises when a peer has given the region up.
-    """
+    """Bring each tensor of bytes from its owner to the others; check: raises when a peer has given the region up."""
     rank, counters = region.rank, region.counters
     streams: dict[int, _Stream] = {}
     for tensor, owner in parts:
@@ -102,10 +99,7 @@ def alltoall(
 
 
 def _are_free(region: Region, targets: Sequence[int], reduced: Sequence[int]) -> bool:
-    """Nobody looks any more at what was staged for reductions of those to which this rank sends: the same slots.
-
-    reduced: how many chunks each rank has been given to reduce so far.
-    """
+    """Whether nobody looks any more at what was staged for reductions of `targets`: the same slots."""
     for peer in targets:
         needed = reduced[peer]
         if region.counters[peer].words[REDUCED] < needed:

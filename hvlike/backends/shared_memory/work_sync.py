@@ -57,9 +57,7 @@ class WorkSync:
 
     def post(self, stamp: int, place: int, *, active: bool = True) -> int:
         """Say what the next work is, before it is certain that it comes; the newest post counts. Returns its number.
-
-        stamp: the same on all ranks for the same work. place: which of its tensors lie where in shared allocations.
-        A peer that sees the number sees the rest.
+        stamp: of the work, on all ranks; place: which of its tensors lie where in shared allocations.
         """
         words, number = self.region.mine.words, self.number + 1
         parity = number % 2
@@ -157,10 +155,7 @@ class WorkSync:
             )
 
     def check_peers(self) -> None:
-        """Give the region up if a peer has.
-
-        Raises: MismatchError where ranks are at different work, HorovodInternalError where one has left it.
-        """
+        """Give the region up if a peer has. Raises: MismatchError: different work; HorovodInternalError: one left."""
         region = self.region
         for peer in region.peers:
             why = region.counters[peer].words[FAILED]

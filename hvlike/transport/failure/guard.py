@@ -11,7 +11,7 @@ guard sees how this rank ends and ends the whole job where that is needed:
     launcher killed with -9      `watch_parent()` ends the process
     fatal signal (SIGSEGV, ...)  the stacks of all threads, by Python's faulthandler; the launcher ends the job
 
-One report is shown: that of the rank which fails first (first_report.py). Where the error says that another rank
+One report is shown: that of the rank which fails first (FirstReport). Where the error says that another rank
 failed first (`CONSEQUENCES`), that rank has `PRECEDENCE` seconds to report the cause. The ranks of the first node have
 the same advantage where all ranks raise alike.
 
@@ -21,20 +21,23 @@ Exit handlers and non-daemon threads of a failing rank have `GRACE` seconds befo
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver
-from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
@@ -47,11 +50,15 @@ PRECEDENCE = 0.5
 CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
 
 
-class Guard:
-    """Watches how this rank ends.
+_LINE_BYTES = 400
+_MOST_OTHERS = 10_000
+_SHOWN_OTHERS = 4
+_SHOWN_CHARACTERS = 160
 
-    States: idle -> install() -> watching -> uninstall() -> idle. In a job of one process install() does nothing.
-    A process has at most one guard that watches: install() uninstalls an earlier one.
+
+class Guard:
+    """Watches how this rank ends, from install() to uninstall(), if the job has several processes. A process has at
+    most one guard that watches: install() uninstalls an earlier one.
     """
 
     on_duty: ClassVar[Guard | None] = None
@@ -200,12 +207,10 @@ class Guard:
     def _say(self, text: str) -> None:
         if sys.stderr is None:
             return
-        try:
+        # The reader of the pipe may be gone, most likely the launcher itself: nobody is left to be told.
+        with contextlib.suppress(OSError):
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
-        except OSError:
-            # The reader of the pipe is gone, most likely the launcher itself: nobody is left to be told.
-            return
 
     def _end_soon(self, status: int) -> None:
         """Let exit handlers run; abort from `at_exit`, or when they take too long."""
@@ -253,22 +258,18 @@ class Guard:
         self._first.wait_for_holder(self._failed_at + 2 * GRACE)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
-                try:
+                with contextlib.suppress(OSError):
                     stream.flush()
-                except OSError:
-                    # Same as in `_say`: no reader, and the job must end all the same.
-                    continue
         if not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(status)
 
 
 def watch_start() -> None:
-    """Watch a rank that has MPI but is not through with init(): should that fail, the others wait in theirs.
-
-    Does nothing while a guard watches already, and without MPI. The guard that init() installs at its end takes over.
+    """Watch a rank that has MPI but is not through with init(): should that fail, the others wait in theirs. Does
+    nothing while a guard watches already; the one that init() installs takes over.
     """
     mpi = mpi_library.running_mpi()
-    if mpi is None or mpi_library.is_forked() or Guard.on_duty is not None:
+    if mpi is None or mpi_library.ForkMark.forked or Guard.on_duty is not None:
         return
     rank = mpi.COMM_WORLD.Get_rank()
     name = f"rank {rank} of {mpi.COMM_WORLD.Get_size()} on {mpi.Get_processor_name()}"
@@ -288,3 +289,83 @@ def give_up(text: str, summary: str) -> None:
 
 def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+class FirstReport:
+    """The right to report, which one process of a job has on each node. When ranks disagree or one has gone, all others
+    raise, and their tracebacks would be printed through each other. So a rank that wants to report claims a name that
+    only one process of the node can have: an abstract Unix socket named after the launcher. This needs no setup and no
+    other rank, leaves no file and ends with its process.
+    """
+
+    def __init__(self, job: str) -> None:
+        """job: the same text in all processes of the job on this node, and in no other process."""
+        self.address = f"\0hvlike-failure-{os.getuid()}-{job}"
+        self._socket: socket.socket | None = None
+
+    def claim(self, rank: int, summary: str) -> bool:
+        """Whether this process is to report; else the one that does is told. Without such sockets everybody reports."""
+        if self._socket is not None:
+            return True
+        claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        claimed.setblocking(False)
+        try:
+            claimed.bind(self.address)
+        except OSError as error:
+            # An error here: the one that reports has ended meanwhile, or has been told more than it can hold.
+            with claimed, contextlib.suppress(OSError):
+                if error.errno == errno.EADDRINUSE:
+                    claimed.connect(self.address)
+                    claimed.send(f"{rank} {summary}".encode()[:_LINE_BYTES])
+            return error.errno != errno.EADDRINUSE
+        self._socket = claimed
+        return True
+
+    def others(self) -> list[tuple[int, str]]:
+        """Ranks of this node, and the summaries they have told the one that reports, so far."""
+        if self._socket is None:
+            return []
+        told: list[tuple[int, str]] = []
+        # One that does not block raises this when there is no more.
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MOST_OTHERS):
+                rank, _, summary = self._socket.recv(_LINE_BYTES).decode(errors="replace").partition(" ")
+                # Any process of this machine may send something here.
+                if rank.isdecimal():
+                    told.append((int(rank), "".join(filter(str.isprintable, summary))))
+        return told
+
+    def release(self) -> None:
+        """Let another process of the job have the right; the end of this one does the same."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def wait_for_holder(self, deadline: float) -> None:
+        """Sleep while another process holds the right, at most until `deadline` of time.monotonic()."""
+        while self._socket is None and time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(self.address) != 0:
+                    return
+            time.sleep(0.05)
+
+
+def describe_others(others: Sequence[tuple[int, str]], own: str) -> str:
+    """The other failures in a line: "ranks 0, 3 (the same), rank 2 (KeyError: 'x')"; `own`: what has been reported."""
+    same = sorted(rank for rank, summary in others if own.startswith(summary))
+    parts = [f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))} (the same)"] if same else []
+    different = [f"rank {rank} ({summary[:_SHOWN_CHARACTERS]})" for rank, summary in others if rank not in same]
+    parts += different[:_SHOWN_OTHERS]
+    more = f" and {len(different) - _SHOWN_OTHERS} more" if len(different) > _SHOWN_OTHERS else ""
+    return ", ".join(parts) + more
+
+
+def job_name(launcher: int) -> str:
+    """A name for the job that the process `launcher` has started on this node: its id, and when it began."""
+    try:
+        # Behind the name, which may hold blanks, the start time is the 20th field.
+        began = Path(f"/proc/{launcher}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        began = "0"
+    return f"{launcher}-{began}"

@@ -91,10 +91,7 @@ logger = logging.getLogger("hvlike")
 
 @contextmanager
 def init_watchdog(patience: float, limit: float, give_up: Callable[[str, str], None]) -> Iterator[None]:
-    """Warn every `patience` seconds that this rank waits, while the body (a part of init()) runs.
-
-    limit: Seconds after which `give_up(text, summary)` is called, on another thread; 0: never.
-    """
+    """Warn every `patience` seconds of the body, a part of init(); `give_up(text, summary)` after `limit`, if not 0."""
     done = threading.Event()
     started = time.monotonic()
 

@@ -52,10 +52,7 @@ class MpiLibrary:
 
 
 def ask_mpi_library(environment: Mapping[str, str]) -> MpiLibrary:
-    """The library that a process with this environment would load. Local; takes a tenth of a second.
-
-    Raises: LaunchError when mpi4py is missing or finds no library, with what to install.
-    """
+    """The library that a process with this environment would load. Raises: LaunchError, with what to install."""
     answer = _ask(
         [sys.executable, "-c", _QUESTION],
         f"asking {sys.executable} for the MPI library",
@@ -101,10 +98,7 @@ class Mpirun:
 
 
 def find_mpirun(library: MpiLibrary, environment: Mapping[str, str]) -> Mpirun:
-    """The first launcher that belongs to the library. Local; asks each candidate for its version.
-
-    Raises: LaunchError when there is none; the text names those that belong to another MPI.
-    """
+    """The first launcher that belongs to the library. Raises: LaunchError, which names those of another MPI."""
     wanted = family_of_library(library.vendor)
     passed_over = []
     for path in launcher_candidates(launcher_folders(library.path, environment.get("PATH", ""))):

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvlike.transport.host import mpi_library, topology
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 COUNT_RANKS = """
 import os
@@ -47,17 +43,14 @@ class LaunchProbe:
     """Plain MPI over all ranks, on a communicator of its own."""
 
     def __init__(self) -> None:
-        """Start MPI in this process if it does not run. Waits for all processes of the job.
-
-        Raises: LaunchError when no MPI library loads, or its thread level is too low.
-        """
+        """Start MPI if it does not run; waits for all processes of the job. Raises: LaunchError as `load_mpi` does."""
         self._mpi = mpi_library.load_mpi()
-        world: MPI.Intracomm = self._mpi.COMM_WORLD
+        world = self._mpi.COMM_WORLD
         level = self._mpi.Query_thread()
         names = {getattr(self._mpi, name): name for name in _LEVELS}
         library, host = mpi_library.library_name(self._mpi), self._mpi.Get_processor_name()
         self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library)
-        self._comm: MPI.Intracomm | None = None
+        self._comm: Any = None
         if self.place.size == 1:
             mpi_library.unlink_start_up_segments(alone=True)
 
@@ -71,13 +64,11 @@ class LaunchProbe:
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return what every rank has passed, in rank order, on rank 0; None elsewhere. Collective after `connect`."""
-        assert self._comm is not None
         answers: list[Any] | None = self._comm.gather(value, root=0)
         return answers
 
     def wall_time(self) -> float:
         """Return this rank's wall clock, in seconds, right after a barrier. Collective after `connect`."""
-        assert self._comm is not None
         self._comm.Barrier()
         return time.time()
 

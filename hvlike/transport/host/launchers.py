@@ -75,10 +75,7 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:
-    """Raise LaunchError when the launcher was asked for several processes and MPI sees only this one.
-
-    mpi_size: Size of MPI_COMM_WORLD. library: What the loaded MPI library calls itself, for the message.
-    """
+    """Raise LaunchError where the launcher was asked for several processes and MPI sees only this one."""
     launcher = detect_launcher(environment)
     if launcher is None or mpi_size > 1 or launcher.size <= 1:
         return
@@ -91,10 +88,7 @@ def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) 
 
 
 def lone_child_warning(environment: Mapping[str, str], size: int) -> str:
-    """The warning for a job of one rank in a child of multiprocessing, which no launcher has started; else "".
-
-    size: Number of ranks of the job.
-    """
+    """The warning for a job of one rank in a child of multiprocessing, which no launcher has started; else ""."""
     if size > 1 or multiprocessing.parent_process() is None or detect_launcher(environment) is not None:
         return ""
     return (

@@ -39,10 +39,6 @@ def _mark_child() -> None:
 os.register_at_fork(after_in_child=_mark_child)
 
 
-def is_forked() -> bool:
-    return ForkMark.forked
-
-
 def check_not_forked() -> None:
     """Raise ForkedProcessError in a process that was forked from a rank. Costs one attribute read."""
     if ForkMark.forked:
@@ -57,11 +53,8 @@ _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
 def unlink_start_up_segments(*, alone: bool) -> None:
-    """Remove the names of the start-up segments that this process maps; the memory lives on.
-
-    One rank of a node calls it, after MPI has started on all of them. alone: No other process will use the segments,
-    because this is the whole job, or all of it ends. Otherwise Open MPI's ranks map each other's segments later, by
-    name.
+    """Remove the names of the start-up segments that this process maps, once all ranks of the node have started. alone:
+    also those of Open MPI, whose ranks map each other's later, by name: nobody will, as all of the job ends.
     """
     for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
         # Where a machine is split into several nodes for trials, another rank may have been faster.
@@ -111,11 +104,9 @@ INSTALL_HINT = (
 
 
 def load_mpi(*, serialized: bool = False) -> ModuleType:
-    """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED.
-
-    Local, but the first call runs MPI_Init, which waits for the other processes of the job. Returns the module
-    `mpi4py.MPI`. serialized: Ask for no more than that where MPI does not run yet; else for MPI_THREAD_MULTIPLE.
-    Raises: LaunchError: If no MPI library loads, MPI is finalised already, or its thread level is too low.
+    """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED; with no more, if `serialized`. The first
+    call runs MPI_Init, which waits for the other processes of the job. Raises: LaunchError if no MPI library loads, MPI
+    is finalised already, or its thread level is too low.
     """
     if serialized and "mpi4py.MPI" not in sys.modules:
         _ask_for_serialized()

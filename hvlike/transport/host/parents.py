@@ -75,10 +75,7 @@ class LauncherWatch:
 
 
 def columns_of_terminal(stderr_of: Callable[[], str | None] | None = None) -> int | None:
-    """How wide the terminal is that shows this rank's stderr, in characters; None where there is none. Local.
-
-    stderr_of: Gives the file that the launcher's stderr is (default: looked up in /proc).
-    """
+    """How many characters wide the terminal is that shows this rank's stderr; None where there is none."""
     stream = sys.stderr
     if stream is None or stream.closed:
         return None

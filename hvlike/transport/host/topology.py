@@ -42,14 +42,8 @@ def describe_topology(node_ids: Sequence[Hashable], rank: int) -> Topology:
         raise IndexError(f"rank {rank} of {len(node_ids)}")
     local_rank = home.index(rank)
     cross = [node[local_rank] for node in nodes if len(node) > local_rank]
-    return Topology(
-        nodes=nodes,
-        local_rank=local_rank,
-        local_size=len(home),
-        cross_rank=cross.index(rank),
-        cross_size=len(cross),
-        homogeneous=len({len(node) for node in nodes}) == 1,
-    )
+    homogeneous = len({len(node) for node in nodes}) == 1
+    return Topology(nodes, local_rank, len(home), cross.index(rank), len(cross), homogeneous)
 
 
 def available_cores() -> frozenset[int]:
@@ -57,10 +51,7 @@ def available_cores() -> frozenset[int]:
 
 
 def cores_per_rank(affinities: Sequence[frozenset[int]], rank: int) -> float:
-    """Cores of local rank `rank`, each divided by the number of local ranks that may run on it.
-
-    Two ranks bound to a core each: 1.0. Four ranks free on two cores: 0.5. Two ranks free on eight: 4.0.
-    """
+    """Cores of local rank `rank`, each divided by the number of ranks that may run there: four ranks on two: 0.5."""
     return sum(1 / sum(core in each for each in affinities) for core in affinities[rank])
 
 

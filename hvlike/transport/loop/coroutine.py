@@ -39,10 +39,7 @@ def complete(requests: Iterable[Any]) -> Coroutine[None]:
 
 
 def second_driver(what: str) -> StateError:
-    """The error for a thread that advances what another thread advances already.
-
-    what: The coroutine, or the queue whose coroutines are advanced.
-    """
+    """The error for a thread that advances a coroutine, or a queue, that another thread advances already."""
     return StateError(
         f"two threads advance {what} at the same time: once a coroutine was handed to the loop, only the loop's driver "
         "may advance it; before, only the thread that made it"

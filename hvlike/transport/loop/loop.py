@@ -44,10 +44,8 @@ class Loop:
     """Advances coroutines until they end; see the head of this file for who drives."""
 
     def __init__(self, bell: Doorbell, *, spin: SpinPolicy, remote: bool, tick: Callable[[], None]) -> None:
-        """Start the background thread, asleep.
-
-        remote: traffic may come for which no doorbell rings. tick: the health check, called a few times a second,
-        asleep or not.
+        """Start the background thread, asleep. remote: traffic may come for which no doorbell rings. tick: the health
+        check, called a few times a second, asleep or not.
         """
         self._bell = bell
         self._policy = spin
@@ -75,9 +73,8 @@ class Loop:
     # -- from any thread ----------------------------------------------------------------------
 
     def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
-        """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something.
-
-        is_unfinished: Whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
+        """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something. is_unfinished:
+        whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
         """
         self._sources.append(source)
         self._unfinished.append(is_unfinished)
@@ -242,10 +239,7 @@ class Loop:
             self._bell.ring_idle()
 
     def _drive_in_background(self, called: Callable[[], bool], linger: float) -> bool:
-        """Drive until `called`, until a thread waits, or until nothing has happened for `linger` seconds.
-
-        False when another thread drives.
-        """
+        """Drive until `called`, a thread waits, or `linger` seconds are idle; False when another thread drives."""
         if self._closing or not self._lock.acquire(blocking=False):
             return self._closing
         until = 0.0

@@ -86,12 +86,7 @@ class Spin:
 
     def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
         """Begin a wait, and decide when it stops checking: the most checks, the latest time, the longest single check.
-
-        Args:
-            now: Seconds of any clock.
-            checks: 0 for a thread that is to sleep at once.
-            serves: RPC runs.
-            unnotified: No doorbell rings for the event.
+        checks: 0 to sleep at once. serves: RPC runs. unnotified: no doorbell rings for the event.
         """
         self._last = now
         self._most, self._until, self._interruption = checks, 0.0, math.inf

@@ -28,10 +28,7 @@ _POPULATE_WRITE = 23
 
 class Allocation:
     def __init__(self, number: tuple[int, int], ranks: Sequence[int], rank: int, nbytes: int, segment: Segment) -> None:
-        """number: the same on all ranks, different from that of every other allocation.
-
-        ranks: of the world, those that have a copy; rank: this one. nbytes: of a copy.
-        """
+        """number: of the allocation, on all ranks. ranks: of the world, with a copy of `nbytes`; rank: this one."""
         self.number = number
         self.rank = rank
         self.nbytes = nbytes
@@ -79,9 +76,8 @@ class Allocations:
         return (group, self._made[group])
 
     def add(self, allocation: Allocation, storage: np.dtype[Any]) -> Array:
-        """Register an allocation; returns this rank's copy as an array of `storage`, to make a tensor of.
-
-        The allocation is forgotten when that very array, which the tensor holds, is gone: in any thread, at any time.
+        """Register an allocation; returns this rank's copy as an array, to make a tensor of. The allocation is
+        forgotten when that very array, which the tensor holds, is gone: in any thread, at any time.
         """
         own: Array = allocation.copy(allocation.rank).view(storage)
         self.by_start[allocation.start] = allocation

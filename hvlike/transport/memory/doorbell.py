@@ -85,11 +85,9 @@ def _deadline(moment: float) -> object:
 
 
 class Fence:
-    """A full memory barrier, made of a post and a take of a private semaphore, or of a lock on x86.
-
-    Both are atomic read-modify-writes of one location, a release followed by an acquire: nothing
-    moves across the pair on x86 (locked instructions) nor on aarch64 (release-acquire order). Taking
-    and releasing a lock are locked instructions too, and cost less than two calls through ctypes.
+    """A full memory barrier: a post and a take of a private semaphore, or a lock on x86, cheaper than two calls of
+    ctypes. Both are atomic read-modify-writes of one location, a release followed by an acquire: nothing moves across
+    the pair on x86 (locked instructions) nor on aarch64 (release-acquire order).
     """
 
     __slots__ = ("barrier",)
@@ -140,10 +138,8 @@ class Doorbell:
     # -- for all ranks of the node ------------------------------------------------------------
 
     def ring(self) -> None:
-        """Wake the rank: a message or a piece of work is there for it. Never lost.
-
-        The word is read again after the post: a driver that left in between cleared it before it took what was posted,
-        so one of the two sees the other.
+        """Wake the rank: a message or a piece of work is there for it. Never lost: a driver that left meanwhile cleared
+        the word before it took what was posted, so one of the two sees the other.
         """
         driven = self._words[_DRIVEN]
         self._posts[driven]()

@@ -68,10 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def element_of(dtype: torch.dtype) -> Element:
-    """Return the line of the table for `dtype`.
-
-    Raises: UsageError when the dtype does not stand in the table; the text lists those that do.
-    """
+    """The line of the table for `dtype`. Raises: UsageError, which lists the dtypes of the table."""
     element = TABLE.get(dtype)
     if element is None:
         known = ", ".join(dtype_name(each) for each in TABLE)
@@ -82,10 +79,8 @@ def element_of(dtype: torch.dtype) -> Element:
 
 
 def check_movable(tensor: torch.Tensor) -> Element:
-    """Check that the bytes of `tensor` can be sent and received in place, and return its line of the table.
-
-    Raises: UsageError for a dtype outside the table, a device other than the CPU, a sparse or quantized layout,
-    a tensor that is not contiguous, or one that is a lazy conjugate or negative; the text says what to call.
+    """The line of the table for a tensor whose bytes can be sent and received in place. Raises: UsageError for any
+    other, with what to call.
     """
     element = element_of(tensor.dtype)
     if tensor.layout is not torch.strided:
@@ -106,11 +101,8 @@ def check_movable(tensor: torch.Tensor) -> Element:
 
 
 def storage_view(tensor: torch.Tensor) -> Array:
-    """View the elements of a contiguous CPU tensor as a 1-D numpy array of the storage dtype, without a copy.
-
-    Returns an array of numel elements that shares the tensor's memory; uint16 for float16 and bfloat16. tensor: Any
-    shape (0-dim and empty too), any dtype of the table, requires_grad or not. Raises: UsageError: As check_movable
-    does.
+    """View a contiguous CPU tensor as a 1-D numpy array of the storage dtype, uint16 for the 16-bit floats, without a
+    copy. Raises: UsageError as check_movable does.
     """
     element = check_movable(tensor)
     flat = tensor.detach() if tensor.requires_grad else tensor
@@ -135,11 +127,7 @@ def bytes_at(address: int, nbytes: int) -> Array:
 
 
 def raw_view(tensor: torch.Tensor) -> Array:
-    """View the bytes of a contiguous CPU tensor as a 1-D numpy array of uint8, without a copy.
-
-    Returns an array of numel * itemsize bytes that shares the tensor's memory. tensor: Any shape (0-dim and empty too),
-    any dtype of the table, requires_grad or not. Raises: UsageError: As check_movable does.
-    """
+    """View the bytes of a contiguous CPU tensor as 1-D uint8, not copied. Raises: UsageError as check_movable does."""
     return storage_view(tensor).view(np.uint8)
 
 
@@ -154,11 +142,10 @@ class MpiConstants:
         self.byte: Any = MPI.BYTE
 
     def reduction(self, dtype: torch.dtype, op_name: str) -> tuple[Any, Any] | None:
-        """Return (datatype, operation) for MPI's own reduction of `dtype`, or None where it is not to be trusted.
-
-        op_name: SUM, PROD, MIN or MAX. Not trusted: 16-bit floats (MPI sums their bytes or refuses), the minimum and
-        maximum of floats (NaN is kept or lost by the order of the operands, which differs between the ranks), and
-        products of complex numbers (compiled with fused operations they depend on that order too).
+        """(datatype, operation) for MPI's own SUM, PROD, MIN or MAX, or None where it is not to be trusted: 16-bit
+        floats (MPI sums their bytes or refuses), the minimum and maximum of floats (NaN is kept or lost by the order of
+        the operands, which differs between the ranks), products of complex numbers (compiled with fused operations they
+        depend on that order too).
         """
         kind, name = element_of(dtype).kind, element_of(dtype).mpi_name
         if name is None or (kind is Kind.FLOAT and op_name in ("MIN", "MAX")):

@@ -11,6 +11,7 @@ Source: madvise(2), mallopt(3).
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -27,15 +28,10 @@ _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class _Malloc:
-    has_seen_a_large_block = False
-
-
 def allocate_receive_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor, in huge pages where it is large and the system has them."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    if tensor.nbytes >= _SMALLEST_MAPPED_BYTES and not _Malloc.has_seen_a_large_block:
-        _Malloc.has_seen_a_large_block = True
+    if tensor.nbytes >= _SMALLEST_MAPPED_BYTES:
         _free_a_large_block()
     if tensor.nbytes > ALWAYS_MAPPED_BYTES:
         start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
@@ -45,11 +41,10 @@ def allocate_receive_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.T
     return tensor
 
 
+@functools.cache
 def _free_a_large_block() -> None:
-    """Have glibc raise its limits for keeping freed memory: they follow the largest mapped block that is freed.
-
-    So they end where they do in any program that frees a block of nearly 32 MiB; where a program has set them itself
-    they stay. Nothing touches the block.
+    """Have glibc raise its limits for keeping freed memory, which follow the largest mapped block that is freed; where
+    a program has set them itself they stay. Nothing touches the block.
     """
     block = torch.empty(ALWAYS_MAPPED_BYTES - (1 << 16), dtype=torch.uint8, device="cpu")
     del block

@@ -79,15 +79,7 @@ class ProcessMemory:
 
     # These lines run between copies that empty the caches: one frame, and no new objects.
     def gather(self, rows: int, count: int, mine: int, nbytes: int) -> None:
-        """Copy `count` ranges, at most MOST_RANGES, one after the other to the address `mine` here.
-
-        Args:
-            rows: The address of their rows in a table (Ranges).
-            nbytes: Length of all ranges together.
-
-        Raises:
-            OSError: If the system refuses.
-        """
+        """Copy `count` ranges, whose rows in a table begin at `rows`, one after another to the address `mine` here."""
         self._here.address, self._here.nbytes = mine, nbytes
         if FUNCTIONS[_READ](self._process, self._mine, 1, rows, count, 0) != nbytes:
             self._one_by_one(_READ, rows, count, mine)

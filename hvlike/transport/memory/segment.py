@@ -121,12 +121,8 @@ Exchange = Generator[Any, None, T]
 def share_steps(
     nbytes: int, *, leads: bool, tell: Callable[[Any], Exchange[Any]], collect: Callable[[bool], Exchange[bool]]
 ) -> Exchange[Segment | None]:
-    """One segment for all ranks that run this, zeroed; None where they cannot share so much memory.
-
-    Args:
-        leads: True on exactly one rank.
-        tell: Gives the value of that rank to all.
-        collect: Tells it whether all say yes.
+    """One zeroed segment for all ranks that run this; None where they cannot share so much. One rank `leads`: `tell`
+    gives its value to all, `collect` tells it whether all say yes.
     """
     for attempt in range(_ATTEMPTS):
         made = make_offer(nbytes, attempt) if leads else None
@@ -143,10 +139,7 @@ def share_steps(
 
 
 def share(comm: Any, nbytes: int) -> Segment:
-    """`share_steps` for the ranks of the communicator `comm`. Collective and blocking: used by init() only.
-
-    Raises: LaunchError on every rank when the node offers no memory that all of them can map.
-    """
+    """`share_steps` for the ranks of `comm`, blocking, for init(). Raises: LaunchError on every rank if it is None."""
 
     def now(value: T) -> Exchange[T]:
         yield from ()

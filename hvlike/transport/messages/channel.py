@@ -19,6 +19,7 @@ import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,8 @@ class Channel:
         traffic: Traffic,
         direct: DirectCopies,
     ) -> None:
-        """bells: of the ranks of this node, in their order on it.
-
-        counters: zeroed words of the segment, [sender][receiver] by position on the node: how many messages a local
-        rank has sent to another. Each word has one writer.
+        """bells: of the ranks of this node, in their order on it. counters: zeroed words [sender][receiver] of the
+        segment: how many messages a local rank has sent to another. Each has one writer.
         """
         self._mpi = mpi
         self._comm = comm
@@ -107,13 +106,9 @@ class Channel:
     def send(
         self, rank: int, topic: int, value: Any, tensors: Sequence[torch.Tensor] = (), *, kind: str = "message"
     ) -> None:
-        """Start sending; returns at once, keeps `tensors` alive, and they must not change until they have left.
-
-        Args:
-            value: What pickle takes; a pickle.PickleBuffer in it is copied once, into the message, and arrives as a
-                memoryview, at this rank itself as it is.
-            tensors: Contiguous CPU tensors of any dtype in the table, any size.
-            kind: Under which the message is counted.
+        """Start sending; returns at once, keeps `tensors` (contiguous, on the CPU) alive; they must not change until
+        they left. A pickle.PickleBuffer in `value` is copied once, into the message, and arrives as a memoryview, at
+        this rank itself as it is. kind: under which the message is counted.
         """
         if rank == self._rank:
             copies = [tensor.clone() for tensor in tensors]
@@ -190,10 +185,7 @@ class Channel:
         return wait
 
     def _receive(self) -> bool:
-        """Take every message that is there; True if there was one.
-
-        Messages of one sender are opened in order: nothing more is taken while one is incomplete.
-        """
+        """Take the messages that are there, in order, until one is incomplete; True if there was one."""
         received = False
         status, byte = self._status, self._mpi.BYTE
         while True:
@@ -330,12 +322,8 @@ def unpack_buffers(message: memoryview) -> list[memoryview]:
     (count,) = _COUNT.unpack_from(message, end)
     end -= 8 * count
     lengths = struct.unpack_from(f"<{count}Q", message, end)
-    start = end - sum(lengths)
-    buffers = []
-    for length in lengths:
-        buffers.append(message[start : start + length])
-        start += length
-    return buffers
+    ends = accumulate(lengths, initial=end - sum(lengths))
+    return [message[start:stop] for start, stop in pairwise(ends)]
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor]) -> tuple[list[Array], list[Description]]:

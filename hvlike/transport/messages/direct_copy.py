@@ -97,10 +97,7 @@ class DirectCopies:
             self._mine[word] = 0
 
     def send(self, rank: int, view: Array, otherwise: Callable[[], Coroutine[None]]) -> Coroutine[None]:
-        """The sender's part: help to copy, until the receiver has everything.
-
-        otherwise: Sends it by MPI, where the receiver asks for that.
-        """
+        """The sender's part: help to copy, until the receiver has everything; or `otherwise`, where it asks for MPI."""
         slot = self._mine
         try:
             while not (slot[_DESTINATION] or slot[_RECEIVED] or slot[_REFUSED]):
@@ -139,10 +136,7 @@ class DirectCopies:
     def receive(
         self, rank: int, address: int, view: Array, otherwise: Callable[[], Coroutine[None]]
     ) -> Coroutine[None]:
-        """The receiver's part: copy what lies at `address` of a local rank into `view`.
-
-        otherwise: Receives it by MPI, where the memory of that rank cannot be read after all.
-        """
+        """Copy what lies at `address` of a local rank into `view`; `otherwise` by MPI, where it cannot be read."""
         slot = self._slots[rank]
         over = False
         try:

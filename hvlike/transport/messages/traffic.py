@@ -52,10 +52,7 @@ class Traffic(Sent):
 
 
 class CountedComm:
-    """A communicator of mpi4py for data between nodes; counts what is sent through it, and is the same otherwise.
-
-    Buffers are given as lists that begin with an array, as everywhere in the backends.
-    """
+    """A communicator of mpi4py that counts what is sent through it, as lists that begin with an array."""
 
     def __init__(self, comm: Any, traffic: Traffic) -> None:
         self._comm = comm

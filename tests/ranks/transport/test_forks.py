@@ -13,7 +13,7 @@ from hvlike.transport.world import World
 
 def test_the_rank_itself_passes() -> None:
     mpi_library.load_mpi()
-    assert not mpi_library.is_forked()
+    assert not mpi_library.ForkMark.forked
     mpi_library.check_not_forked()
 
 

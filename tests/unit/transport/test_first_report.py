@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.children import raised_in_child
 
-from hvlike.transport.failure.first_report import FirstReport, describe_others, job_name
+from hvlike.transport.failure.guard import FirstReport, describe_others, job_name
 
 
 @pytest.fixture
