@@ -59,8 +59,6 @@ class FusedViews:
 
 
 class FusionBuffer:
-    """Reduces flat tensors, the small ones through one buffer that it keeps for the next time."""
-
     def __init__(self) -> None:
         self._fits: tuple[tuple[int, ...], torch.dtype, torch.device] | None = None
         self._small: list[int] = []

@@ -38,15 +38,12 @@ Job = Callable[[Backend], Coroutine[Any]]
 
 
 class OpQueue:
-    """Runs jobs on one backend, in order."""
-
     def __init__(self, fabric: Fabric, group: Group, number: int, backend: Backend) -> None:
         self.group = group
         self.number = number
         self._fabric = fabric
         self.backend = backend
         self.device: DeviceBackend | None = None
-        """The backend for tensors of a GPU, once one has come."""
         self.recorder = fabric.recorder
         self.counters = fabric.counters
         self.drives = isinstance(backend, SharedBackend)

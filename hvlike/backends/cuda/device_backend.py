@@ -252,8 +252,6 @@ class DeviceBackend:
 
 
 class _Piece:
-    """Some runs, and their copies one after another in pinned memory."""
-
     def __init__(self, runs: Message, buffer: torch.Tensor, dtype: torch.dtype) -> None:
         self.runs = runs
         self.buffer = buffer

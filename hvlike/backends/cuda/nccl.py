@@ -43,7 +43,6 @@ class NcclFacts(NamedTuple):
     missing: str
     """Why it cannot be used and what to do; empty where it can."""
     path: str
-    """The libnccl that is loaded; empty where none is, or where the system does not tell."""
     torch_version: int
 
 
@@ -102,7 +101,6 @@ class Communicator:
         return Communicator(self.nccl, self.link.commSplit(0, rank))
 
     def error(self) -> Exception | None:
-        """What has gone wrong since; does not block."""
         try:
             self.link.check_async_error()
         except Exception as error:

@@ -132,27 +132,22 @@ class Network:
 
     def _reduce_flat(self, pieces: Sequence[Piece], arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
         """Reduce by MPI on one flat buffer; `arithmetic` is that of the buffer, wider than 16-bit pieces."""
-        if len(pieces) == 1 and isinstance(pieces[0], np.ndarray):
-            yield from self._reduce_by_mpi(pieces[0], arithmetic, datatype, op)
-            return
-        length = sum(map(len, pieces))
-        size = length * arithmetic.itemsize
-        if len(self._flat) < size:
-            self._flat = np.empty(size, np.uint8)
-        flat = self._flat[:size].view(arithmetic.element.storage)
-        places = split(flat, pieces)
-        for place, piece in zip(places, pieces, strict=True):
+        flat, places = pieces[0], []
+        if len(pieces) > 1 or not isinstance(flat, np.ndarray):
+            size = sum(map(len, pieces)) * arithmetic.itemsize
+            if len(self._flat) < size:
+                self._flat = np.empty(size, np.uint8)
+            flat = self._flat[:size].view(arithmetic.element.storage)
+            places = list(zip(split(flat, pieces), pieces, strict=True))
+        for place, piece in places:
             _convert(place, piece)
-        yield from self._reduce_by_mpi(flat, arithmetic, datatype, op)
-        for place, piece in zip(places, pieces, strict=True):
-            _convert(piece, place)
-
-    def _reduce_by_mpi(self, flat: Array, arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
         if arithmetic.factors.prescale != 1:
             arithmetic.combine(flat, [], partial=True)
         request = self._comm.Iallreduce(self._natives.in_place, [flat.view(np.uint8), len(flat), datatype], op)
         yield from self._keep(complete([request]), [request])
         arithmetic.continuation.combine(flat, [])
+        for place, piece in places:
+            _convert(piece, place)
 
     def _exchange(
         self,
@@ -163,7 +158,6 @@ class Network:
         *,
         share: bool,
     ) -> Coroutine[None]:
-        """Reduce by pairwise exchange; owned: the runs of each rank; share: all want the results."""
         total = sum(map(len, pieces))
         elements = message_elements(
             total, self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE

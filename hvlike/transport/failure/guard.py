@@ -213,7 +213,6 @@ class Guard:
             sys.stderr.flush()
 
     def _end_soon(self, status: int) -> None:
-        """Let exit handlers run; abort from `at_exit`, or when they take too long."""
         self._failure = status
         threading.Thread(target=self._abort_later, args=(status,), name="hvlike-guard", daemon=True).start()
 

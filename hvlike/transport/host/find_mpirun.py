@@ -48,7 +48,6 @@ class MpiLibrary:
     """As mpi4py names it: "Open MPI", "MPICH", "Intel MPI", ..."""
     version: str
     text: str
-    """The first line of what the library calls itself."""
 
 
 def ask_mpi_library(environment: Mapping[str, str]) -> MpiLibrary:

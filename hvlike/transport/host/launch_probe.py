@@ -63,7 +63,6 @@ class LaunchProbe:
         return nodes
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Return what every rank has passed, in rank order, on rank 0; None elsewhere. Collective after `connect`."""
         answers: list[Any] | None = self._comm.gather(value, root=0)
         return answers
 

@@ -166,7 +166,6 @@ class Loop:
     # -- from inside the loop -----------------------------------------------------------------
 
     def due_at(self, when: float) -> None:
-        """Something is due at `when`, in seconds of time.monotonic(). From inside the loop."""
         if when < self._due:
             self._due = when
             self._share_due_time()

@@ -44,7 +44,6 @@ class Allocation:
         return all(rank in self._place for rank in ranks)
 
     def copy(self, rank: int) -> Array:
-        """The bytes of the copy of a rank; does not count as a tensor over them."""
         first = self._place[rank] * self._stride
         view: Array = self._segment.array[first : first + self.nbytes]
         return view
@@ -71,7 +70,6 @@ class Allocations:
         return len(self.by_start)
 
     def next_number(self, group: int) -> tuple[int, int]:
-        """A number for a new allocation of a group; the same on its ranks, which make them in the same order."""
         self._made[group] = self._made.get(group, 0) + 1
         return (group, self._made[group])
 

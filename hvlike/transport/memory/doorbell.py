@@ -158,7 +158,6 @@ class Doorbell:
     # -- for the rank itself ------------------------------------------------------------------
 
     def initialise(self, process: int) -> None:
-        """Set the semaphores up, before any peer uses them."""
         self._driver.initialise()
         self._idle.initialise()
         self._words[_PROCESS] = process

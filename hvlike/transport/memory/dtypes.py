@@ -63,7 +63,6 @@ TABLE: dict[torch.dtype, Element] = {line.dtype: line for line in _LINES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as users write it, without the leading `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -8,6 +8,7 @@ Source: process_vm_readv(2), Linux 3.2.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -31,16 +32,6 @@ MOST_RANGES = 1024
 """How many ranges the system takes in one call: UIO_MAXIOV."""
 
 
-def read(process: int, theirs: int, mine: int, nbytes: int) -> None:
-    """Copy `nbytes` from the address `theirs` of a process to the address `mine` here. Raises: OSError."""
-    _move(_READ, process, theirs, mine, nbytes)
-
-
-def write(process: int, theirs: int, mine: int, nbytes: int) -> None:
-    """Copy `nbytes` from the address `mine` here to the address `theirs` of a process. Raises: OSError."""
-    _move(_WRITE, process, theirs, mine, nbytes)
-
-
 def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
     # The system stops early where it likes, and says how far it came.
     function = FUNCTIONS[name]
@@ -53,6 +44,13 @@ def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"{name} with process {process}: {os.strerror(number)}")
         moved += step
+
+
+read = functools.partial(_move, _READ)
+"""(process, theirs, mine, nbytes): copy from the address `theirs` of a process to `mine` here. Raises: OSError."""
+
+write = functools.partial(_move, _WRITE)
+"""The same the other way round."""
 
 
 class Ranges:

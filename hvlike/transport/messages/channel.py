@@ -297,7 +297,6 @@ class Mailbox:
         self._channel.send(rank, self._topic, (key, value), kind="mailbox")
 
     def receive(self, rank: int, key: Hashable) -> Coroutine[Any]:
-        """Wait for the next value that `rank` sends under `key`."""
         while not (values := self._values.get((rank, key))):
             yield Wait.NOTIFY
         value = values.popleft()

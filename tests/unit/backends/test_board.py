@@ -89,6 +89,9 @@ class Words:
         self._stores = stage.stores[viewer]
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            # A view of some words, which nobody has read yet.
+            return self._memory[index]
         self._stage.step(self._viewer)
         return self._stores.read(self._memory, index)
 
