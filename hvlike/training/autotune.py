@@ -182,7 +182,6 @@ class TuningSearch:
     def __init__(self, table: Sequence[Choice], *, warmup: int, samples: int, noise: float) -> None:
         """`table` begins with the choice in use; the first `warmup` samples do not count."""
         self.choice = table[0]
-        """The setting in use."""
         self.finished = False
         self._table = table
         self._points = unit_cube(coordinates(table))

@@ -49,12 +49,6 @@ class Statistics(NamedTuple):
     squares: Tensor
     """Sum of the squared distances from the mean."""
 
-    def variance(self) -> Tensor:
-        return self.squares / self.total
-
-    def unbiased_variance(self) -> Tensor:
-        return self.squares / (self.total - 1)
-
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
@@ -127,7 +121,7 @@ class Normalization(torch.autograd.Function):
     ) -> Tensor:
         dtype = computing_dtype(values.dtype)
         mean = statistics.mean.to(dtype)
-        inverse = torch.rsqrt(statistics.variance() + eps).to(dtype)
+        inverse = torch.rsqrt(statistics.squares / statistics.total + eps).to(dtype)
         scale = inverse if weight is None else inverse * weight.to(dtype)
         result = (values.to(dtype) - per_channel(mean, values)).mul_(per_channel(scale, values))
         if bias is not None:
@@ -291,7 +285,7 @@ class SyncBatchNorm(_BatchNorm):
             momentum = 1.0 / self.num_batches_tracked.to(torch.float64)
         for running, found in (
             (self.running_mean, statistics.mean),
-            (self.running_var, statistics.unbiased_variance()),
+            (self.running_var, statistics.squares / (statistics.total - 1)),
         ):
             exact = running.to(torch.float64)
             moved = exact + momentum * (found - exact)

@@ -222,7 +222,6 @@ class OneHook:
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _engine: Any = torch.autograd.Variable._execution_engine
-"""What runs backward passes."""
 
 
 def are_those(seen: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:

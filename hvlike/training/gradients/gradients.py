@@ -55,12 +55,10 @@ class Gradients:
         self.name: str | None = None
         """What the ranks match this optimizer by; known from its first reduction on."""
         self._optimizer = optimizer
-        """What has `param_groups`."""
         self.given_names = dict(names)
         """Names from the user, also of parameters that may be added later."""
         self._slots: list[GradState] = []
         self._parameters: list[Tensor] = []
-        """Those of the slots."""
         self._hooks = GradientHooks(self, type(self).arrived)
         self._one_hook = OneHook(self._hooks)
         self.reducer: Reducer | None = None

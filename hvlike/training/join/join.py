@@ -59,7 +59,6 @@ class JoinContext:
         planned = len(self._built_in) == len(self._hooks) and all(each.main is None for each in self._built_in)
         self._beats = throws or not planned
         self._heartbeats = 0
-        """Heartbeats that this rank has begun."""
         self._contexts = self._set_state.rounds
         self._warned = False
         self._number = number = self._contexts.enter()

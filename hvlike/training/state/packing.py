@@ -43,7 +43,6 @@ class Packing:
         self._home: torch.device | None = None
         self._pieces = self._made_for(None)
         self.owners = [piece.owner for piece in self._pieces]
-        """The owner of each piece."""
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         return self._forms == [(each.shape, each.dtype) for each in tensors]

@@ -148,7 +148,6 @@ class FlatParameters:
         self._parameters = list(parameters)
         self._owners = list(owners)
         self.owners: list[int] = []
-        """The owner of each flat tensor."""
         self._flats: list[Tensor] = []
         self._addresses: list[int] = []
         self._fill()

@@ -105,13 +105,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.process_set = process_set or process_group
         self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
-        """Place of this rank in the process set, and the size of that."""
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.reduces_gradients = reduce_gradients
         self.overlaps_with_ddp = overlap_with_ddp
         self._partition = Partition(self._groups, self.world_size)
         self.optim: Optimizer = optimizer_class(self._partition.groups_of(self.rank), **defaults)
-        """The plain optimizer of this rank's share."""
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
         self._step = self._version = 0

@@ -140,7 +140,6 @@ class StateLock:
 
     def __init__(self) -> None:
         self.under_way = False
-        """Some thread is changing the state."""
         self._lock = threading.Lock()
 
     @contextmanager

@@ -41,9 +41,8 @@ class StepCommand(NamedTuple):
     arguments: dict[str, Any]
     """Keywords of the wrapped step(), or of `_clip`."""
     options: GroupOptions
-    """The options of the parameter groups for an update."""
     without_gradient: frozenset[int] = frozenset()
-    """The indices of parameters that have no gradient."""
+    """Indices of parameters."""
 
 
 StepShare = Callable[[GroupOptions, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
