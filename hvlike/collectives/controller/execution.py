@@ -114,7 +114,7 @@ class Executor:
     def _in_place(self, spec: RequestSpec, tensor: torch.Tensor) -> Job | None:
         """The job of one contiguous tensor in host memory, which is reduced where it is; None for all others."""
         plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad
-        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        if not plain or spec.device in KINDS or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return None
         if spec in self._prepared:
             prepared = self._prepared[spec]

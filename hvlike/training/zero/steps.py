@@ -129,11 +129,12 @@ class Steps:
             kind = UPDATE if self._reduction is None else REDUCE
             if command is not None:
                 kind = command.kind
+            # First, so that a rank that fails in its work has been counted: the others end their step.
+            present = yield from backend.count_active(active)
             if kind == REDUCE and self._reduction is not None:
                 yield from self._reduction.run(backend, active=active)
             else:
                 yield from self._exchange.run(backend)
-            present = yield from backend.count_active(active)
             if 0 < present < size:
                 self._incomplete = self._serial
                 if kind == UPDATE:
