@@ -34,7 +34,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
-from hvlike.collectives.session.joined_proxy import JoinedProxy, Keep, PersistentOperation, PlanProxy
+from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
@@ -89,7 +89,6 @@ class PlannedReducer(PersistentOperation):
         self._missing: list[int] = []
         self._started = 0
         self._error: BaseException | None = None
-        self._keep: Keep | None = None
         self._compiled: CompiledStep | None = None
         self._epoch = self._set_state.plan_epoch
         self._site = find_call_site()
@@ -122,13 +121,6 @@ class PlannedReducer(PersistentOperation):
         if schedule is None or not schedule.buckets or schedule.plan.sparse or self._arrivals is not None:
             return None
         return schedule.plan.buckets[-1][-1]
-
-    def keep_results(self, keep: Keep | None) -> None:
-        """Have `keep(tensors by entry, active ranks)` called after each step that this rank stands in for.
-
-        In the loop, while it has joined; the tensors are used again for the next step as soon as it returns. Local.
-        """
-        self._keep = keep
 
     def mark_ready(self, index: int, tensor: torch.Tensor) -> None:
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
@@ -241,12 +233,10 @@ class PlannedReducer(PersistentOperation):
 
     def proxy(self) -> JoinedProxy:
         assert self.schedule is not None
-        return PlanProxy(self.schedule, self._keep)
+        return PlanProxy(self.schedule)
 
     def adopt(self, queue: OpQueue, agreed: Proposal) -> JoinedProxy:
-        # Other entries have other indices.
-        keep = self._keep if agreed.names == tuple(entry.name for entry in self._entries) else None
-        return PlanProxy(self._follow(queue, agreed), keep)
+        return PlanProxy(self._follow(queue, agreed))
 
     # -- the plan -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, PLANNED_KINDS, JoinState, LeaveEnd, why_not
@@ -187,8 +187,7 @@ def name_ranks(ranks: Iterable[int], most: int = 16) -> str:
     return f"ranks {shown}" + (f", ... ({len(listed)} in all)" if len(listed) > most else "")
 
 
-@dataclass(frozen=True)
-class _Check:
+class _Check(NamedTuple):
     what: str
     value: Callable[[RequestSpec], Any]
     fix: str
@@ -201,67 +200,49 @@ def _show_shapes(shapes: Any) -> str:
     return str(list(shapes[0])) if len(shapes) == 1 else str([list(shape) for shape in shapes])
 
 
-def _show_dtypes(dtypes: tuple[str, ...]) -> str:
-    return ", ".join(dtypes)
+def _show_op(op: int) -> str:
+    return op_name(ReduceOp(op))
 
+
+_SHAPED = ("allreduce", "broadcast", "reducescatter", "empty_shared")
+_DEVICE_FIX = "Move the tensors to the same kind of device on every rank."
+_SHAPE_FIX = "Pass tensors of one shape, or pad them; for uneven batches see hvd.join()."
+_SETS_FIX = "Add or remove the same process set on every rank, in the same order."
 
 _CHECKS: tuple[_Check, ...] = (
     _Check(
-        "arguments",
-        lambda each: each.detail,
-        "Add or remove the same process set on every rank, in the same order.",
-        kinds=("process_set",),
-        show=lambda detail: f"{detail[0]} {list(detail[1])}",
+        "arguments", lambda each: each.detail, _SETS_FIX, ("process_set",), show=lambda it: f"{it[0]} {list(it[1])}"
     ),
-    _Check(
-        "CPU/GPU device selection",
-        lambda each: each.device,
-        "Move the tensors to the same kind of device on every rank.",
-        show=lambda device: str(device).upper(),
-    ),
+    _Check("CPU/GPU device selection", lambda each: each.device, _DEVICE_FIX, show=str.upper),
     _Check(
         "group lengths",
         lambda each: len(each.shapes),
         "Pass the same number of tensors on every rank.",
         show=lambda length: f"{length} tensors",
     ),
-    _Check("data types", lambda each: each.dtypes, "Convert to one dtype before the call.", show=_show_dtypes),
-    _Check(
-        "reduction operation",
-        lambda each: each.op,
-        "Pass the same op on every rank.",
-        show=lambda op: op_name(ReduceOp(op)),
-    ),
+    _Check("data types", lambda each: each.dtypes, "Convert to one dtype before the call.", show=", ".join),
+    _Check("reduction operation", lambda each: each.op, "Pass the same op on every rank.", show=_show_op),
     _Check(
         "prescale and/or postscale factors",
         lambda each: (each.prescale, each.postscale),
         "Pass the same factors on every rank.",
     ),
-    _Check(
-        "root ranks", lambda each: each.root, "Pass the same root_rank on every rank.", show=lambda root: f"root {root}"
-    ),
+    _Check("root ranks", lambda each: each.root, "Pass the same root_rank on every rank.", show="root {}".format),
     _Check(
         "sparse tensor shapes",
         lambda each: each.detail,
         "Pass sparse tensors of one shape.",
-        kinds=("allgather",),
-        error=ShapeMismatchError,
-        show=lambda shape: str(list(shape)) if shape else "no sparse tensor",
+        ("allgather",),
+        ShapeMismatchError,
+        lambda shape: str(list(shape)) if shape else "no sparse tensor",
     ),
     _Check(
         "tensor shapes",
         lambda each: tuple(shape[1:] for shape in each.shapes),
         "Only the first dimension may differ.",
-        kinds=("allgather", "alltoall"),
-        error=ShapeMismatchError,
-        show=lambda shapes: _show_shapes(shapes) + " after the first dimension",
+        ("allgather", "alltoall"),
+        ShapeMismatchError,
+        lambda shapes: _show_shapes(shapes) + " after the first dimension",
     ),
-    _Check(
-        "tensor shapes",
-        lambda each: each.shapes,
-        "Pass tensors of one shape, or pad them; for uneven batches see hvd.join().",
-        kinds=("allreduce", "broadcast", "reducescatter", "empty_shared"),
-        error=ShapeMismatchError,
-        show=_show_shapes,
-    ),
+    _Check("tensor shapes", lambda each: each.shapes, _SHAPE_FIX, _SHAPED, ShapeMismatchError, _show_shapes),
 )

@@ -155,34 +155,22 @@ _TORCH_NAMES = ("torch", "horovod.torch", "hvlike", "hvlike.torch")
 
 
 def mpi_built() -> bool:
-    """True when mpi4py, through which all messages go, is installed. Local, also before init().
-
-    Returns a bool; does not load MPI. Source: horovod.torch.mpi_built.
-    """
+    """True when mpi4py is installed. Local, also before init(), does not load MPI. Source: horovod.torch.mpi_built."""
     return find_spec("mpi4py") is not None
 
 
 def mpi_enabled() -> bool:
-    """True when ranks agree and communicate through MPI, which is always so where it is installed. Local.
-
-    Returns a bool. Source: horovod.torch.mpi_enabled.
-    """
+    """True when ranks communicate through MPI: wherever it is installed. Local. Source: horovod.torch.mpi_enabled."""
     return mpi_built()
 
 
 def gloo_built() -> bool:
-    """False: hvlike has no Gloo operations; MPI and shared memory take their place. Local.
-
-    Returns a bool. Source: horovod.torch.gloo_built.
-    """
+    """False: MPI and shared memory take its place. Local. Source: horovod.torch.gloo_built."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: ranks never agree through Gloo. Local.
-
-    Returns a bool. Source: horovod.torch.gloo_enabled.
-    """
+    """False: ranks never agree through Gloo. Local. Source: horovod.torch.gloo_enabled."""
     return False
 
 
@@ -198,34 +186,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: hvlike has no operations of IBM's DDL. Local.
-
-    Returns a bool. Source: horovod.torch.ddl_built.
-    """
+    """False: hvlike has no operations of IBM's DDL. Local. Source: horovod.torch.ddl_built."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: hvlike has no operations of oneCCL. Local.
-
-    Returns a bool. Source: horovod.torch.ccl_built.
-    """
+    """False: hvlike has no operations of oneCCL. Local. Source: horovod.torch.ccl_built."""
     return False
 
 
 def cuda_built() -> bool:
-    """True when the installed torch was built with CUDA; whether a GPU is there is another question. Local.
-
-    Returns a bool; does not start CUDA. Source: horovod.torch.cuda_built.
-    """
+    """True when torch was built with CUDA; does not start it. Local. Source: horovod.torch.cuda_built."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """True when the installed torch was built with ROCm. Local.
-
-    Returns a bool; does not start a GPU. Source: horovod.torch.rocm_built.
-    """
+    """True when torch was built with ROCm. Local, does not start a GPU. Source: horovod.torch.rocm_built."""
     return torch.version.hip is not None
 
 
@@ -266,8 +242,5 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def _check_has_gpu() -> bool:
-    """True when torch finds a GPU it can use in this process. Local.
-
-    Returns a bool. Source: horovod.torch._check_has_gpu.
-    """
+    """True when torch finds a GPU it can use in this process. Local. Source: horovod.torch._check_has_gpu."""
     return torch.cuda.is_available()

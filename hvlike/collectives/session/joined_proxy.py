@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 CountingJob = Callable[[Backend], Coroutine[int]]
 """What a rank does on a queue in one step; returns how many ranks were active in it, as `Backend.count_active` says."""
 
-Keep = Callable[[Mapping[int, torch.Tensor], int], None]
-"""Told, in the loop, the reduced tensors of a step by entry, and how many ranks were active in it."""
-
 
 class JoinedProxy(ABC):
     def __init__(self, queue: OpQueue, serial: int) -> None:
@@ -68,12 +65,10 @@ class JoinedProxy(ABC):
 
 
 class PlanProxy(JoinedProxy):
-    def __init__(self, schedule: Schedule, keep: Keep | None = None) -> None:
-        """keep: told the results of every step; without it they are dropped."""
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule.queue, schedule.serial)
         self.finished = not schedule.buckets
         self._schedule = schedule
-        self._keep = keep
         with schedule.in_stream():
             self._tensors = [schedule.zeros(number) for number in range(len(schedule.buckets))]
         self._left = 0
@@ -96,23 +91,10 @@ class PlanProxy(JoinedProxy):
         self.steps += 1
         self._schedule.commit()
         with self._schedule.in_stream():
-            if self._keep is not None:
-                try:
-                    self._keep(self._results(), self._schedule.active)
-                except Exception as error:
-                    self.fail(error)
-                    return
             for tensors in self._tensors:
                 for tensor in tensors:
                     tensor.zero_()
         self.begin()
-
-    def _results(self) -> dict[int, torch.Tensor]:
-        return {
-            index: tensor
-            for bucket, tensors in zip(self._schedule.plan.buckets, self._tensors, strict=True)
-            for index, tensor in zip(bucket, tensors, strict=True)
-        }
 
 
 class QueueProxy(JoinedProxy):
