@@ -148,7 +148,7 @@ def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
         every_rank = Way("cuda", tuple(range(hvlike.size())))
         rows = tuple(_rows(every_rank, everybody, gpu))
         # Which backend it is was decided when the first tensor came.
-        choice = current().find_set(None, "doctor").executor.device_choice
+        choice = current().find_set(None, "doctor").executor.site.device_choice
         if choice is not None:
             timings.append(Timing(every_rank._replace(backend=choice.backend), rows, choice.reason))
     source, target = torch.ones(SIZES[-1] // _FLOAT_BYTES), torch.empty(SIZES[-1] // _FLOAT_BYTES)

@@ -119,11 +119,7 @@ def grouped_allgather_async(
 def start_gather(
     call: Call, tensors: Sequence[torch.Tensor], *, detail: Any = None, with_rows: bool = False, wake: bool = True
 ) -> Handle:
-    """Start concatenating the rows of all ranks. The handle returns a tensor; of an operation on several the list.
-
-    detail: what else must be the same on all ranks. with_rows: the handle returns pairs of a tensor and the rows of
-    each rank in it.
-    """
+    """Start concatenating rows; with_rows: the handle returns pairs of a tensor and the rows of each rank in it."""
     spec = spec_of("allgather", call.what, call.name, tensors, detail=detail)
     # Groups and sparse tensors have names of their own.
     is_one = call.what == "allgather"
@@ -154,10 +150,7 @@ def start_reduce(
     rows: Sequence[Rows] | None = None,
     wake: bool = True,
 ) -> Handle:
-    """Start reducing rows. The handle returns a tensor; of a grouped operation the list.
-
-    rows: those of each rank for each tensor, None to divide them evenly.
-    """
+    """Start reducing rows; rows: those of each rank for each tensor, None to divide them evenly."""
     if reduction.op is Adasum:
         raise UsageError(
             f"{call.what} {call.name!r}: op Adasum is not defined on rows; possible: Average, Sum, Min, Max, Product."

@@ -23,11 +23,7 @@ Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
 
 
 class GroupedAllreduce(torch.autograd.Function):
-    """Reduces out of place.
-
-    forward(tensors): the reduction itself. run(tensors, suffix, reduction): another one of the same group, under
-    the name of this one with `suffix`; differentiable in its turn where that is asked for.
-    """
+    """Reduces out of place by `forward`; `run` is another reduction of the same group, its name with a suffix."""
 
     @staticmethod
     def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:

@@ -70,10 +70,7 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
 
 
 def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
-    """Wait for the last step of every plan, the one without an active rank, and go on alike.
-
-    Raises: what has gone wrong in a proxy.
-    """
+    """Wait for the last step of every plan, the one without an active rank, and go on alike."""
     loop = current().fabric.loop
     pairs = list(zip(set_states, ends, strict=True))
     loop.wait(lambda: all(each.proxies.settled(end.plans) for each, end in pairs))

@@ -8,7 +8,7 @@ from typing import Any
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
-from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
+from hvlike.collectives.requests.request import RequestSpec, synchronize
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ranks_of, what_is_wrong
 from hvlike.errors import UsageError
@@ -100,8 +100,4 @@ def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
     set_state = current().find_set(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
     spec = RequestSpec(KIND, detail=(what, *detail))
-    synchronize(set_state.controller.submit(spec, name, [], _nothing, wake=False, job=job))
-
-
-def _nothing(request: Request) -> None:
-    """There is no result."""
+    synchronize(set_state.controller.submit(spec, name, [], lambda request: None, wake=False, job=job))

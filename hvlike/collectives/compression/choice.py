@@ -48,10 +48,7 @@ class AdaptedCompressor(Compressor):
 
 
 def check_compressor(compression: object) -> Compressor:
-    """Return `compression` as a Compressor, if it can compress and decompress.
-
-    Raises: UsageError otherwise; the text says what was expected.
-    """
+    """Return `compression` as a Compressor. Raises: UsageError where it cannot compress and decompress."""
     if isinstance(compression, type) and issubclass(compression, StatefulCompressor):
         raise UsageError(
             f"compression must be a compressor, got the class {compression.__name__}; make one: "

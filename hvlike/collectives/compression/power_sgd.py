@@ -33,11 +33,9 @@ def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
-    """An orthonormal basis of the columns of (n, r), n >= r, as (n, r).
+    """An orthonormal basis of the columns of (n, r), n >= r; columns without content give some orthogonal direction.
 
-    Columns that depend on earlier ones, or are zero, give some direction orthogonal to the others. epsilon: a column
-    of which the length d is left beside the earlier ones is shortened to d / (d + epsilon), so that a positive
-    epsilon lets columns without content vanish.
+    epsilon: a column of which the length d is left is shortened to d / (d + epsilon), so that those without vanish.
     """
     basis: Tensor
     basis, triangle = torch.linalg.qr(matrix)
@@ -48,11 +46,7 @@ def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right.T` of (n, r) and (m, r), by single multiplications and additions in a fixed order.
-
-    A matrix product rounds differently from one processor, thread count or alignment to another; this does not, so
-    equal inputs give bitwise equal gradients on every rank.
-    """
+    """`left @ right.T` of (n, r) and (m, r) in a fixed order: equal inputs give bitwise equal results everywhere."""
     rows, columns = len(left), len(right)
     result = torch.empty((rows, columns), dtype=left.dtype, device=left.device)
     terms = right.t().contiguous()

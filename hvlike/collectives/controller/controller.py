@@ -135,10 +135,7 @@ class Controller:
         return handle
 
     def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
-
-        Raises: ForkedProcessError in a child that has inherited the handle.
-        """
+        """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work."""
         if mpi_library.ForkMark.forked:
             mpi_library.check_not_forked()
         loop = self._fabric.loop

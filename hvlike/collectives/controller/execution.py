@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from hvlike.backends.base import Backend, Prepared
 from hvlike.backends.cuda.device_backend import DeviceBackend
 from hvlike.backends.cuda.device_jobs import home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
-from hvlike.backends.cuda.selection import Choice
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
 from hvlike.collectives.controller.operations import (
     Agreed,
@@ -25,10 +25,11 @@ from hvlike.collectives.controller.operations import (
     gathered_bytes,
     plan_job,
     reducescatter_job,
+    refuse,
 )
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
-from hvlike.collectives.requests.request import Request, RequestSpec
+from hvlike.collectives.requests.request import RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine, Task
@@ -59,7 +60,7 @@ class Executor:
         self, queues: OpQueues, trace: Trace, knobs: Config, opening: Callable[[], Coroutine[None]] | None = None
     ) -> None:
         """opening: what to do on the queue, once, after the first few reductions of single tensors."""
-        self._site = ExecutionSite(queues, knobs)
+        self.site = ExecutionSite(queues, knobs)
         self._trace = trace
         self._limit = knobs.fusion_threshold
         self._whole_groups = knobs.disable_group_fusion
@@ -72,14 +73,14 @@ class Executor:
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""
         recording = self._trace.recorder.on
-        queue = self._site.queues.first
+        queue = self.site.queues.first
         batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
         for batch in batches:
             request, response = batch[0]
             spec = request.spec
             kind = spec.kind
             if kind == "barrier":
-                complete(batch, None)
+                complete(batch, None, None)
                 if recording:
                     self._trace.began(batch)
                     self._trace.ended(batch)
@@ -98,13 +99,13 @@ class Executor:
             if job is None and kind == "allreduce" and len(batch) == len(request.tensors) == 1 and not recording:
                 job = self._in_place(spec, request.tensors[0])
             if job is None:
-                job = JOBS[kind](self._site, batch)
-            after = partial(complete, batch)
+                job = JOBS[kind](self.site, batch)
+            after = partial(complete, batch, None)
             if spec.device in KINDS:
                 runtime = runtime_of(spec.device)
                 if runtime is not None and request.tensors:
                     job = self._on_device(runtime, job, batch)
-                    after = partial(complete_on_device, queue, batch)
+                    after = partial(complete, batch, queue)
             if self._opening is not None and kind == "allreduce":
                 job = self._opening_after(job, batch)
             if recording:
@@ -119,7 +120,7 @@ class Executor:
         if spec in self._prepared:
             prepared = self._prepared[spec]
         else:
-            op, queue = ReduceOp(spec.op), self._site.queues.first
+            op, queue = ReduceOp(spec.op), self.site.queues.first
             prepared = None
             if op is not ReduceOp.ADASUM and working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
                 arithmetic = arithmetic_of(tensor.dtype, op, queue.group.size, spec.prescale, spec.postscale)
@@ -131,7 +132,7 @@ class Executor:
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, on the backend of the device that the tensors of this rank are on."""
-        site, queue = self._site, self._site.queues.first
+        site, queue = self.site, self.site.queues.first
         device = next(
             (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind), None
         )
@@ -153,18 +154,10 @@ class Executor:
             except LaunchError as error:
                 # Of every rank alike: the queue is as good as before.
                 for request, _ in batch:
-                    request.finish = partial(_refuse, error)
+                    request.finish = partial(refuse, error)
                 return None
 
         return on_device(queue, opening, run, ready)
-
-    @property
-    def device_choice(self) -> Choice | None:
-        """The backend that serves tensors of a GPU in this process set, and why; None before the first one."""
-        return self._site.device_choice
-
-    def close(self) -> None:
-        self._site.close()
 
     def _opening_after(self, job: Job, batch: Sequence[Agreed]) -> Job:
         """The job, and after it the opening if it is time; decided by what was agreed, so alike on every rank."""
@@ -182,10 +175,7 @@ class Executor:
 
 
 def fuse(agreed: Sequence[Agreed], limit: int, *, whole_groups: bool = False) -> list[list[Agreed]]:
-    """Join neighbours that one job can do; the same on every rank, as it depends on the announcement alone.
-
-    limit: bytes of a batch. whole_groups: a grouped operation is a batch of its own.
-    """
+    """Join neighbours that one job can do, up to `limit` bytes; it depends on the announcement alone."""
     batches: list[list[Agreed]] = []
     filled = 0
     for each in agreed:
@@ -224,39 +214,19 @@ def size_of(agreed: Agreed) -> int:
     return nbytes
 
 
-def complete(batch: Sequence[Agreed], task: Task[None] | None) -> None:
-    for request, _ in batch:
-        error = task.error if task is not None else None
-        result = None
-        if error is None:
-            try:
-                result = request.finish(request)
-            except Exception as failure:
-                error = failure
-        request.handle.complete(result, error)
-
-
-def _refuse(error: LaunchError, request: Request) -> None:
-    raise error
-
-
-def complete_on_device(queue: OpQueue, batch: Sequence[Agreed], task: Task[None]) -> None:
-    """The same for operations on a device: they are in its stream, for which the waiting stream then waits."""
-    device = queue.device
-    if task.error is not None or device is None:
-        complete(batch, task)
-        return
-    with device.runtime.use(device.stream):
+def complete(batch: Sequence[Agreed], queue: OpQueue | None, task: Task[None] | None) -> None:
+    """Tell the callers how it ended. What is in the stream of a device has not: the waiting stream waits for it."""
+    error = None if task is None else task.error
+    device = None if queue is None else queue.device
+    with nullcontext() if device is None or error is not None else device.runtime.use(device.stream):
         for request, _ in batch:
-            _complete_one(device, request)
-
-
-def _complete_one(device: DeviceBackend, request: Request) -> None:
-    try:
-        device.keep(request.tensors)
-        result = request.finish(request)
-        fence = device.fence(result)
-    except Exception as failure:
-        request.handle.complete(None, failure)
-    else:
-        request.handle.complete(result, None, fence)
+            result, fence, failure = None, None, error
+            if failure is None:
+                try:
+                    if device is not None:
+                        device.keep(request.tensors)
+                    result = request.finish(request)
+                    fence = None if device is None else device.fence(result)
+                except Exception as error_of_one:
+                    result, failure = None, error_of_one
+            request.handle.complete(result, failure, fence)

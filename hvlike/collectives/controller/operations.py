@@ -118,12 +118,7 @@ def allreduce_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 
 def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
-    """Exchange rows; the tensors of a request are the rows and how many of them go to each rank (int64).
-
-    The outputs are the rows that came, and how many came from each rank.
-    The numbers are exchanged here and not told by the coordinator, which would have to send all of them,
-    size * size, to everybody.
-    """
+    """Exchange rows, and first how many go to each rank: the coordinator would send size * size to everybody."""
 
     def job(backend: Backend) -> Coroutine[None]:
         home = home_of(backend)
@@ -184,13 +179,14 @@ def plan_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
                 queue.device = yield from site.devices.open(queue.backend, runtime, request.home)
             except LaunchError as error:
                 # Of every rank alike: the first queue, where this runs, is as good as before.
-                request.finish = partial(_refuse, error)
+                request.finish = partial(refuse, error)
         request.outputs += [queue, response.extra]
 
     return job
 
 
-def _refuse(error: LaunchError, request: Request) -> None:
+def refuse(error: LaunchError, request: Request) -> None:
+    """What finishes a request whose backend cannot be opened."""
     raise error
 
 

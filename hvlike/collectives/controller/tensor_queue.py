@@ -68,10 +68,7 @@ class TensorQueue:
         self._threads: set[threading.Thread] = set()
 
     def enter(self, request: Request, *, counted: bool) -> None:
-        """A request begins. counted: an inline attempt has numbered it before.
-
-        Raises: DuplicateNameError while one of its name is in flight; what the tensor_queue was closed with.
-        """
+        """A request begins; counted: an inline attempt has numbered it before. Raises: DuplicateNameError, `closed`."""
         key = request.key
         with self.lock:
             if self.closed is not None:

@@ -95,10 +95,7 @@ class Bucket:
         names: Sequence[str] = (),
         rank: int = 0,
     ) -> None:
-        """strides, dtypes, names: of each entry of the plan; strides are the agreed order in memory.
-
-        rank: the place of this rank in the process set. Names and rank are what a stateful compressor remembers by.
-        """
+        """strides, dtypes, names: of each entry. A stateful compressor remembers by names and rank."""
         self.entries = tuple(entries)
         self.pick = pick(self.entries)
         self._names = [names[index] for index in entries] if names else []

@@ -43,10 +43,7 @@ class BucketPacker:
     """
 
     def __init__(self, strides: Sequence[Strides], arithmetic: Arithmetic, *, casts: bool = False) -> None:
-        """strides: the agreed order in memory of each tensor, None for row by row.
-
-        casts: some tensors are of another dtype than that of the reduction, on all ranks.
-        """
+        """strides: agreed for each tensor, None for row by row; casts: some are of another dtype than the reduction."""
         self._agreed = list(strides)
         self._arithmetic = arithmetic
         self._casts = casts

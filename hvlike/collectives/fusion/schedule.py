@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,12 +22,6 @@ from hvlike.collectives.controller.trace import recorded
 from hvlike.collectives.fusion.bucket import Bucket, PlannedPart, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
 from hvlike.transport.loop.coroutine import Coroutine, Task
-
-
-class OnDevice(Protocol):
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
 
 
 class GradientStreams:
@@ -65,10 +59,9 @@ class GradientStreams:
         return {self._runtime.current_stream(device): None for device in self._devices}
 
 
-def gradient_streams_of(entries: Sequence[OnDevice]) -> GradientStreams | None:
+def gradient_streams_of(devices: Iterable[torch.device]) -> GradientStreams | None:
     """For tensors of these devices; None where all are reduced in host memory."""
-    devices = dict.fromkeys(each.device for each in entries)
-    found = [(runtime, device) for device in devices if (runtime := runtime_of(device.type)) is not None]
+    found = [(runtime, device) for device in dict.fromkeys(devices) if (runtime := runtime_of(device.type)) is not None]
     return GradientStreams(found[0][0], [device for _, device in found]) if found else None
 
 

@@ -79,10 +79,7 @@ class ShutdownBarrier:
         fabric.channel.listen(Topic.SHUTDOWN, lambda rank, message, tensors: self._hear(rank, *message))
 
     def part(self, reason: str) -> None:
-        """Say that this rank is done, and sleep until all are. Every rank ends with this.
-
-        Raises: StalledError when that takes longer than the limit for waits.
-        """
+        """Say that this rank is done, and sleep until all are. Raises: StalledError past the limit."""
         loop = self._fabric.loop
         loop.post(lambda: self._tell(0, "left", reason), wake=False)
         began = time.monotonic()

@@ -223,10 +223,7 @@ class PeerProbe:
         return self._limits.shortest
 
     def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
-        """Ask, and report who is silent or where the others are; the error once the wait is past its limit.
-
-        agreed: all ranks have asked for it, only the data are missing. done: the wait is over.
-        """
+        """Ask who is silent and report it; the error past the limit. agreed: only the data are missing."""
         query = self._query
         ranks = {self._coordinator, *(self._neighbours if agreed else ())} - {self._rank}
         query.prepare(ranks)

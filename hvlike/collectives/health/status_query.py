@@ -41,10 +41,7 @@ class StallLimits:
         return min((each for each in limits if each is not None), default=None)
 
     def judge(self, text: str, waited: float, overdue: float | None = None) -> StalledError | None:
-        """Log the text where the wait is worth a report; the error once it is past its limit.
-
-        overdue: the seconds that count towards the limit, where these are not all of `waited`.
-        """
+        """Log a wait that is worth a report; the error past its limit, for which only `overdue` seconds may count."""
         if self.report_seconds is not None and waited >= self.report_seconds:
             logger.warning("%s", text)
         limit = self.shutdown_seconds

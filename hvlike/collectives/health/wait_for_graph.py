@@ -58,11 +58,7 @@ class WaitForGraph:
         joined: Collection[int] = (),
         away: Collection[int] | None = None,
     ) -> bool:
-        """True when all members wait, each for another one. Members that have joined hold up no one.
-
-        missing(key): the ranks that have not asked for a named request. away: the members that hold up no planned step;
-        None: those that have joined.
-        """
+        """True when all members wait, each for another one that has not joined or, for planned steps, is not away."""
         waits = [waiting for position, waiting in self.waits.items() if position not in joined]
         return (
             bool(waits)

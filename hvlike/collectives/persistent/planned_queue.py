@@ -79,11 +79,9 @@ class PlannedQueue(PersistentOperation):
         self._context: Context | None = None
 
     def agree(self) -> None:
-        """Open the queue, unless it is there. Collective over the process set; blocks.
+        """Open the queue, unless it is there. Collective over the process set; blocks. A join forgets it.
 
-        After a join all planned queues are forgotten; then the next step agrees by itself.
-        Raises: MismatchError, on every rank, where `described` differs; UsageError for a process set this rank is not
-            in; PeerLeftError, ShutdownError.
+        Raises: MismatchError, on every rank, where `described` differs; UsageError, PeerLeftError, ShutdownError.
         """
         if not (is_running() and current() is self._context):
             self._enter_context()

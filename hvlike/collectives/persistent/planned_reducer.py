@@ -57,12 +57,7 @@ class PlannedReducer(PersistentOperation):
         compression: CompressorLike = Compression.none,
         groups: int | Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Local; the plan is agreed in the first `finish`.
-
-        name: the same on every rank, different from that of every other reducer alive.
-        groups: entries that are reduced together: a number of equal runs, or lists of entries.
-        Raises: UsageError for a process set this rank is not in.
-        """
+        """name: of no other reducer alive. groups: what is reduced together: a number of runs, or lists of entries."""
         super().__init__(name)
         self._entries = list(entries)
         self._set_state: ProcessSetState = current().find_set(process_set, "Planned reduction")
@@ -72,7 +67,7 @@ class PlannedReducer(PersistentOperation):
         self._process_set = process_set
         self._marked: dict[int, torch.Tensor] = {}
         knobs = current().knobs
-        self._arrivals = gradient_streams_of(self._entries)
+        self._arrivals = gradient_streams_of(entry.device for entry in entries)
         on_device = self._arrivals is not None
         # What a device does needs no core; only the host has to begin it.
         self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
@@ -204,10 +199,7 @@ class PlannedReducer(PersistentOperation):
                 self._arrivals.clear()
 
     def resize(self, sizes: BucketSizes) -> None:
-        """Reduce in buckets of other sizes from the next step on, under a new plan.
-
-        Every rank does so after the same step. Local; nothing may be in flight.
-        """
+        """Reduce in buckets of other sizes from the next step on; every rank after the same step. Local."""
         if sizes != self.sizes:
             self.sizes = sizes
             self.close()

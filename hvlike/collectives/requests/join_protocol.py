@@ -144,10 +144,7 @@ def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, in
 
 
 def why_not(spec: RequestSpec, *, known: bool = False) -> str | None:
-    """Why a request cannot run while some ranks have joined; None if it can.
-
-    known: they could plan it themselves.
-    """
+    """Why a request cannot run while some ranks, which may have `known` it, have joined; None if it can."""
     if spec.kind not in EXCUSED_KINDS:
         return f"{spec.kind.capitalize()} is not supported with Join at this time"
     if spec.kind == "allreduce" and spec.op == ReduceOp.PRODUCT and spec.prescale != 1:

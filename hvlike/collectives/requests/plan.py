@@ -149,10 +149,7 @@ def merge_proposals(proposals: Sequence[Proposal]) -> Proposal:
 
 
 def find_apart(starts: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return which member differs first from the first one, and in which entry; None where they are equal or unknown.
-
-    starts: the fingerprints of each member.
-    """
+    """Which member differs first from the first one, and in which entry; None where they are equal or unknown."""
     first = starts[0]
     for position, start in enumerate(starts):
         if len(start) == len(first):
@@ -197,10 +194,7 @@ def fill_buckets(
     limit: int,
     first_limit: int | None = None,
 ) -> list[list[int]]:
-    """Join parts, in order, to buckets of at most `limit` bytes and one kind each; a larger part is one alone.
-
-    kinds_of: dtype and device of each entry. first_limit: the same for the first bucket, where it differs.
-    """
+    """Join parts, in order, to buckets of at most `limit` bytes and one kind each; a larger part is one alone."""
     buckets: list[list[int]] = []
     filled = 0
     kinds: set[Hashable] = set()

@@ -48,11 +48,7 @@ class JobSettings:
             self._wrong = str(error)
 
     def check(self, comm: Any) -> None:
-        """Compare with the other ranks, and see whether the files can be written.
-
-        comm: all ranks. Collective and blocking.
-        Raises: UsageError, on every rank, for a value that is wrong on one of them or that differs.
-        """
+        """Compare with the other ranks; collective. Raises: UsageError, on all ranks, if a value is wrong on one."""
         self._wrong = self._wrong or self._unwritable(comm.Get_rank())
         answers = comm.allgather((self._wrong, self.knobs))
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
@@ -171,11 +167,7 @@ class Context:
         return has_spare_core(self.fabric.cores) if overlap is None else overlap
 
     def find_set(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
-        """The process set an operation runs in; None: all ranks.
-
-        what: the operation, for the error texts.
-        Raises: UsageError for a set that is not registered, or of which this rank is not a member.
-        """
+        """As Registry.find."""
         mpi_library.check_not_forked()
         return self.registry.find(process_set, what)
 
@@ -215,10 +207,7 @@ class Context:
             set_state.fail(error)
 
     def _check_same(self, process_sets: Sequence[ProcessSet], unknown: str) -> None:
-        """All ranks must name the same sets, each of them a new one of ranks that exist.
-
-        unknown: what is wrong on this rank; all ranks are told.
-        """
+        """All ranks must name the same new sets of ranks that exist; all are told what is unknown here."""
         seen = [list(range(self.world.size))]
         for process_set in process_sets:
             if process_set.ranks is None:
@@ -277,11 +266,7 @@ _process = _Process()
 
 
 def current() -> Context:
-    """The running context.
-
-    A forked child (a DataLoader worker, say) may ask for ranks and sizes; `set_state` refuses it operations.
-    Raises: NotInitializedError before init() and after shutdown().
-    """
+    """The running context, in a forked child too. Raises: NotInitializedError before init() and after shutdown()."""
     context = _process.context
     if context is None:
         mpi_library.check_not_forked()
@@ -318,10 +303,7 @@ def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
 
 
 def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
-    """Make the context unless it is there.
-
-    Raises: ForkedProcessError in a child that has inherited it.
-    """
+    """Make the context unless it is there. Raises: ForkedProcessError in a child that has inherited it."""
     mpi_library.check_not_forked()
     if _process.context is None:
         _process.context = Context(comm, process_sets)

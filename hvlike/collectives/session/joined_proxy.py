@@ -50,18 +50,13 @@ class JoinedProxy(ABC):
     def begin(self) -> None:
         """Enter the next step; it ends when all ranks have entered it."""
 
-    def cancel(self) -> None:
-        """Leave for good: the others have given this plan up."""
-        self.stop(ShutdownError("the ranks that go on have given this planned operation up"))
-
-    def stop(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException | None = None) -> None:
+        """Leave for good: this rank can no longer stand in, or the others have given this plan up."""
+        self.error = self.error or error
         if not self.finished:
             self.finished = True
-            self.queue.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        self.error = self.error or error
-        self.stop(error)
+            reason = "the ranks that go on have given this planned operation up"
+            self.queue.fail(error or ShutdownError(reason))
 
 
 class PlanProxy(JoinedProxy):
@@ -113,7 +108,7 @@ class QueueProxy(JoinedProxy):
         try:
             job = self._stand_in()
         except Exception as error:
-            self.fail(error)
+            self.cancel(error)
             return
 
         def run(backend: Backend) -> Coroutine[None]:
@@ -192,8 +187,7 @@ class PersistentOperation(ABC):
     def _agree_on_queue(self, kind: str, proposal: Any, home: torch.device | None) -> tuple[OpQueue, Any]:
         """Propose to all ranks; the queue, and what follows from all proposals. Collective; blocks.
 
-        kind: one of PLANNED_KINDS. home: the device of this rank, where the queue needs a backend for one.
-        Raises: MismatchError, PeerLeftError, ShutdownError.
+        home: the device of this rank, where the queue needs a backend for one. Raises: MismatchError, PeerLeftError.
         """
         assert self._set_state is not None
         queues = self._set_state.queues
@@ -259,10 +253,7 @@ class JoinedProxies:
         return all(each.finished for each in list(self._by_name.values()) if each.serial in plans)
 
     def end(self, plans: frozenset[int], spare_queues: frozenset[int]) -> None:
-        """All have joined: go on alike. Plans are forgotten on every rank, their queues spare on every rank.
-
-        In the loop.
-        """
+        """All have joined: go on alike. Plans are forgotten, their queues spare, on every rank. In the loop."""
         missed = self.missed
         proxies, self._by_name = self._by_name, {}
         self._missed = missed

@@ -83,7 +83,7 @@ class ProcessSetState:
         self._router.controllers.pop(self.group.number, None)
         for queue in self.queues.all():
             queue.close()
-        self.executor.close()
+        self.executor.site.close()
         self.group.disconnect()
 
 
@@ -181,10 +181,7 @@ class Registry:
 
 
 def what_is_wrong(ranks: Sequence[int], known: Sequence[Sequence[int]], size: int) -> str | None:
-    """Why a set of these ranks cannot be registered beside those that are; None if it can.
-
-    ranks: in rising order; known: the ranks of the sets there are.
-    """
+    """Why a set of these ranks, in rising order, cannot be registered beside the known ones; None if it can."""
     if list(ranks) in [list(each) for each in known]:
         return f"Attempted to add a duplicate process set: there is one of ranks {list(ranks)}."
     if ranks[-1] >= size:
@@ -193,10 +190,7 @@ def what_is_wrong(ranks: Sequence[int], known: Sequence[Sequence[int]], size: in
 
 
 def ranks_of(comm: Any, world: World) -> list[int]:
-    """The ranks of a communicator in our numbering. Local.
-
-    Raises: UsageError for a communicator with members outside the world.
-    """
+    """The ranks of a communicator in our numbering. Local. Raises: UsageError for members outside the world."""
     members, everybody = comm.Get_group(), world.comm.Get_group()
     try:
         ranks = world.mpi.Group.Translate_ranks(members, list(range(members.Get_size())), everybody)
