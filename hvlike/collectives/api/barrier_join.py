@@ -51,7 +51,12 @@ def begin_join(set_state: ProcessSetState, marks: Mapping[str, Mark], scope: Joi
     # Keep these alive until each has its proxy: the others count on it.
     planned = list(proxies.planned)
     request = JoinRequest(
-        set_state.controller.names.counts(), proxies.plans(planned), proxies.spare_queues(), marks, scope, how
+        set_state.controller.names.counts(),
+        frozenset(each.serial for each in planned if each.serial is not None),
+        proxies.spare_queues(),
+        marks,
+        scope,
+        how,
     )
     ends: list[JoinEnd] = []
 

@@ -76,7 +76,7 @@ class Controller:
         self.steps: dict[str, int] = {}
         self.stand_in: Callable[[Response], Request | None] = stand_in
         """Makes the request of a rank that has joined from what the others ask for."""
-        self.on_failure: Callable[[int, JoinFailure], None] = _ignore_failure
+        self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
         """Told in the loop which Join context, by its number, a member has left by an exception."""
         self._fabric = fabric
         self._group = group
@@ -371,10 +371,6 @@ class Controller:
             key, place, since = self.tensor_queue.last
             last = Submission(key, str(place), now - since)
         return StatusReply(number, self.unfinished(), last, dict(self.steps), main_stack())
-
-
-def _ignore_failure(number: int, failure: JoinFailure) -> None:
-    """Nobody here is in a Join context."""
 
 
 def stand_in(response: Response) -> Request | None:

@@ -11,7 +11,8 @@ An arrow leads from the call of the rank that asked last to the operation on the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -175,30 +176,19 @@ class Trace:
         return said
 
 
-class ExposedWait:
+@contextmanager
+def exposed_wait(queue: OpQueue, name: str, step: int) -> Iterator[None]:
     """Around what a caller waits for in a planned reduction: communication that nothing hides, in the figures too."""
-
-    __slots__ = ("_began", "_name", "_queue", "_row", "_step")
-
-    def __init__(self, queue: OpQueue, name: str, step: int) -> None:
-        self._queue = queue
-        self._name = name
-        self._step = step
-        self._row: int | None = None
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-        recorder = self._queue.recorder
-        if recorder.on:
-            self._row = recorder.row(f"step of {self._name}")
-            arguments = {"step": self._step, "process_set": self._queue.group.number}
-            recorder.begin(self._row, "WAIT", arguments)
-
-    def __exit__(self, *_: object) -> None:
-        if self._row is not None:
-            self._queue.recorder.end(self._row)
-        self._queue.counters.waited(self._name, time.monotonic() - self._began)
+    began, recorder, row = time.monotonic(), queue.recorder, None
+    if recorder.on:
+        row = recorder.row(f"step of {name}")
+        recorder.begin(row, "WAIT", {"step": step, "process_set": queue.group.number})
+    try:
+        yield
+    finally:
+        if row is not None:
+            recorder.end(row)
+        queue.counters.waited(name, time.monotonic() - began)
 
 
 def recorded(

@@ -20,7 +20,7 @@ from hvlike.backends.cuda.device_jobs import on_device
 from hvlike.backends.cuda.runtime import kind_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.controller.trace import ExposedWait, recorded
+from hvlike.collectives.controller.trace import exposed_wait, recorded
 from hvlike.collectives.requests.plan import QueueProposal
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import find_call_site
@@ -130,7 +130,7 @@ class PlannedQueue(PersistentOperation):
         """Wait until a step has ended; reports and the search for deadlocks know of it."""
         queue = self.queue
         if not step.ended and queue is not None:
-            with ExposedWait(queue, self.name, number):
+            with exposed_wait(queue, self.name, number):
                 self._wait_in_step(number, find_call_site(), "", lambda: step.ended)
         if step.error is None and self._kind and queue is not None and queue.device is not None:
             queue.device.fence()()

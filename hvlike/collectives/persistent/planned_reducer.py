@@ -24,9 +24,9 @@ from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import SparseSum
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
-from hvlike.collectives.controller.trace import ExposedWait
+from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.fusion.bucket import ReductionSettings
-from hvlike.collectives.fusion.schedule import GradientStreams, Schedule, gradient_streams_of
+from hvlike.collectives.fusion.schedule import Schedule, gradient_streams_of
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.persistent.compiled_step import CompiledStep, compile_step
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
@@ -80,7 +80,7 @@ class PlannedReducer(PersistentOperation):
         self.schedule: Schedule | None = None
         """What is agreed; None before the first step."""
         self._bucket_of: dict[int, int] = {}
-        self._device_bucket_of: dict[int, int] = {}
+        self._on_device: set[int] = set()
         self._missing: list[int] = []
         self._started = 0
         self._error: BaseException | None = None
@@ -121,11 +121,12 @@ class PlannedReducer(PersistentOperation):
         """Tensor `index` is final for this step; it may be reduced in place from now on. Any thread; does not block."""
         with self._lock:
             self._marked[index] = tensor
-            if not self.overlaps or index not in self._bucket_of or tensor.is_sparse:
-                if self._arrivals is not None:
-                    self._arrived_on_device(self._arrivals, index, tensor)
+            bucket = self._bucket_of.get(index)
+            if bucket is None or not self.overlaps or tensor.is_sparse:
                 return
-            bucket = self._bucket_of[index]
+            if self._arrivals is not None and index in self._on_device:
+                # A tensor of a GPU is final once its stream has come to this point.
+                self._arrivals.note(bucket, tensor)
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._start_complete()
@@ -215,7 +216,6 @@ class PlannedReducer(PersistentOperation):
             self.schedule.roll_back()
         self.schedule = self._compiled = None
         self._bucket_of = {}
-        self._device_bucket_of = {}
 
     # -- what a join needs ----------------------------------------------------------------------
 
@@ -273,9 +273,8 @@ class PlannedReducer(PersistentOperation):
             self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, queue, self._settings)
         self.queue, self.serial = queue, agreed.serial
-        bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
-        self._device_bucket_of = {index: each for index, each in bucket_of.items() if agreed.devices[index]}
-        self._bucket_of = {index: each for index, each in bucket_of.items() if not agreed.devices[index]}
+        self._bucket_of = {index: number for number, bucket in enumerate(schedule.plan.buckets) for index in bucket}
+        self._on_device = {index for index, kind in enumerate(agreed.devices) if kind}
         return schedule
 
     # -- one step -------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ class PlannedReducer(PersistentOperation):
         controller.tensor_queue.notice(key, self._site)
         controller.steps[self.name] = step
         rounds.check_step(self.name, step, self.fail)
-        with ExposedWait(schedule.queue, self.name, self._step):
+        with exposed_wait(schedule.queue, self.name, self._step):
             try:
                 self._start_rest(schedule, tensors)
             except BaseException:
@@ -324,15 +323,6 @@ class PlannedReducer(PersistentOperation):
             for number in range(first, self._started):
                 picked = schedule.buckets[number].pick(tensors)
                 self._start(schedule, number, picked, wake=False, drive=not self._unfinished)
-
-    def _arrived_on_device(self, arrivals: GradientStreams, index: int, tensor: torch.Tensor) -> None:
-        """A tensor of a GPU is final once its stream has come to this point; with the lock held."""
-        bucket = self._device_bucket_of.get(index)
-        if self.overlaps and bucket is not None and not tensor.is_sparse:
-            arrivals.note(bucket, tensor)
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
-                self._start_complete()
 
     def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hvlike.collectives.compression import Mark, merge_marks
@@ -214,14 +215,7 @@ def fill_buckets(
 def equal_parts(count: int, groups: int) -> list[list[int]]:
     """Entries 0 to count-1 as `groups` runs of nearly equal length: 5 in 2 -> [0 1 2] [3 4]."""
     groups = min(groups, count)
-    size, longer = divmod(count, groups) if groups else (0, 0)
-    result = []
-    start = 0
-    for number in range(groups):
-        stop = start + size + (number < longer)
-        result.append(list(range(start, stop)))
-        start = stop
-    return result
+    return [part.tolist() for part in np.array_split(np.arange(count), groups)] if groups else []
 
 
 def describe_names(names: Sequence[str]) -> str:

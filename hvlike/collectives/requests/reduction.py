@@ -24,12 +24,7 @@ _NARROW_INTEGERS = (torch.uint8, torch.int8, torch.int16)
 
 def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor: (2, 3, 4) -> (12, 4, 1)."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -113,7 +113,7 @@ class Context:
     def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
         """Collective and blocking: every rank of `comm`."""
         settings = JobSettings()
-        self._knobs = knobs = settings.knobs
+        self.knobs = knobs = settings.knobs
         self.world = World.start(
             comm,
             ranks_per_node=knobs.ranks_per_node,
@@ -136,7 +136,7 @@ class Context:
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         """Connect to the other ranks. Collective and blocking."""
-        knobs = self._knobs
+        knobs = self.knobs
         try:
             self._check_same(process_sets, settings.misplaced(self.world))
         except UsageError:
@@ -157,13 +157,9 @@ class Context:
                 raise task.error
 
     @property
-    def knobs(self) -> Config:
-        return self._knobs
-
-    @property
     def overlaps(self) -> bool:
         """True when communication may start beside the computation."""
-        overlap = self._knobs.overlap
+        overlap = self.knobs.overlap
         return has_spare_core(self.fabric.cores) if overlap is None else overlap
 
     def find_set(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:

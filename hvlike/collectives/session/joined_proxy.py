@@ -226,9 +226,6 @@ class JoinedProxies:
         self._missed = 0
         controller.stand_in = self._stand_in
 
-    def plans(self, planned: Iterable[PersistentOperation]) -> frozenset[int]:
-        return frozenset(each.serial for each in planned if each.serial is not None)
-
     def spare_queues(self) -> frozenset[int]:
         """The queues that are not used now, not even for the plan of an owner who is gone."""
         used = {each.queue.number for each in list(self._by_name.values())}
