@@ -19,7 +19,7 @@ import torch
 from hvlike.backends.arithmetic.reduce_op import op_name
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
-from hvlike.collectives.requests.request import Handle, Request, spec_of, synchronize
+from hvlike.collectives.requests.request import Handle, Request, listed, needs_gradient, spec_of, synchronize
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
@@ -181,7 +181,7 @@ def _all_reduced(request: Request) -> list[torch.Tensor]:
 
 def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
-    if torch.is_grad_enabled() and _needs_gradient(tensors):
+    if needs_gradient(tensors):
         return list(_gather(call, *tensors))
     result = synchronize(start_gather(call, tensors, wake=False))
     return [result] if call.what == "allgather" else result
@@ -191,21 +191,10 @@ def reduce_rows(
     call: Call, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
-    if torch.is_grad_enabled() and _needs_gradient(tensors):
+    if needs_gradient(tensors):
         return list(_reduce(call, reduction, rows, *tensors))
     result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
     return [result] if call.what == "reducescatter" else result
-
-
-def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    listed = list(tensors)
-    if not listed:
-        raise UsageError(f"{what}: expected at least one tensor, got an empty list.")
-    return listed
-
-
-def _needs_gradient(tensors: Sequence[Any]) -> bool:
-    return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
 def _like(call: Call, kind: str) -> str:

@@ -18,7 +18,17 @@ from hvlike.collectives.compression import Compression, CompressorLike, check_co
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Reduction, Sum
-from hvlike.collectives.requests.request import Handle, Request, all_tensors, first_tensor, spec_of, synchronize
+from hvlike.collectives.requests.request import (
+    Handle,
+    Request,
+    all_tensors,
+    copy_of,
+    first_tensor,
+    listed,
+    needs_gradient,
+    spec_of,
+    synchronize,
+)
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
@@ -70,8 +80,8 @@ def allreduce(
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)
-    if plain and not _needs_gradient([tensor]):
-        return allreduce_(_copy(tensor), None, name, op, prescale_factor, postscale_factor, process_set)
+    if plain and not needs_gradient([tensor]):
+        return allreduce_(copy_of(tensor), None, name, op, prescale_factor, postscale_factor, process_set)
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
     compressed, context = compressor.compress(tensor)
@@ -145,7 +155,7 @@ def allreduce_async(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(*call, [_copy(tensor)])
+    return _start(*call, [copy_of(tensor)])
 
 
 def allreduce_async_(
@@ -214,7 +224,7 @@ def grouped_allreduce(
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     compressor = check_compressor(compression)
-    pairs = [compressor.compress(tensor) for tensor in _listed(tensors)]
+    pairs = [compressor.compress(tensor) for tensor in listed("grouped_allreduce", tensors)]
     reduced = _reduce_out_of_place(*call, [pair[0] for pair in pairs])
     return [compressor.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
@@ -247,7 +257,7 @@ def grouped_allreduce_(
         HorovodInternalError, UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    handle = _start(*call, _listed(tensors), wake=False)
+    handle = _start(*call, listed("grouped_allreduce", tensors), wake=False)
     result: list[torch.Tensor] = synchronize(handle)
     return result
 
@@ -279,7 +289,7 @@ def grouped_allreduce_async(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    copies = [_copy(tensor) for tensor in _listed(tensors)]
+    copies = [copy_of(tensor) for tensor in listed("grouped_allreduce", tensors)]
     return _start(*call, copies)
 
 
@@ -311,7 +321,7 @@ def grouped_allreduce_async_(
         UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
-    return _start(*call, _listed(tensors))
+    return _start(*call, listed("grouped_allreduce", tensors))
 
 
 def _begin(
@@ -358,31 +368,15 @@ def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.T
     """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
 
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        result = synchronize(_start(call, reduction, [_copy(each) for each in inputs], wake=False))
+        result = synchronize(_start(call, reduction, [copy_of(each) for each in inputs], wake=False))
         return [result] if call.what == "allreduce" else result
 
     def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
         return _reduce_out_of_place(call.another(call.what, suffix), reduction, list(inputs))
 
-    if _needs_gradient(tensors):
+    if needs_gradient(tensors):
         return list(_differentiable(forward, run, reduction, *tensors))
     return forward(tensors)
-
-
-def _needs_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor to reduce into, holding the same values in the same order in memory."""
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
-
-
-def _listed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    listed = list(tensors)
-    if not listed:
-        raise UsageError("grouped_allreduce: expected at least one tensor, got an empty list.")
-    return listed
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Sum
-from hvlike.collectives.requests.request import Handle, first_tensor, spec_of, synchronize
+from hvlike.collectives.requests.request import Handle, copy_of, first_tensor, needs_gradient, spec_of, synchronize
 from hvlike.collectives.session.context import begin, current
 from hvlike.errors import UsageError
 
@@ -42,9 +42,9 @@ def broadcast(
     Gradient: The sum of all ranks' gradients on the root, zero elsewhere.
     Source: MPI 4.1 section 6.4; horovod.torch.broadcast.
     """
-    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+    if needs_gradient([tensor]):
         return _differentiable(tensor, root_rank, name, process_set)
-    result: torch.Tensor = synchronize(_start(_copy(tensor), root_rank, name, process_set, wake=False))
+    result: torch.Tensor = synchronize(_start(copy_of(tensor), root_rank, name, process_set, wake=False))
     return result
 
 
@@ -86,7 +86,7 @@ def broadcast_async(
     Raises:
         UsageError: As `broadcast`. All other errors of `broadcast` are raised by `synchronize`.
     """
-    return _start(_copy(tensor), root_rank, name, process_set)
+    return _start(copy_of(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -122,10 +122,6 @@ def _start(
     return set_state.controller.submit(spec, full_name, [tensor], first_tensor, wake=wake)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
-
-
 class _Broadcast(torch.autograd.Function):
     """y[r] = x[root], so dL/dx[root] = sum over r of dL[r]/dy[r], and nothing elsewhere."""
 
@@ -134,7 +130,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
     ) -> torch.Tensor:
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        result: torch.Tensor = synchronize(_start(_copy(tensor), root_rank, name, process_set, wake=False))
+        result: torch.Tensor = synchronize(_start(copy_of(tensor), root_rank, name, process_set, wake=False))
         return result
 
     @staticmethod

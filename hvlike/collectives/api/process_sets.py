@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvlike.backends.base import Backend
-from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.requests.request import RequestSpec, synchronize
 from hvlike.collectives.session.context import current
@@ -50,15 +49,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
         # Told to the others all the same: they wait for this rank.
         wrong = str(error)
 
-    def job(agreed: Any) -> Job:
-        def run(backend: Backend) -> Coroutine[None]:
-            if wrong is None:
-                added.ranks = list(ranks)
-                yield from registry.enroll(added)
+    def enroll() -> Coroutine[None]:
+        added.ranks = list(ranks)
+        return registry.enroll(added)
 
-        return run
-
-    _agree("add", (tuple(ranks), wrong is None), job)
+    _agree("add", (tuple(ranks), wrong is None), enroll)
     if wrong is not None:
         raise UsageError(f"add_process_set: {wrong}")
     return added
@@ -84,20 +79,19 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not isinstance(process_set, ProcessSet):
         raise UsageError(f"remove_process_set: expected a ProcessSet, got {type(process_set).__name__}.")
     possible = process_set is not global_process_set and registry.is_registered(process_set)
-
-    def job(agreed: Any) -> Job:
-        def run(backend: Backend) -> Coroutine[None]:
-            if possible:
-                yield from registry.dismiss(process_set)
-
-        return run
-
-    _agree("remove", (tuple(process_set.ranks or ()), possible), job)
+    _agree("remove", (tuple(process_set.ranks or ()), possible), lambda: registry.dismiss(process_set))
     return possible
 
 
-def _agree(what: str, detail: tuple[tuple[int, ...], bool], job: Any) -> None:
+def _agree(what: str, detail: tuple[tuple[int, ...], bool], work: Callable[[], Coroutine[None]]) -> None:
+    """Let all ranks agree on a change, and make it where that is possible."""
+
+    def run(backend: Backend) -> Coroutine[None]:
+        if detail[1]:
+            yield from work()
+
     set_state = current().find_set(None, f"{what}_process_set")
     name = set_state.controller.names.next(KIND)
     spec = RequestSpec(KIND, detail=(what, *detail))
-    synchronize(set_state.controller.submit(spec, name, [], lambda request: None, wake=False, job=job))
+    submit = set_state.controller.submit
+    synchronize(submit(spec, name, [], lambda request: None, wake=False, job=lambda agreed: run))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import reduce_op
-from hvlike.collectives.api.allgather import listed, reduce_rows, start_reduce
+from hvlike.collectives.api.allgather import reduce_rows, start_reduce
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Reduction
-from hvlike.collectives.requests.request import Handle
+from hvlike.collectives.requests.request import Handle, listed
 from hvlike.collectives.session.context import begin
 
 

@@ -21,6 +21,7 @@ from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.controller.trace import recorded
 from hvlike.collectives.fusion.bucket import Bucket, PlannedPart, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
+from hvlike.collectives.requests.reduction import row_by_row
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
 
@@ -187,12 +188,8 @@ class Schedule:
         device = home or torch.device("cpu")
         for index in self.plan.buckets[number]:
             shape, strides, dtype = self._agreed.shapes[index], self.plan.strides[index], self._dtypes[index]
-            room = (
-                torch.empty(shape, dtype=dtype, device=device)
-                if strides is None
-                else torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            )
-            tensors.append(room.zero_())
+            order = row_by_row(shape) if strides is None else strides
+            tensors.append(torch.empty_strided(shape, order, dtype=dtype, device=device).zero_())
         return tensors
 
     def _launch(self, number: int, job: Job, streams: Iterable[Stream]) -> Job | None:

@@ -114,12 +114,9 @@ class StallInspector:
 
     def _describe(self, key: RequestKey, table: MessageTable, waits: WaitForGraph, absent: set[int]) -> str | None:
         """One operation of the report, None if it is not clear that it waits for anybody; `absent`: for whom."""
-        if key == JOIN_KEY:
-            missing = [self.ranks.index(rank) for rank in table.missing(key)]
-            waiting = sorted(table.pending.get(key, ()))
-            if self._rest(table.missing(key)) < (self.limits.shortest or 0.0):
-                return None
-        elif key[0] == STEP:
+        if key == JOIN_KEY and self._rest(table.missing(key)) < (self.limits.shortest or 0.0):
+            return None
+        if key[0] == STEP:
             missing = self._behind(key[1], table)
             waiting = [each for each, wait in waits.waits.items() if wait.key == key]
         else:

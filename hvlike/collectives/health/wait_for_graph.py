@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvlike.collectives.requests.join_protocol import merge_counts
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.request import RequestKey
 
@@ -109,8 +110,4 @@ class WaitForGraph:
 
     def aligned_counts(self) -> dict[str, int]:
         """Counts of unnamed operations from which all members can go on alike."""
-        merged: dict[str, int] = {}
-        for waiting in self.waits.values():
-            for kind, count in waiting.counts.items():
-                merged[kind] = max(merged.get(kind, 0), count)
-        return merged
+        return merge_counts(each.counts for each in self.waits.values())

@@ -86,7 +86,7 @@ class LeaveEnd:
     @staticmethod
     def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:
         spare = frozenset.intersection(*(each.spare_queues for each in requests))
-        return LeaveEnd(merge_counts(requests), spare, any(each.failed for each in requests))
+        return LeaveEnd(merge_counts(each.counts for each in requests), spare, any(each.failed for each in requests))
 
 
 @dataclass
@@ -129,18 +129,18 @@ class JoinState:
             plans.add(serial)
 
     def end(self, ranks: Sequence[int]) -> JoinEnd:
-        counts = merge_counts(self.requests.values())
+        counts = merge_counts(each.counts for each in self.requests.values())
         plans = [request.plans | self.new_plans[position] for position, request in self.requests.items()]
         spare = frozenset.intersection(*(frozenset(queues) for queues in self.spare_queues.values()))
         return JoinEnd(ranks[list(self.requests)[-1]], counts, frozenset.intersection(*plans), spare)
 
 
-def merge_counts(requests: Iterable[JoinRequest | LeaveRequest]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for request in requests:
-        for kind, count in request.counts.items():
-            counts[kind] = max(counts.get(kind, 0), count)
-    return counts
+def merge_counts(counts_of_all: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts of unnamed operations from which all can go on alike."""
+    merged: dict[str, int] = {}
+    for counts in counts_of_all:
+        merged |= {kind: max(merged.get(kind, 0), count) for kind, count in counts.items()}
+    return merged
 
 
 def why_not(spec: RequestSpec, *, known: bool = False) -> str | None:

@@ -342,3 +342,21 @@ def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> Non
                 f"{list(tensor.stride())} are one place in memory (expand() makes such tensors), so it cannot be "
                 "written in place. Pass tensor.contiguous(), or use the call without the trailing underscore."
             )
+
+
+def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a grouped call, at least one."""
+    found = list(tensors)
+    if not found:
+        raise UsageError(f"{what}: expected at least one tensor, got an empty list.")
+    return found
+
+
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    """Whether autograd has to record what is done with these."""
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to write into, holding the same values in the same order in memory."""
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
