@@ -17,7 +17,6 @@ from hvlike.collectives.requests.reduction import Min, arithmetic_of
 from hvlike.collectives.requests.request import Request, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
 from hvlike.errors import HorovodInternalError, UsageError
-from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.allocations import Allocation, available_bytes, spread
 from hvlike.transport.memory.dtypes import Array, Element, dtype_name, element_of
@@ -62,71 +61,53 @@ def empty_shared(
     if not isinstance(wanted, torch.dtype):
         raise UsageError(f"empty_shared: expected a torch.dtype, got {wanted!r}.")
     element = element_of(wanted)
-    making = _Making(current().fabric, set_state.group, math.prod(shape), element)
+    length, made = math.prod(shape), list[Array]()
+
+    def run(backend: Backend) -> Coroutine[None]:
+        memory = yield from _memory(backend, set_state.group, length, element)
+        made.extend(() if memory is None else [memory])
 
     def tensor_of(request: Request) -> torch.Tensor:
-        return ordinary_tensor(making.result(), wanted).view(shape)
+        if not made:
+            raise HorovodInternalError(
+                f"empty_shared: a node cannot share {length * element.itemsize} bytes for each of the ranks of a node: "
+                "there is not so much memory free, or neither a memfd opened through /proc nor a file in /dev/shm "
+                "works. Ask for less, or use torch.empty, whose tensors are reduced through a small staging ring."
+            )
+        return ordinary_tensor(made[0], wanted).view(shape)
 
     spec = RequestSpec(KIND, dtypes=(dtype_name(wanted),), shapes=(shape,))
-    handle = set_state.controller.submit(spec, name, [], tensor_of, wake=False, job=lambda agreed: making.run)
+    handle = set_state.controller.submit(spec, name, [], tensor_of, wake=False, job=lambda agreed: run)
     result: torch.Tensor = synchronize(handle)
     return result
 
 
-class _Making:
-    """The memory of one tensor, from the question whether there is enough to what came of it."""
-
-    def __init__(self, fabric: Fabric, group: Group, length: int, element: Element) -> None:
-        self._fabric = fabric
-        self._group = group
-        self._length = length
-        self._storage = element.storage
-        self._nbytes = length * element.itemsize
-        self._memory: Array | None = None
-
-    def run(self, backend: Backend) -> Coroutine[None]:
-        """Share the memory; all ranks of the group get it or none does. Collective over the group."""
-        group, nbytes = self._group, self._nbytes
-        if group.size == 1 or not nbytes:
-            self._memory = self._ordinary()
-            return
-        number = self._fabric.allocations.next_number(group.number)
-        room = available_bytes()
-        enough = room is None or group.local_size * spread(nbytes) <= room
-        if not (yield from _all(backend, group, enough)):
-            return
-        memory = yield from self._share(number)
-        if (yield from _all(backend, group, memory is not None)):
-            self._memory = memory
-
-    def _share(self, number: tuple[int, int]) -> Coroutine[Array | None]:
-        group, fabric, nbytes = self._group, self._fabric, self._nbytes
-        if group.local_size == 1:
-            return self._ordinary()
+def _memory(backend: Backend, group: Group, length: int, element: Element) -> Coroutine[Array | None]:
+    """The memory of this rank; all ranks of the group get theirs or none does. Collective over the group."""
+    fabric, nbytes, memory = current().fabric, length * element.itemsize, None
+    if group.size == 1 or not nbytes:
+        return _ordinary(length, element)
+    number = fabric.allocations.next_number(group.number)
+    room = available_bytes()
+    if not (yield from _all(backend, group, room is None or group.local_size * spread(nbytes) <= room)):
+        return None
+    if group.local_size == 1:
+        memory = _ordinary(length, element)
+    else:
         segment = yield from fabric.share(group, (KIND, number), group.local_size * spread(nbytes))
-        if segment is None:
-            return None
-        ranks = [group.ranks[position] for position in group.node]
-        allocation = Allocation(number, ranks, fabric.world.rank, nbytes, segment)
-        return fabric.allocations.add(allocation, self._storage) if allocation.populate() else None
+        if segment is not None:
+            ranks = [group.ranks[position] for position in group.node]
+            allocation = Allocation(number, ranks, fabric.world.rank, nbytes, segment)
+            memory = fabric.allocations.add(allocation, element.storage) if allocation.populate() else None
+    return memory if (yield from _all(backend, group, memory is not None)) else None
 
-    def _ordinary(self) -> Array | None:
-        """Memory that is not shared; None where there is not enough."""
-        try:
-            return np.empty(self._length, self._storage)
-        except (MemoryError, ValueError):
-            return None
 
-    def result(self) -> Array:
-        """The memory of this rank's tensor. Raises: HorovodInternalError when some rank could not have them."""
-        if self._memory is None:
-            copies = f"{self._nbytes} bytes for each of the ranks of a node"
-            raise HorovodInternalError(
-                f"empty_shared: a node cannot share {copies}: there is not so much memory free, or neither a memfd "
-                "opened through /proc nor a file in /dev/shm works. Ask for less, or use torch.empty, whose tensors "
-                "are reduced through a small staging ring."
-            )
-        return self._memory
+def _ordinary(length: int, element: Element) -> Array | None:
+    """Memory that is not shared; None where there is not enough."""
+    try:
+        return np.empty(length, element.storage)
+    except (MemoryError, ValueError):
+        return None
 
 
 def _all(backend: Backend, group: Group, fine: bool) -> Coroutine[bool]:

@@ -3,7 +3,7 @@
     first finish()    the ranks propose what they have, and one plan follows for all (one negotiated request)
     mark_ready(i)     with a spare core: the last tensor of a bucket completes it, and complete buckets start at once,
                       in the order of the plan. Without: nothing starts before finish()
-    finish(tensors)   the compiled step (compiled_step.py) where there is one and nothing has changed; else the general
+    finish(tensors)   the compiled step (schedule.py) where there is one and nothing has changed; else the general
                       path, which starts what is left, drives the loop until all is reduced, and compiles the step
 
 The tensors are reduced where they are. The plan has an op queue of its own, so its order is the plan's.
@@ -26,9 +26,13 @@ from hvlike.collectives.api.sparse import SparseSum
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.fusion.bucket import ReductionSettings
-from hvlike.collectives.fusion.schedule import Schedule, gradient_streams_of
+from hvlike.collectives.fusion.schedule import (
+    CompiledStep,
+    Schedule,
+    compile_step,
+    gradient_streams_of,
+)
 from hvlike.collectives.health.wait_for_graph import STEP
-from hvlike.collectives.persistent.compiled_step import CompiledStep, compile_step
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average
