@@ -232,8 +232,9 @@ class Schedule:
                 yield from job(backend)
                 self.active = bucket.active
             else:
-                yield from job(backend)
+                # First, so that a rank that fails in its job has been counted: the others end their step.
                 self.active = yield from backend.count_active(active)
+                yield from job(backend)
 
         return run
 
