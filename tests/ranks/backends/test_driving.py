@@ -68,9 +68,11 @@ def test_an_error_is_the_callers_or_the_tasks(queue: OpQueue) -> None:
         raise KeyError("expected")
 
     ended: list[Task[None]] = []
+    queue.patience = math.inf
     with pytest.raises(KeyError, match="expected"):
         queue.drive(failing(3), ended.append)
     assert not ended
+    queue.patience = 0.0
     assert not queue.drive(failing(1000), ended.append)
     assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, KeyError)
