@@ -16,6 +16,6 @@ A damaged one is passed over for the one before. All ranks load the same, and le
 from __future__ import annotations
 
 from hvlike.errors import CheckpointError
-from hvlike.training.checkpoint import Checkpoint, load, save
+from hvlike.training.elastic.checkpoint import Checkpoint, load, save
 
 __all__ = ["Checkpoint", "CheckpointError", "load", "save"]

@@ -26,7 +26,7 @@ from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
-from hvlike.training.optimizer_wrapper import DelegatingOptimizer
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 Form = tuple[torch.Size, torch.dtype]

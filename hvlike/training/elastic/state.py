@@ -15,7 +15,7 @@ from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import UsageError
-from hvlike.training.checkpoint import is_stateful
+from hvlike.training.elastic.checkpoint import is_stateful
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 

@@ -23,6 +23,7 @@ from hvlike.training import usage_errors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
 from hvlike.training.gradients.parameters import (
     check_all_named,
     check_groups,
@@ -33,7 +34,6 @@ from hvlike.training.gradients.parameters import (
 from hvlike.training.gradients.reduction import Reduction, registered_set
 from hvlike.training.join.join import Join, JoinContext
 from hvlike.training.join.joinable import BuiltInHook, Joinable
-from hvlike.training.optimizer_wrapper import DelegatingOptimizer, after, is_read_by_grad_scaler, reduce_loss
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 
 # What torch's own optimizers mark their methods with: torch.compile leaves them alone.

@@ -25,7 +25,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import synchronize
 from hvlike.collectives.session.basics import rank
 from hvlike.errors import MismatchError, ShapeMismatchError, UsageError
-from hvlike.training.optimizer_wrapper import DelegatingOptimizer
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
+from hvlike.training.gradients.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of, temporary_gradients
 from hvlike.training.join.join import Join, JoinContext
 from hvlike.training.join.joinable import BuiltInHook, Joinable
-from hvlike.training.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.zero.exchange import (
     GradientReduction,
     ParameterExchange,
