@@ -77,7 +77,7 @@ def late(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[Late]:
 
     context = current()
     set_state = context.find_set(None, "test")
-    executor, site = set_state.executor, set_state.executor._site
+    executor, site = set_state.executor, set_state.executor.site
     device = LateDevice()
     comm = MPI.COMM_WORLD
     folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hvlike-late-") if comm.rank == 0 else None))

@@ -88,7 +88,7 @@ def test_the_job_goes_on_where_the_backend_that_is_wanted_cannot_serve(
     hvd, set_state = late.hvd, current().find_set(None, "test")
     with monkeypatch.context() as patch:
         patch.setattr(set_state.queues.first, "device", None)
-        patch.setattr(set_state.executor._site, "_devices", None)
+        patch.setattr(set_state.executor.site, "_devices", None)
         patch.setattr(late.nccl, "fails", hvd.rank() == 0)
         with pytest.raises(LaunchError, match="no communicator could be made"):
             hvd.allreduce(torch.ones(3), name="refused")
