@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from support.in_turn import Job
@@ -15,12 +16,13 @@ STEP = "hvlike bench step --models small --repetitions 2"
 
 def jobs(folder: Path) -> list[Job]:
     """All of them."""
-    averages = f"{ALLREDUCE} --dtypes bfloat16,float64 --op average --warm --no-gloo --plot {folder}/allreduce.png"
+    place = quote(str(folder))
+    averages = f"{ALLREDUCE} --dtypes bfloat16,float64 --op average --warm --no-gloo --plot {place}/allreduce.png"
     two = {
         "averages": averages,
         "allreduce, bare": f"{ALLREDUCE} --bare --no-gloo --op average --dtypes float32,float64,bfloat16 --json",
         "step, bare": f"{STEP} --no-ddp --bare --json",
-        "step": f"{STEP} --no-ddp --no-horovod --plot {folder}/step.png",
+        "step": f"{STEP} --no-ddp --no-horovod --plot {place}/step.png",
         "autograd": "hvlike bench autograd --repetitions 1 --steps small,unused1 --json",
         "rpc": "hvlike bench rpc --sizes 1KiB --repetitions 2 --idle 0.1 --json",
         "zero": "hvlike bench zero --width 32 --layers 2 --repetitions 1 --bucket-view --json",

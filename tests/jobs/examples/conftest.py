@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from support.in_turn import Job
@@ -11,15 +12,16 @@ from support.job import CHECKOUT
 
 def jobs(folder: Path) -> list[Job]:
     """All of them. What is resumed is so by other processes than those that stopped."""
-    examples = CHECKOUT / "examples"
+    place = quote(str(folder))
+    examples = quote(str(CHECKOUT / "examples"))
     digits = f"{examples}/digits.py --epochs 4 --batch-size 64 --lr 0.05 --warmup-epochs 1"
     ported = f"{examples}/ported.py --epochs 3"
     low_rank = f"{examples}/powersgd.py --epochs 4 --warmup-epochs 1 --full-epochs 0.5"
     synthetic = f"{examples}/synthetic_benchmark.py --model resnet18 --image-size 32 --batch-size 2 --fp16-allreduce"
     stopped = {
-        "digits, stopped": f"{digits} --output {folder}/parts --stop-after 2",
-        "powersgd, stopped": f"{low_rank} --output {folder}/powersgd --stop-after 2",
-        "remote_add": f"{examples}/autograd_remote_add.py --mode smart --draw {folder}/graph.dot",
+        "digits, stopped": f"{digits} --output {place}/parts --stop-after 2",
+        "powersgd, stopped": f"{low_rank} --output {place}/powersgd --stop-after 2",
+        "remote_add": f"{examples}/autograd_remote_add.py --mode smart --draw {place}/graph.dot",
         "model_parallel": f"{examples}/autograd_model_parallel.py --epochs 2 --mode fast",
         "clipping, helper": f"{examples}/gradient_clipping.py --epochs 2 --recipe helper",
         "clipping, explicit": f"{examples}/gradient_clipping.py --epochs 2 --recipe explicit",
@@ -29,12 +31,12 @@ def jobs(folder: Path) -> list[Job]:
         "elastic, troubled": f"{examples}/elastic.py --epochs 1 --fail-at 15",
     }
     resumed = {
-        "digits, resumed": f"{digits} --output {folder}/parts --resume",
-        "powersgd, resumed": f"{low_rank} --output {folder}/powersgd --resume",
-        "powersgd, whole": f"{low_rank} --output {folder}/whole_powersgd",
-        "topk": f"{examples}/powersgd.py --compression topk --epochs 4 --warmup-epochs 1 --output {folder}/topk",
-        "ported, join": f"{ported} --fp16-allreduce --uneven --base-lr 0.03 --save {folder}/join.pt",
-        "ported, sums": f"{ported} --batches-per-allreduce 2 --base-lr 0.015 --save {folder}/sums.pt",
+        "digits, resumed": f"{digits} --output {place}/parts --resume",
+        "powersgd, resumed": f"{low_rank} --output {place}/powersgd --resume",
+        "powersgd, whole": f"{low_rank} --output {place}/whole_powersgd",
+        "topk": f"{examples}/powersgd.py --compression topk --epochs 4 --warmup-epochs 1 --output {place}/topk",
+        "ported, join": f"{ported} --fp16-allreduce --uneven --base-lr 0.03 --save {place}/join.pt",
+        "ported, sums": f"{ported} --batches-per-allreduce 2 --base-lr 0.015 --save {place}/sums.pt",
         "uneven_optimizer": f"{examples}/uneven_optimizer.py --epochs 2",
         "joinable_counter": f"{examples}/joinable_counter.py",
         "uneven_zero": f"{examples}/uneven_zero.py",
@@ -52,7 +54,7 @@ def jobs(folder: Path) -> list[Job]:
         "process_sets, 1": f"{examples}/process_sets.py --epochs 3",
     }
     # This one just as for everybody, nothing of it in tests/startup.
-    whole = Job(2, {"digits, whole": f"{digits} --output {folder}/whole"}, HVLIKE_TEST_NOTHING_LATE="1")
+    whole = Job(2, {"digits, whole": f"{digits} --output {place}/whole"}, HVLIKE_TEST_NOTHING_LATE="1")
     hybrid = Job(4, {"hybrid": f"{examples}/autograd_hybrid.py --epochs 3"})
     return [whole, Job(2, stopped), Job(2, resumed), Job(3, three), Job(1, alone), hybrid]
 
