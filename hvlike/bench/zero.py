@@ -22,8 +22,7 @@ from hvlike.optim import ZeroRedundancyOptimizer
 ADAM, ZERO, VIEW, ALONE = "DDP + Adam", "DDP + ZeRO", "DDP + ZeRO, views", "ZeRO alone"
 TORCH_ADAM, TORCH_ZERO = "torch DDP + Adam", "torch DDP + ZeRO"
 _REPETITIONS = 7
-# Small enough that steps on random data stay finite.
-_LEARNING_RATE = 1e-4
+_LEARNING_RATE = 1e-4  # Small enough that steps on random data stay finite
 _TOLERANCE = 1e-2  # Of sums of 50 M weights that start equal: gradients near zero make Adam's first steps go either way
 
 

@@ -72,7 +72,6 @@ class Counters:
 
     def __init__(self) -> None:
         self.since = time.monotonic()
-        """When counting began."""
         self._lock = threading.Lock()
         self._moved: dict[str, list[int]] = {}
         self._waits: dict[str, list[float]] = {}
@@ -157,7 +156,6 @@ class Means:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def add(self, sums: Sums) -> None:
-        """Add more values."""
         for name, (total, count) in sums.items():
             before, counted = self._sums.get(name, (0.0, 0))
             self._sums[name] = (before + total, counted + count)

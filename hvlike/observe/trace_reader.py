@@ -91,7 +91,6 @@ class Span:
 
     @property
     def length(self) -> float:
-        """The duration."""
         return self.end - self.start
 
 
