@@ -5,12 +5,7 @@ from typing import TYPE_CHECKING
 from hvlike.lazy import at_first_use, without_collections
 
 with without_collections():
-    from hvlike.collectives.api.allgather import (
-        allgather,
-        allgather_async,
-        grouped_allgather,
-        grouped_allgather_async,
-    )
+    from hvlike.collectives.api.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
     from hvlike.collectives.api.allreduce import (
         allreduce,
         allreduce_,
@@ -79,105 +74,27 @@ if TYPE_CHECKING:
     from hvlike.launch.run import run
     from hvlike.training.progress import progress
 else:
+    _later = ("autograd", "checkpoint", "elastic", "nn", "optim", "rpc")
     __getattr__, __dir__ = at_first_use(
-        globals(),
-        "autograd",
-        "checkpoint",
-        "elastic",
-        "nn",
-        "optim",
-        "rpc",
-        progress="hvlike.training.progress",
-        run="hvlike.launch.run",
+        globals(), *_later, progress="hvlike.training.progress", run="hvlike.launch.run"
     )
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Handle",
-    "HorovodInternalError",
-    "HvlikeError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Statistics",
-    "Sum",
-    "SyncBatchNorm",
-    "__version__",
-    "_check_has_gpu",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "autograd",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "check_extension",
-    "checkpoint",
-    "clip_grad_norm_",
-    "convert_sync_batchnorm",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "empty_shared",
-    "extension_available",
-    "gather_optimizer_state",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "nn",
-    "optim",
-    "pin_device",
-    "poll",
-    "progress",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "rpc",
-    "run",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "statistics",
-    "stop_timeline",
-    "synchronize",
-]
+__all__ = ["Adasum", "Average", "Compression", "Max", "Min", "Product", "Sum"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "sparse_allreduce_async"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["allgather", "allgather_async", "allgather_object", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object"]
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+__all__ += ["alltoall", "alltoall_async", "barrier", "join"]
+__all__ += ["Handle", "empty_shared", "poll", "synchronize"]
+__all__ += ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["DistributedOptimizer", "SyncBatchNorm", "clip_grad_norm_", "convert_sync_batchnorm"]
+__all__ += ["broadcast_optimizer_state", "broadcast_parameters", "gather_optimizer_state", "progress"]
+__all__ += ["Statistics", "start_timeline", "statistics", "stop_timeline"]
+__all__ += ["HorovodInternalError", "HvlikeError", "__version__"]
+__all__ += ["autograd", "checkpoint", "elastic", "nn", "optim", "rpc"]
+__all__ += ["init", "is_initialized", "run", "shutdown"]
+__all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "pin_device", "rank", "size"]
+__all__ += ["_check_has_gpu", "check_extension", "extension_available"]
+__all__ += ["gloo_enabled", "mpi_enabled", "mpi_threads_supported"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built", "rocm_built"]

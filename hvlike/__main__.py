@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NamedTuple
-
-
-class Command(NamedTuple):
-    """Where a command lives and what it is for."""
-
-    module: str
-    purpose: str
-
 
 COMMANDS = {
-    "doctor": Command("hvlike.doctor.command", "find out why jobs do not start or not well; also mpirun -n 2 ..."),
-    "bench": Command("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
-    "timeline": Command("hvlike.observe.command", "join and sum up timelines: timeline summary FILE..."),
-}
+    "doctor": ("hvlike.doctor.command", "find out why jobs do not start or not well; also mpirun -n 2 ..."),
+    "bench": ("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
+    "timeline": ("hvlike.observe.command", "join and sum up timelines: timeline summary FILE..."),
+}  # Where each command lives and what it is for
 
 
 def usage() -> str:
-    """The help text."""
-    lines = [f"  {name:10}{command.purpose}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(["usage: python -m hvlike COMMAND [-h] ...", "", *lines])
 
 
@@ -36,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"python -m hvlike: no command {name!r}\n{usage()}", file=sys.stderr)
         return 2
-    status: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return status
 
 

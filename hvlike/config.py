@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,10 +24,8 @@ OURS, HOROVODS = "HVLIKE_", "HOROVOD_"
 class Kind(NamedTuple):
     """The values that a setting takes."""
 
-    parse: Callable[[str], Any]
-    """Returns the value of a text. Raises: ValueError."""
-    expected: str
-    """The values in words, for errors and the documentation."""
+    parse: Callable[[str], Any]  # Returns the value of a text. Raises: ValueError, KeyError.
+    expected: str  # The values in words, for errors and the documentation
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,11 @@ class Setting:
     kind: Kind
     default: Any
     effect: str
-    horovod: bool
-    """Whether Horovod has it too, so that its spelling is accepted."""
-    same: bool
-    """Whether all ranks must have the same value."""
+    horovod: bool  # Whether Horovod has it too, so that its spelling is accepted
+    same: bool  # Whether all ranks must have the same value
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         return OURS + self.name
 
     @property
@@ -66,62 +62,35 @@ def shared(default: T, kind: Kind, effect: str, *, same: bool = True, name: str 
     return setting(default, kind, effect, horovod=True, same=same, name=name)
 
 
+def _checked(convert: Callable[[str], Any], fits: Callable[[Any], bool], text: str) -> Any:
+    value = convert(text)
+    if not fits(value):
+        raise ValueError(text)
+    return value
+
+
 def whole(least: int) -> Kind:
-    """Whole numbers from `least` up."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise ValueError(text)
-        return value
-
-    return Kind(parse, f"a whole number of at least {least}")
+    return Kind(partial(_checked, int, lambda value: value >= least), f"a whole number of at least {least}")
 
 
 def number(least: float) -> Kind:
     """Finite numbers from `least` up."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value) or value < least:
-            raise ValueError(text)
-        return value
-
-    return Kind(parse, f"a number of at least {least:g}")
+    return Kind(partial(_checked, float, lambda value: least <= value < math.inf), f"a number of at least {least:g}")
 
 
 def one_of(*words: str) -> Kind:
     """One of some words, in upper or lower case."""
-
-    def parse(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError(text)
-        return text.lower()
-
-    return Kind(parse, "one of " + ", ".join(words))
+    return Kind(partial(_checked, str.lower, lambda value: value in words), "one of " + ", ".join(words))
 
 
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-def _cores(text: str) -> tuple[int, ...]:
-    cores = tuple(int(part) for part in text.split(","))
-    if min(cores) < 0:
-        raise ValueError(text)
-    return cores
-
-
-SWITCH = Kind(_switch, "0 or 1")
+SWITCH = Kind({"0": False, "1": True}.__getitem__, "0 or 1")
 PATH = Kind(str, "the path of a file")
-CORES = Kind(_cores, "numbers of cores with commas between, one for each rank of a node")
-
-
+CORES = Kind(
+    partial(_checked, lambda text: tuple(map(int, text.split(","))), lambda cores: min(cores) >= 0),
+    "numbers of cores with commas between, one for each rank of a node",
+)
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
-DYNAMIC = "DYNAMIC"
-"""The value of HVLIKE_TIMELINE that names no file: the program calls start_timeline(), as with Horovod."""
+DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls start_timeline(), as with Horovod
 
 
 @dataclass(frozen=True)
@@ -223,13 +192,12 @@ class Config:
     timeline_max_bytes: int = setting(256 << 20, whole(4096), "size at which the file of a rank ends", same=False)
 
 
+# By field of Config.
 SETTINGS: dict[str, Setting] = {
     field.name: dataclasses.replace(entry, name=entry.name or field.name.upper())
     for field in dataclasses.fields(Config)
     for entry in [field.metadata["setting"]]
 }
-"""By field of Config."""
-
 _IGNORED_BECAUSE = {
     "process sets can always be added and removed": "DYNAMIC_PROCESS_SETS",
     "the way across nodes follows from where the ranks run": (
@@ -276,7 +244,7 @@ def _value(entry: Setting, texts: Mapping[str, str], where: str) -> Any:
         if text:
             try:
                 found[spelling] = entry.kind.parse(text)
-            except ValueError:
+            except (ValueError, KeyError):
                 raise UsageError(f"{spelling}={text!r}{where}: expected {entry.kind.expected}.") from None
     values = list(found.values())
     if any(value != values[0] for value in values):
@@ -313,17 +281,15 @@ def differing(configs: Sequence[Config]) -> str | None:
     """
     differences = []
     for field, entry in SETTINGS.items():
-        if entry.same:
-            ranks_of: dict[Any, list[int]] = {}
-            for rank, each in enumerate(configs):
-                ranks_of.setdefault(getattr(each, field), []).append(rank)
-            if len(ranks_of) > 1:
-                values = ", ".join(f"{_show(value)} on {_name(ranks)}" for value, ranks in ranks_of.items())
-                differences.append(f"{entry.variable} is {values}")
-    if not differences:
-        return None
+        ranks_of: dict[Any, list[int]] = {}
+        for rank, each in enumerate(configs):
+            ranks_of.setdefault(getattr(each, field), []).append(rank)
+        if entry.same and len(ranks_of) > 1:
+            values = ", ".join(f"{_show(value)} on {_name(ranks)}" for value, ranks in ranks_of.items())
+            differences.append(f"{entry.variable} is {values}")
     told = "; ".join(differences)
-    return f"The ranks have different knobs: {told}. Set them alike on every rank (mpirun -x NAME=value)."
+    advice = "Set them alike on every rank (mpirun -x NAME=value)."
+    return f"The ranks have different knobs: {told}. {advice}" if differences else None
 
 
 def _show(value: Any) -> str:

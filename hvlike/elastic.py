@@ -22,12 +22,5 @@ from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.state import ElasticSampler, ObjectState, State, TorchState
 
-__all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "run",
-]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]

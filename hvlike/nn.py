@@ -12,12 +12,5 @@ from hvlike.training.ddp.comm_hooks import (
 )
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
 
-__all__ = [
-    "DistributedDataParallel",
-    "GradBucket",
-    "PowerSGDState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "powerSGD_hook",
-]
+__all__ = ["DistributedDataParallel", "GradBucket", "PowerSGDState"]
+__all__ += ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "powerSGD_hook"]

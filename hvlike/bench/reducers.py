@@ -53,9 +53,7 @@ RATIOS = {
     "MPI/shared": (MPI, SHARED),
     "shared/pass": (SHARED, FLOOR),
     "shared/own pass": (SHARED, SHARED_FLOOR),
-}
-"""Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor."""
-
+}  # Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor
 DTYPES = {
     str(each).removeprefix("torch."): each
     for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)

@@ -31,8 +31,7 @@ from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 Form = tuple[torch.Size, torch.dtype]
 
-_REST = "rest"
-"""The entry for everything that is no tensor."""
+_REST = "rest"  # The entry for everything that is no tensor
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -159,8 +159,7 @@ class HvlikeStrategy(ParallelStrategy):
 
     strategy_name = "hvlike"
 
-    model: Any
-    """The module, wrapped while it is trained."""
+    model: Any  # The module, wrapped while it is trained
     _layer_sync: Any
 
     def __init__(

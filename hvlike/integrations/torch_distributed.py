@@ -26,8 +26,7 @@ from hvlike.collectives.api.reducescatter import reducescatter
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 
-BACKEND_NAME = "hvlike"
-"""The name of this backend in torch.distributed."""
+BACKEND_NAME = "hvlike"  # The name of this backend in torch.distributed
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup

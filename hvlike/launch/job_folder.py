@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,27 +25,15 @@ from hvlike.errors import LaunchError, UsageError
 
 
 @dataclass(frozen=True)
-class JobCall:
-    """What every rank does."""
-
-    func: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Failure:
     """How one rank has ended."""
 
     rank: int
     host: str
-    seconds: float
-    """Since the epoch."""
-    summary: str
-    """Class and text of the exception."""
+    seconds: float  # Since the epoch
+    summary: str  # Class and text of the exception
     trace: str
-    error: bytes | None
-    """The pickled exception, if it can be pickled."""
+    error: bytes | None  # The pickled exception, if it can be pickled
 
 
 class RankTraceback(Exception):
@@ -54,8 +43,8 @@ class RankTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def write_call(folder: Path, call: JobCall) -> None:
-    """Write the call for the ranks. Raises: UsageError if it does not pickle."""
+def write_call(folder: Path, call: partial[Any]) -> None:
+    """Write the call that every rank makes. Raises: UsageError if it does not pickle."""
     name = getattr(call.func, "__qualname__", repr(call.func))
     if getattr(call.func, "__module__", None) == "__main__" and not _has_cloudpickle():
         raise UsageError(
@@ -68,12 +57,12 @@ def write_call(folder: Path, call: JobCall) -> None:
     _write(folder / "call", search_path + _pickled(call, f"run: {name} or one of its arguments"))
 
 
-def read_call(folder: Path) -> JobCall:
+def read_call(folder: Path) -> partial[Any]:
     """Read the call. Modules are found as in the process that wrote it."""
     with (folder / "call").open("rb") as file:
         path: list[str] = pickle.load(file)
         sys.path += [each for each in path if each not in sys.path]
-        call: JobCall = pickle.load(file)
+        call: partial[Any] = pickle.load(file)
     return call
 
 

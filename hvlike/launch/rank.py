@@ -26,8 +26,7 @@ def main(folder: Path) -> None:
     rank = rank_of(os.environ)
     try:
         call = read_call(folder)
-        result = call.func(*call.args, **call.kwargs)
-        write_result(folder, rank, result)
+        write_result(folder, rank, call())
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             write_result(folder, rank, None)

@@ -16,11 +16,12 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.launch.job_folder import JobCall, first_failure, raise_again, result_of, write_call
+from hvlike.launch.job_folder import first_failure, raise_again, result_of, write_call
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import OPEN_MPI, Mpirun
 from hvlike.transport.host.launchers import detect_launcher
@@ -28,7 +29,6 @@ from hvlike.transport.host.topology import available_cores
 
 T = TypeVar("T")
 
-_DEFAULT_RANKS = 2
 _STOP_SECONDS = 10.0
 _DRAIN_SECONDS = 10.0
 _CHARACTERS_KEPT = 20_000
@@ -93,7 +93,7 @@ def run(
     on_hosts = hosts is not None or hostfile is not None
     parent = folder if folder is not None else os.getcwd() if on_hosts else None
     with tempfile.TemporaryDirectory(prefix="hvlike-run-", dir=parent) as place:
-        write_call(Path(place), JobCall(func, tuple(args), dict(kwargs or {})))
+        write_call(Path(place), partial(func, *args, **(kwargs or {})))
         added = _added_variables(os.environ, ranks, on_hosts=on_hosts) | dict(env or {})
         flags = [*_host_flags(mpirun, hosts, hostfile, added), *mpi_args]
         command = mpirun.command(ranks, [sys.executable, "-m", "hvlike.launch.rank", place], flags)
@@ -111,7 +111,7 @@ def _checked_ranks(func: object, np: int | None, num_proc: int | None, hosts: ob
     if np is not None and num_proc is not None:
         raise UsageError("run: np and num_proc are two names of one argument. Pass one of them.")
     given = num_proc if np is None else np
-    ranks = _DEFAULT_RANKS if given is None else given
+    ranks = 2 if given is None else given
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"run expects np, the number of ranks, as a whole number above 0, got {ranks!r}.")
     if hosts is not None and hostfile is not None:
@@ -126,7 +126,6 @@ def _checked_ranks(func: object, np: int | None, num_proc: int | None, hosts: ob
 
 
 def _added_variables(environment: Mapping[str, str], ranks: int, *, on_hosts: bool) -> dict[str, str]:
-    """Return what is added to the environment of the ranks."""
     here = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
     added = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -148,19 +147,15 @@ def _host_flags(
     """Return the flags that name the hosts, and take variables there: only Open MPI's launcher needs to be told."""
     if hosts is None and hostfile is None:
         return []
-    is_open_mpi = mpirun.family == OPEN_MPI
-    if hosts is not None:
-        flags = ["--host" if is_open_mpi else "-hosts", hosts]
-    else:
-        flags = ["--hostfile" if is_open_mpi else "-f", os.fspath(hostfile or "")]
-    if is_open_mpi:
-        settings = [name for name in os.environ if name.startswith(("HVLIKE_", "HOROVOD_"))]
-        flags += [flag for name in dict.fromkeys([*added, *settings]) for flag in ("-x", name)]
-    return flags
+    where = [os.fspath(hostfile or "") if hosts is None else hosts]
+    if mpirun.family != OPEN_MPI:
+        return ["-f" if hosts is None else "-hosts", *where]
+    settings = [name for name in os.environ if name.startswith(("HVLIKE_", "HOROVOD_"))]
+    exported = [flag for name in dict.fromkeys([*added, *settings]) for flag in ("-x", name)]
+    return ["--hostfile" if hosts is None else "--host", *where, *exported]
 
 
 def _results(folder: Path, ranks: int, command: Sequence[str], status: int, errors: str) -> list[Any]:
-    """Return what the ranks have returned, or raise the first failure."""
     failure = first_failure(folder, ranks)
     if failure is not None:
         raise_again(failure)
@@ -174,9 +169,6 @@ def _results(folder: Path, ranks: int, command: Sequence[str], status: int, erro
             f"it never started (`{' '.join(command)}`). The last lines on stderr:\n{last}"
         )
     return [pickle.loads(result) for result in results if result is not None]
-
-
-# -- the child process ----------------------------------------------------------------------------
 
 
 class OutputCopy:
@@ -218,14 +210,10 @@ def run_to_its_end(command: Sequence[str], environment: Mapping[str, str], timeo
 
     The job is ended when this is interrupted, and after `timeout` seconds. Raises: subprocess.TimeoutExpired.
     """
+    pipe = subprocess.PIPE
+    # In a session of its own: Ctrl-C reaches this process alone, which then ends the job in order.
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=dict(environment),
-        # Ctrl-C reaches this process alone, which then ends the job in order.
-        start_new_session=True,
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=dict(environment), start_new_session=True
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -235,22 +223,22 @@ def run_to_its_end(command: Sequence[str], environment: Mapping[str, str], timeo
         try:
             process.wait(timeout)
         finally:
-            _stop(process)
+            stop(process, partial(os.killpg, process.pid))
             output.finish()
             last_errors = errors.finish()
     return process.returncode, last_errors
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher, which ends its ranks, if it still runs."""
+def stop(process: subprocess.Popen[bytes], send: Callable[[int], None], seconds: float = _STOP_SECONDS) -> None:
+    """End a process if it still runs; a launcher ends its ranks. send: sends a signal to it, or to its group."""
     if process.poll() is not None:
         return
-    os.killpg(process.pid, signal.SIGTERM)
+    send(signal.SIGTERM)
     try:
-        process.wait(_STOP_SECONDS)
+        process.wait(seconds)
     except BaseException as error:
         # Also after a second Ctrl-C.
-        os.killpg(process.pid, signal.SIGKILL)
+        send(signal.SIGKILL)
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise

@@ -27,8 +27,7 @@ class Operations:
     kind: str
     count: int
     bytes: int
-    agreement: float
-    """Time from the call until all ranks had called."""
+    agreement: float  # Time from the call until all ranks had called
     queue: float
     execution: float
     longest_agreement: float
@@ -38,8 +37,7 @@ class Operations:
 class Calls:
     """Remote calls of one function. Times in milliseconds."""
 
-    what: str
-    """"call": from the call to the answer. "queue", "run" and "later": phases of the worker that serves it."""
+    what: str  # "call": from the call to the answer. "queue", "run" and "later": phases of the worker that serves it.
     function: str
     count: int
     mean: float
@@ -94,8 +92,7 @@ def _mean(spans: Iterable[Span]) -> float:
     return sum(lengths) / len(lengths) / 1000 if lengths else 0.0
 
 
-Key = tuple[int, int]
-"""A step: how often its row has started to number anew before, and its number."""
+Key = tuple[int, int]  # A step: how often its row has started to number anew before, and its number
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,9 @@ class Parts:
 
     step: float = 0.0
     compute: float = 0.0
-    others: float = 0.0
-    """Exposed wait until the last rank had arrived."""
-    reduction: float = 0.0
-    """Exposed wait after that."""
-    hidden: float = 0.0
-    """Reduction beside compute, which is in no sum."""
+    others: float = 0.0  # Exposed wait until the last rank had arrived
+    reduction: float = 0.0  # Exposed wait after that
+    hidden: float = 0.0  # Reduction beside compute, which is in no sum
 
 
 @dataclass(frozen=True)
@@ -135,8 +129,7 @@ class Training:
     name: str
     process_set: int
     ranks: list[RankSteps]
-    last_to_come: Counter[int]
-    """How often each rank was the last to arrive at the reduction."""
+    last_to_come: Counter[int]  # How often each rank was the last to arrive at the reduction
 
 
 def trainings(traces: Sequence[RankTrace]) -> list[Training]:

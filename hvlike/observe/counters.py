@@ -12,14 +12,10 @@ from dataclasses import dataclass
 class Moved:
     """What operations of one kind have moved since init()."""
 
-    operations: int = 0
-    """The operations that were asked for; of gradients, the tensors of buckets."""
-    batches: int = 0
-    """The batches that carried them out. Fused operations are one batch."""
-    bytes: int = 0
-    """The size of this rank's tensors."""
-    largest_batch: int = 0
-    """The operations of the largest batch."""
+    operations: int = 0  # The operations that were asked for; of gradients, the tensors of buckets
+    batches: int = 0  # The batches that carried them out. Fused operations are one batch.
+    bytes: int = 0  # The size of this rank's tensors
+    largest_batch: int = 0  # The operations of the largest batch
     largest_batch_bytes: int = 0
 
     @property
@@ -43,8 +39,7 @@ class Moved:
 class Waits:
     """Exposed waits for communication of one optimizer or wrapped model since init()."""
 
-    waits: int = 0
-    """The number of waits: one for each step, or several, for example of ZeRO."""
+    waits: int = 0  # The number of waits: one for each step, or several, for example of ZeRO
     seconds: float = 0.0
     last_seconds: float = 0.0
     longest_seconds: float = 0.0
@@ -145,8 +140,7 @@ class Counters:
             return {name: Waits(int(waits), *seconds) for name, (waits, *seconds) in self._waits.items()}
 
 
-Sums = Mapping[str, tuple[float, int]]
-"""For each quantity, the sum of some values and their number."""
+Sums = Mapping[str, tuple[float, int]]  # For each quantity, the sum of some values and their number
 
 
 class Means:

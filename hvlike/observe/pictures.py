@@ -42,8 +42,7 @@ _PARTS = {
 }
 _HIDDEN = ("reduction beside compute", "#222222")
 _MISSING = Parts(*[float("nan")] * 5)
-_MOST_LINES = 8
-"""Of more ranks, only the shortest, the median and the longest step are drawn."""
+_MOST_LINES = 8  # Of more ranks, only the shortest, the median and the longest step are drawn
 
 
 def draw_steps(path: Path, training: Training) -> None:

@@ -89,9 +89,7 @@ def path_of_rank(path: str, rank: int) -> str:
 
 logger = logging.getLogger("hvlike")
 
-PENDING_EVENTS = 2048
-"""Events that are kept in memory. The thread that adds one more writes them."""
-
+PENDING_EVENTS = 2048  # Events that are kept in memory. The thread that adds one more writes them.
 Arguments = Mapping[str, Any] | None
 
 
@@ -102,10 +100,8 @@ class Recorder:
         """offset: added to time.monotonic_ns() to get the nanoseconds since the job began, on all ranks alike."""
         self.on = False
         self.marks_cycles = False
-        self.generation = 0
-        """The number of starts. Rows of an earlier one are invalid."""
-        self.on_switch: Callable[[], None] = _no_op
-        """Called after it was switched on or off."""
+        self.generation = 0  # The number of starts. Rows of an earlier one are invalid.
+        self.on_switch: Callable[[], None] = _no_op  # Called after it was switched on or off
         self._rank = rank
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset

@@ -86,8 +86,7 @@ class Span:
     start: float
     end: float
     arguments: Mapping[str, Any]
-    depth: int
-    """The number of spans of its row that it lies in."""
+    depth: int  # The number of spans of its row that it lies in
 
     @property
     def length(self) -> float:
@@ -100,8 +99,7 @@ class RankTrace:
 
     rank: int
     host: str
-    rows: dict[str, list[Span]] = field(default_factory=dict)
-    """By the title of the row, in the order of their ends."""
+    rows: dict[str, list[Span]] = field(default_factory=dict)  # By the title of the row, in the order of their ends
 
     def matching(self, prefix: str) -> Iterator[tuple[str, list[Span]]]:
         """Yield the rows whose titles start with `prefix`, with the rest of the title."""

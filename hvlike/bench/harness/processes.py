@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
+from hvlike.launch.run import stop
 from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpirun
 from hvlike.transport.host.launchers import detect_launcher
 
@@ -82,7 +82,7 @@ class Helpers:
             for process in self.processes:
                 process.wait(seconds)
         for process in self.processes:
-            _end(process, process.send_signal)
+            stop(process, process.send_signal)
         self._output.close()
 
 
@@ -135,7 +135,7 @@ def run_command(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(seconds)
         finally:
-            _end(process, partial(os.killpg, process.pid), grace)
+            stop(process, partial(os.killpg, process.pid), grace)
         output.seek(0)
         errors.seek(0)
         return status, output.read().splitlines(), errors.read().splitlines()
@@ -165,14 +165,3 @@ def run_job(
         last = "\n".join(errors[-_LAST_LINES:])
         raise LaunchError(f"`{' '.join(command)}` ended with status {status}:\n{last}")
     return json.loads(answers[-1])
-
-
-def _end(process: subprocess.Popen[bytes], send: Callable[[int], None], grace: float = _GRACE_SECONDS) -> None:
-    """End a process if it still runs; a launcher ends its ranks. Also after an interrupt of the user."""
-    if process.poll() is None:
-        send(signal.SIGTERM)
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            send(signal.SIGKILL)
-            process.wait()

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from hvlike.errors import LaunchError, UsageError
 from hvlike.launch import job_folder as call_module
 from hvlike.launch import rank as rank_module
 from hvlike.launch.job_folder import (
-    JobCall,
     first_failure,
     raise_again,
     read_call,
@@ -50,7 +50,7 @@ def failed(folder: Path, ranks: int) -> Any:
 
 
 def test_a_rank_calls_the_function_and_leaves_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_call(tmp_path, JobCall(add, (torch.ones(2),), {"number": 3}))
+    write_call(tmp_path, partial(add, torch.ones(2), number=3))
     act_as_rank(1, tmp_path, monkeypatch)
     left = result_of(tmp_path, 1)
     assert left is not None
@@ -61,21 +61,20 @@ def test_a_rank_calls_the_function_and_leaves_its_result(tmp_path: Path, monkeyp
 
 def test_a_function_without_a_name_travels_by_cloudpickle(tmp_path: Path) -> None:
     offset = 5
-    write_call(tmp_path, JobCall(lambda number: number + offset, (2,), {}))
-    call = read_call(tmp_path)
-    assert call.func(*call.args) == 7
+    write_call(tmp_path, partial(lambda number: number + offset, 2))
+    assert read_call(tmp_path)() == 7
 
 
 def test_modules_are_found_where_the_caller_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    write_call(tmp_path, JobCall(add, (), {}))
+    write_call(tmp_path, partial(add))
     monkeypatch.setattr(sys, "path", sys.path[1:])
     read_call(tmp_path)
     assert str(tmp_path / "modules") in sys.path
 
 
 def test_the_exception_of_a_rank_is_left_and_takes_its_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_call(tmp_path, JobCall(json.loads, ("{",), {}))
+    write_call(tmp_path, partial(json.loads, "{"))
     with pytest.raises(json.JSONDecodeError):
         act_as_rank(1, tmp_path, monkeypatch)
     with pytest.raises(json.JSONDecodeError) as caught:
@@ -84,7 +83,7 @@ def test_the_exception_of_a_rank_is_left_and_takes_its_course(tmp_path: Path, mo
     said = str(caught.value.__cause__)
     assert said.startswith("\nrank 1 on ")
     assert "JSONDecodeError" in said
-    assert "call.func(*call.args" in said
+    assert "write_result(folder, rank, call())" in said
 
 
 def test_the_first_exception_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +107,7 @@ def test_what_cannot_or_must_not_be_raised_here_is_told_in_words(error: BaseExce
 def test_a_function_that_exits(
     status: int | None, leaves_result: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_call(tmp_path, JobCall(sys.exit, (status,), {}))
+    write_call(tmp_path, partial(sys.exit, status))
     with pytest.raises(SystemExit):
         act_as_rank(0, tmp_path, monkeypatch)
     assert (result_of(tmp_path, 0) is not None) == leaves_result
@@ -122,18 +121,18 @@ def test_a_result_that_does_not_pickle_is_an_error(tmp_path: Path) -> None:
 
 def test_arguments_that_do_not_pickle_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file, pytest.raises(UsageError, match=r"add or one of its arguments does"):
-        write_call(tmp_path, JobCall(add, (file,), {}))
+        write_call(tmp_path, partial(add, file))
 
 
 def test_without_cloudpickle_a_function_of_the_program_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_module, "find_spec", lambda name: None)
-    write_call(tmp_path, JobCall(add, (), {}))
+    write_call(tmp_path, partial(add))
     assert read_call(tmp_path).func is add
     monkeypatch.setattr(add, "__module__", "__main__")
     with pytest.raises(UsageError, match=r"add is defined in the program itself.*pip install cloudpickle"):
-        write_call(tmp_path, JobCall(add, (), {}))
+        write_call(tmp_path, partial(add))
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"])
