@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
+# Where each command lives and what it is for.
 COMMANDS = {
     "doctor": ("hvlike.doctor.command", "find out why jobs do not start or not well; also mpirun -n 2 ..."),
     "bench": ("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
     "timeline": ("hvlike.observe.command", "join and sum up timelines: timeline summary FILE..."),
-}  # Where each command lives and what it is for
+}
 
 
 def usage() -> str:

@@ -12,10 +12,9 @@ from typing import Any
 def at_first_use(
     names: dict[str, Any], *modules: str, **places: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a `__getattr__` for a package that imports some of its names at their first use, and its `__dir__`.
+    """Return `__getattr__` and `__dir__` for a package that imports names at their first use (PEP 562).
 
     names: the globals() of the package. modules: its modules. places: the module of each other name.
-    Source: PEP 562.
     """
 
     def load(name: str) -> Any:

@@ -26,8 +26,7 @@ DEFAULT_SIZES = "1KiB,64KiB,1MiB,4MiB,25MiB,100MiB,400MiB"
 _BYTES_PER_SIZE = 2 << 30
 _FEWEST, _MOST = 9, 60
 _WARM_UPS = 3
-# Turns that do not count.
-_FIRST_TURNS = 5
+_FIRST_TURNS = 5  # Those that do not count
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,6 @@ def turn(work: Contestant, times: int, raw: RawMpi, scrub: Array | None) -> floa
     return replace(work, run=run).turn(raw)
 
 
-def main(address: str) -> None:
-    with Client(address) as connected:
-        serve(connected)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with Client(sys.argv[1]) as connected:
+        serve(connected)

@@ -82,8 +82,8 @@ class Job:
         return min(self.ranks, self.ranks_per_node)
 
 
+# A reduction over n participants of so many bytes each, with so many participants behind one link.
 Across = Callable[[Constants, int, float, int], float]
-"""A reduction over n participants of so many bytes each, with so many participants behind one link."""
 
 
 def message(c: Constants, nbytes: float, sharing: int = 1) -> float:

@@ -27,9 +27,8 @@ from hvlike.bench.harness.processes import Helpers, find_launcher, module_comman
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import HOROVOD, backend_for, start_torch_group, torch_unavailable
 from hvlike.errors import HvlikeError, LaunchError
+from hvlike.launch.run import without_launcher
 
-# What belongs to our own job and must not reach another one.
-_OURS = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
@@ -59,14 +58,13 @@ class HorovodJob:
 
     def _start(self, helpers: Helpers, cores: list[list[int]]) -> str:
         """Returns the version of Horovod. Raises: LaunchError, OSError."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
         with tempfile.TemporaryDirectory(prefix="hvlike-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
             address = str(Path(folder) / "socket")
             listener.bind(address)
             listener.listen(len(cores))
             listener.settimeout(_POLL_SECONDS)
             command = module_command(find_launcher(), len(cores), "hvlike.bench.horovod_rank", [address])
-            process = helpers.start(command, env=environment)
+            process = helpers.start(command, env=without_launcher(os.environ))
             greetings: dict[int, tuple[Connection, str]] = {}
             end = time.monotonic() + _START_SECONDS
             while len(greetings) < len(cores):
@@ -98,8 +96,7 @@ class HorovodJob:
 
     def ask(self, request: dict[str, Any]) -> float:
         """Return the seconds of the slowest of Horovod's ranks, 0 where none are counted. Raises: LaunchError."""
-        seconds: float = self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.ends)))
-        return seconds
+        return float(self._on_rank_0(lambda helpers: self._ask_each(helpers, [request] * len(helpers.ends))))
 
     def contestant(self, times: int = 1) -> Contestant:
         """Return what the other job was last asked to do, so many times a turn."""

@@ -31,8 +31,6 @@ from hvlike.transport.memory.doorbell import X86
 from hvlike.transport.memory.dtypes import Array
 
 GLOO_BACKEND, NCCL_BACKEND = "gloo", "nccl"
-
-_LOOPBACK = "127.0.0.1"
 BARE = "bare loop"
 _CHUNK_BYTES = 128 << 10
 _WORDS_BYTES = 4096
@@ -41,6 +39,7 @@ _STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
 _MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
 OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
 FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
+# Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor.
 RATIOS = {
     "MPI/hvlike": (MPI, OURS),
     "gloo/hvlike": (GLOO, OURS),
@@ -53,7 +52,7 @@ RATIOS = {
     "MPI/shared": (MPI, SHARED),
     "shared/pass": (SHARED, FLOOR),
     "shared/own pass": (SHARED, SHARED_FLOOR),
-}  # Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor
+}
 DTYPES = {
     str(each).removeprefix("torch."): each
     for each in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -82,11 +81,11 @@ def start_torch_group(backend: str) -> None:
     distributed: Any = torch.distributed
     rank, size = hvlike.rank(), hvlike.size()
     timeout = datetime.timedelta(seconds=60)
-    store = distributed.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    store = distributed.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([store.port if store else 0])
     hvlike.broadcast_(port, 0, name=f"{backend}'s port")
     if store is None:
-        store = distributed.TCPStore(_LOOPBACK, int(port), size, False, timeout)
+        store = distributed.TCPStore("127.0.0.1", int(port), size, False, timeout)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -193,8 +192,11 @@ def contestants(
     rank, ranks, average = hvlike.rank(), hvlike.size(), case.average
     tensor = torch.zeros(case.length, dtype=case.dtype, device=device)
 
+    def touching(name: str, tensor: Tensor, run: Callable[[], object]) -> Contestant:
+        return Contestant(name, partial(case.fill, tensor, rank), run)
+
     def reducing(name: str, tensor: Tensor, run: Callable[[], object]) -> Contestant:
-        return Contestant(name, partial(case.fill, tensor, rank), run, partial(case.verify, tensor, name, rank, ranks))
+        return replace(touching(name, tensor, run), verify=partial(case.verify, tensor, name, rank, ranks))
 
     def ours(name: str, tensor: Tensor, kind: str) -> Contestant:
         op = hvlike.Average if average else hvlike.Sum
@@ -207,17 +209,14 @@ def contestants(
             tensor.div_(ranks)
 
     def passing(name: str, tensor: Tensor) -> Contestant:
-        """Reads and writes every byte once, in place."""
         array = _array(tensor)
-        return Contestant(
-            name, partial(case.fill, tensor, rank), partial(np.multiply, array, array.dtype.type(1), out=array)
-        )
+        return touching(name, tensor, partial(np.multiply, array, array.dtype.type(1), out=array))
 
     if device.type != "cpu":
         entered = [ours(OURS, tensor, "cuda")]
         if backend is not None:
             entered.append(reducing(GLOO if backend == GLOO_BACKEND else NCCL, tensor, by_group))
-        entered.append(Contestant(FLOOR, partial(case.fill, tensor, rank), partial(tensor.mul_, 1)))
+        entered.append(touching(FLOOR, tensor, partial(tensor.mul_, 1)))
         return [_to_its_end(each, device) for each in entered]
     # MPI does not add bfloat16, and adds 16-bit floats slowly: they go as the same values in float32.
     summed = torch.zeros(case.length) if case.dtype in _HALVES else tensor
@@ -235,20 +234,16 @@ def contestants(
     if bare is not None and case.dtype not in _HALVES:
         chunks = bare.chunks([tensor.numpy()])
         entered.append(reducing(BARE, tensor, partial(bare.reduce, chunks, 1 / ranks if average else None)))
-    copy = Contestant(COPY, partial(case.fill, tensor, rank), partial(np.copyto, other, _array(tensor)))
+    copy = touching(COPY, tensor, partial(np.copyto, other, _array(tensor)))
     return [*entered, passing(FLOOR, tensor), copy, passing(SHARED_FLOOR, shared)]
 
 
 def _to_its_end(contestant: Contestant, device: torch.device) -> Contestant:
-    def prepare() -> None:
-        contestant.prepare()
+    def settled(work: Callable[[], object]) -> None:
+        work()
         torch.cuda.synchronize(device)
 
-    def run() -> None:
-        contestant.run()
-        torch.cuda.synchronize(device)
-
-    return replace(contestant, prepare=prepare, run=run)
+    return replace(contestant, prepare=partial(settled, contestant.prepare), run=partial(settled, contestant.run))
 
 
 def _array(tensor: Tensor) -> Array:

@@ -29,10 +29,7 @@ _ROUNDS = 9
 
 @dataclass(frozen=True)
 class Result:
-    """The result for one work: for each contestant and turn one value, or one for each rank.
-
-    Seconds of a round trip or of a call; parts of a core where the pair was idle.
-    """
+    """For each contestant and turn one value, or one for each rank: seconds, or parts of a core where it was idle."""
 
     work: Work
     samples: dict[str, list[list[float]]]

@@ -30,8 +30,7 @@ _TOLERANCE = 1e-4
 _STEP_WARM_UPS = 3
 _SECONDS_PER_TURN = 0.25
 _MOST_STEPS, _FEWEST_STEPS = 100, 5
-Shape = tuple[int, int, int]
-"""Of a network: square layers of this width with tanh, a batch, and so many layers on each rank."""
+Shape = tuple[int, int, int]  # Width of square layers with tanh, batch, and how many layers each rank has
 
 
 def nothing() -> None:
@@ -145,7 +144,6 @@ def second_half(shape: Shape, hidden: Tensor) -> Tensor:
 
 
 def _loss(shape: Shape) -> Tensor:
-    """By ordinary autograd."""
     return second_half(shape, half(shape, 0)(inputs(shape))).square().mean()
 
 
@@ -181,17 +179,14 @@ class Step:
 
     def measure(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> list[float]:
         """Seconds of each of some steps after a few that do not count. Raises: HvlikeError for wrong gradients."""
-        self._check(rpc, autograd, **mode)
         run = partial(self.run, rpc, autograd, **mode)
-        each = sum(timed(run, _STEP_WARM_UPS)) / _STEP_WARM_UPS
-        return timed(run, max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS_PER_TURN / each))))
-
-    def _check(self, rpc: ModuleType, autograd: ModuleType, **mode: str) -> None:
-        found = self.run(rpc, autograd, **mode)
+        found = run()
         for parameter, right in zip(half(self.shape, 0).parameters(), expected(self.shape), strict=True):
             allowed = _TOLERANCE * float(right.abs().max())
             if parameter not in found or not torch.allclose(found[parameter], right, rtol=0.0, atol=allowed):
                 raise HvlikeError(f"{autograd.__name__}: wrong gradients of {self.title}")
+        each = sum(timed(run, _STEP_WARM_UPS)) / _STEP_WARM_UPS
+        return timed(run, max(_FEWEST_STEPS, min(_MOST_STEPS, int(_SECONDS_PER_TURN / each))))
 
 
 @lru_cache

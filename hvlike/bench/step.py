@@ -27,8 +27,7 @@ _HEADER = ["contestant", "n", "step", "overhead", "of step", "hvlike / it"]
 _TURN_SECONDS = 0.04
 _MODEL_SECONDS = 12.0
 _FEWEST, _MOST = 7, 60
-# In these hvlike learns the order of the gradients and makes its plan.
-_FIRST_STEPS = 10
+_FIRST_STEPS = 10  # In these hvlike learns the order of the gradients and makes its plan
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,7 @@ class OverheadRatio:
 
 
 def overhead_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> OverheadRatio | None:
-    """Return the ratio of the median overheads; the same repetitions are drawn for both sides of the interval.
-
-    None when the median of theirs is not above zero: then there is nothing to compare with.
-    """
+    """Return the ratio of the medians; None where theirs is not above zero. The same are drawn for both sides of it."""
     if statistics.median(theirs) <= 0:
         return None
     draw = random.Random(seed)
@@ -136,9 +132,8 @@ def _rows(result: Result) -> list[list[str]]:
         row = [name, f"{len(samples)} x {result.steps}", with_spread(Summary.of(samples)), "", "", ""]
         if name != ALONE:
             over = Summary.of(result.overheads[name])
-            low, median, high = (
-                f"{1e3 * each:.3g}" for each in (over.first_quartile, over.median, over.third_quartile)
-            )
+            figures = (over.first_quartile, over.median, over.third_quartile)
+            low, median, high = (f"{1e3 * each:.3g}" for each in figures)
             row[3:5] = f"{median} [{low}, {high}] ms", f"{result.relative[name].median:.1%}"
         if name not in (ALONE, OURS):
             ratio = result.ratios[f"{OURS}/{name}"]

@@ -30,10 +30,8 @@ _VOCABULARY = 512
 _CHEAP = "gradients by one elementwise operation each"
 DEFAULT = ("mlp", "transformer", "small", "tensors400", "resnet")
 ALONE, OURS, OURS_DDP = "no communication", "hvlike", "hvlike DDP"
-# Of sums of a few ranks' float32 values in different orders.
-_TOLERANCE = 1e-4
-# Small enough that hundreds of steps on random data stay finite.
-_LEARNING_RATE = 1e-4
+_TOLERANCE = 1e-4  # Of sums of a few ranks' float32 values in different orders
+_LEARNING_RATE = 1e-4  # Small enough that hundreds of steps on random data stay finite
 
 
 class WithLoss(nn.Module):
@@ -120,10 +118,7 @@ def resnet_50() -> list[Shape]:
 
 
 def bert(width: int, layers: int) -> list[Shape]:
-    """The encoder with its pooler: 16 tensors a layer and 7. BERT-base: bert(768, 12), 199 tensors.
-
-    Source: Devlin et al. 2019; vocabulary of 30 522 tokens, 512 positions.
-    """
+    """The encoder with its pooler (Devlin et al. 2019): 16 tensors a layer and 7. BERT-base is bert(768, 12)."""
     norm: list[Shape] = [(width,), (width,)]
     shapes: list[Shape] = [(30522, width), (512, width), (2, width), *norm]
     for _ in range(layers):
@@ -139,10 +134,9 @@ def small(count: int) -> list[Shape]:
 
 
 class Shaped(nn.Module):
-    """Parameters of given shapes; the loss is the sum of their inner products with the batch.
+    """The loss is the sum of the parameters' inner products with the batch.
 
-    Forward reads each parameter once, backward writes each gradient once: nearly nothing to hide communication behind,
-    and the last parameter's gradient comes first, as in a real network.
+    Nearly nothing to hide communication behind, and the last parameter's gradient comes first, as in a real network.
     """
 
     def __init__(self, shapes: Sequence[Shape]) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hvlike.bench.harness.report import Bars, format_seconds, publish, table, wi
 from hvlike.collectives.requests.request import Request, spec_of_tensors
 from hvlike.collectives.session.context import current
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 NOTHING, AGAIN = "nothing", "nothing, again"
 NAMED, PLANNED = "a named allreduce", "a bucket of gradients"
 _SHOWN = (AGAIN, NAMED, PLANNED)
@@ -37,19 +38,15 @@ IN_SYNCHRONIZE = "(waits in synchronize)"
 _WORK_SECONDS = 0.04
 _NAME = "bench waiting"
 _ELEMENTS = 1 << 18
+# Starts an operation, calls what it is given while the operation is in flight, and waits for its end.
 Operation = Callable[[Callable[[], None]], None]
-"""Starts an operation, calls what it is given while the operation is in flight, and waits for its end."""
-
 FREE, ONE_CORE = "threads where the system puts them", "both threads of a rank on one core"
 _REPETITIONS = 15
 _LATENCIES = 4  # So many times as many latencies are measured: each is short
 
 
 def open_bell() -> int:
-    """Return this end of a named pipe from rank 0 to rank 1 of one host. Collective.
-
-    Rank 0 writes a byte to wake rank 1: not through hvlike nor MPI, whose waiting is what is measured.
-    """
+    """Return this end of a named pipe to wake rank 1: not by hvlike nor MPI, whose waiting is measured. Collective."""
     folder = tempfile.mkdtemp(prefix="hvlike-bench-") if hvlike.rank() == 0 else None
     path: str = hvlike.broadcast_object(folder and str(Path(folder) / "bell"), name="bench waiting: bell")
     if folder is not None:
@@ -68,9 +65,6 @@ def works() -> dict[str, Work]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     batch, x = torch.randn(32, 64), torch.zeros(64)
 
-    def matmul() -> None:
-        torch.mm(a, b, out=product)
-
     def train() -> None:
         model.zero_grad()
         model(batch).square().mean().backward()
@@ -85,7 +79,7 @@ def works() -> dict[str, Work]:
             total += number * number
 
     return {
-        "matmul": matmul,
+        "matmul": partial(torch.mm, a, b, out=product),
         "forward and backward": train,
         "small operations": small_operations,
         "pure Python": python,
@@ -110,10 +104,7 @@ def repeated(work: Work, seconds: float) -> Work:
 
 
 def operations() -> dict[str, Operation]:
-    """An allreduce by name, and a step of a DistributedOptimizer whose only bucket starts in backward.
-
-    Collective: takes the first step.
-    """
+    """An allreduce by name, and a step whose only bucket starts in backward. Collective: takes the first step."""
     tensor, parameter = torch.zeros(_ELEMENTS), torch.nn.Parameter(torch.zeros(_ELEMENTS))
     optimizer = hvlike.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
 
@@ -134,10 +125,7 @@ def operations() -> dict[str, Operation]:
 
 
 def slowdowns(works: Mapping[str, Work], repetitions: int, seed: int, bell: int) -> dict[str, dict[str, list[float]]]:
-    """Time each work while its rank waits for each of WAITS. Collective; two ranks.
-
-    Returns on rank 0 seconds[work][wait], one value a repetition; the others sleep and return nothing.
-    """
+    """Return on rank 0 seconds[work][wait], one value a repetition; rank 1 sleeps. Collective; two ranks."""
     started = operations()
     order = random.Random(seed)
     long = {name: repeated(work, _WORK_SECONDS) for name, work in works.items()} if hvlike.rank() == 0 else {}
@@ -175,9 +163,9 @@ def _timed(work: Work, operation: Operation | None, bell: int) -> float:
 
 
 def latencies(works: Mapping[str, Work], repetitions: int, seed: int, bell: int) -> dict[str, list[float]]:
-    """Time from the call of rank 1, which comes late, to the end of the operation on rank 0. Collective; two ranks.
+    """Seconds from the call of rank 1, which comes late, to the end of the operation on rank 0. Collective; two ranks.
 
-    Rank 0 computes meanwhile, or waits in synchronize. Returns on rank 0 the seconds of each repetition.
+    Rank 0 computes meanwhile, or waits in synchronize.
     """
     pause = random.Random(seed)
     tensor = torch.zeros(16)
@@ -226,11 +214,8 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser, f"{_REPETITIONS}, about a minute in all")
-    interval, text = (
-        sys.getswitchinterval(),
-        "after which a thread may ask another one for the GIL; default %(default)s",
-    )
-    parser.add_argument("--switch-interval", type=float, default=interval, metavar="SECONDS", help=text)
+    default, text = sys.getswitchinterval(), "after which a thread may ask another one for the GIL; default %(default)s"
+    parser.add_argument("--switch-interval", type=float, default=default, metavar="SECONDS", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -123,10 +123,8 @@ def _lines_of(name: str, finding: Finding) -> list[str]:
 
 def _wrap(text: str, first: str, others: str) -> list[str]:
     # Words stay whole: users copy paths and options.
-    wrapper = textwrap.TextWrapper(
-        _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
-    )
-    return wrapper.wrap(text) or [first]
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, **how) or [first]
 
 
 def as_json(case: Case, findings: Findings) -> str:

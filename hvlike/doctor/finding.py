@@ -18,8 +18,6 @@ H = TypeVar("H", bound=Hashable)
 
 
 class Verdict(Enum):
-    """Whether what was found is right."""
-
     OK = "ok"
     WARN = "warn"  # It works, but slower or less safely than it could
     FAIL = "FAIL"  # It does not work; the exit status is 1
@@ -39,7 +37,6 @@ class Finding:
         self._skipped = skipped
 
     def note(self, *texts: str) -> None:
-        """Add what was found, without judging it."""
         self._notes += texts
 
     def warn(self, text: str, advice: str) -> None:
@@ -70,15 +67,6 @@ def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match.group().split("."))) if match else ()
-
-
-def in_bytes(count: float) -> str:
-    """Return a number of bytes with the unit in which it is short: 64 MiB, 1.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -130,7 +130,6 @@ def in_cuda(number: int) -> str:
 
 
 def check_nccl(case: Case, finding: Finding) -> None:
-    """Whether CuPy reaches NCCL, and whether there is one copy of it, torch's."""
     state, gpus = known(case.me.nccl), known(case.me.gpus)
     facts, installed = state.facts, known(case.me.software).installed
     cupy, wheels = installed(CUPY), installed(NCCL)

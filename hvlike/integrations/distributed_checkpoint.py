@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -57,10 +58,7 @@ def model_entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 class OptimizerEntries:
-    """The state of an optimizer by the names of its parameters in the model.
-
-    Of a ZeroRedundancyOptimizer it is the share of this rank.
-    """
+    """The state of an optimizer by the names of its parameters; of a ZeroRedundancyOptimizer this rank's share."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises: UsageError for parameters that do not belong to the model."""
@@ -73,18 +71,11 @@ class OptimizerEntries:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what this rank keeps, as `optimizer.state.<parameter>.<what>`."""
-        return {
-            f"{_prefix(name)}{what}": value
-            for name, values in self._states().items()
-            for what, value in values.items()
-            if isinstance(value, Tensor)
-        }
+        found = ((_prefix(name) + what, value) for name, each in self._states().items() for what, value in each.items())
+        return {entry: value for entry, value in found if isinstance(value, Tensor)}
 
     def rest(self) -> dict[str, Any]:
-        """Return options and names of the groups, and everything that is no tensor of all ranks' states.
-
-        For a ZeroRedundancyOptimizer it is collective and blocks.
-        """
+        """Return all that is no tensor, of all ranks. For a ZeroRedundancyOptimizer it is collective and blocks."""
         others = {
             name: {what: value for what, value in values.items() if not isinstance(value, Tensor)}
             for name, values in self._states().items()
@@ -99,24 +90,17 @@ class OptimizerEntries:
 
     def empty(self, saved: Mapping[str, Form]) -> dict[str, Tensor]:
         """Return memory for the saved tensors that this rank will keep."""
-        prefixes = {_prefix(name): name for name in self._kept}
-        found = {}
-        for entry, (shape, dtype) in saved.items():
-            # Names of parameters have dots, those of what an optimizer keeps for one do not.
-            start = entry.rpartition(".")[0] + "."
-            if start in prefixes:
-                found[entry] = torch.empty(shape, dtype=dtype, device="cpu")
-        return found
+        prefixes = {_prefix(name) for name in self._kept}
+        # Names of parameters have dots, those of what an optimizer keeps for one do not.
+        kept = {entry: form for entry, form in saved.items() if entry.rpartition(".")[0] + "." in prefixes}
+        return {entry: torch.empty(shape, dtype=dtype, device="cpu") for entry, (shape, dtype) in kept.items()}
 
     def load(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-        """Load what `rest` has returned, and of the tensors those that this rank keeps.
-
-        Raises: UsageError where the groups have other parameters.
-        """
+        """Load what `rest` has returned, and what this rank keeps. Raises: UsageError for other parameters."""
         if rest["names"] != self._groups:
+            mine, saved = (shorten(str(names), 200, placeholder="...") for names in (self._groups, rest["names"]))
             raise UsageError(
-                f"The optimizer has the parameters {_shorten(self._groups)} in its groups, the one that was saved had "
-                f"{_shorten(rest['names'])}."
+                f"The optimizer has the parameters {mine} in its groups, the one that was saved had {saved}."
             )
         state: dict[int, dict[str, Any]] = {}
         for place, name in enumerate(self._names):
@@ -135,12 +119,10 @@ class OptimizerEntries:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _state(self) -> dict[str, Any]:
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            return self._optimizer.sharded_state_dict()
-        return self._optimizer.state_dict()
+        one = self._optimizer
+        return one.sharded_state_dict() if isinstance(one, ZeroRedundancyOptimizer) else one.state_dict()
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """What is kept for each parameter."""
         return {self._names[place]: values for place, values in self._state()["state"].items()}
 
 
@@ -156,11 +138,6 @@ def _names(parameters: list[Tensor], names: Mapping[Tensor, str]) -> list[str]:
 
 def _prefix(name: str) -> str:
     return f"optimizer.state.{name}."
-
-
-def _shorten(groups: list[list[str]]) -> str:
-    text = str(groups)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any) -> None:
@@ -284,8 +261,7 @@ def _read_metadata(folder: Path) -> Mapping[str, object] | None:
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         except FileNotFoundError:
-            # No checkpoint, or not a complete one.
-            saved = None
+            pass  # No checkpoint, or not a complete one
         except Exception as error:  # unpickling a damaged file may raise anything
             problem = f"{type(error).__name__}: {error}"
     problem, saved = broadcast_object((problem, saved), root_rank=0)
@@ -299,7 +275,6 @@ def _state_of(value: Any) -> Any:
 
 
 def _forms(saved: Mapping[str, object]) -> dict[str, Form]:
-    """Return shape and dtype of each tensor that was saved."""
     tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: (entry.size, entry.properties.dtype) for name, entry in tensors.items()}
 

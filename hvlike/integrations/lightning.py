@@ -32,10 +32,7 @@ from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 
 class HvlikeSyncBatchNorm(LayerSync):
-    """Replaces batch normalisation layers by hvlike.SyncBatchNorm, and puts them back.
-
-    Source: lightning.pytorch.plugins.LayerSync.
-    """
+    """Replaces batch normalisation layers by hvlike.SyncBatchNorm, and puts them back."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
@@ -63,10 +60,7 @@ class HvlikeSyncBatchNorm(LayerSync):
 
 
 class HvlikeEnvironment(ClusterEnvironment):
-    """The place of this rank, as mpirun has decided it. Needs hvlike to be initialised.
-
-    Source: lightning.fabric.plugins.environments.ClusterEnvironment.
-    """
+    """The place of this rank, as mpirun has decided it. Needs hvlike to be initialised."""
 
     creates_processes_externally = True
 
@@ -90,10 +84,7 @@ class HvlikeEnvironment(ClusterEnvironment):
 
 
 def gather_metrics(module: nn.Module) -> None:
-    """Let the metrics in a module gather from all ranks when they are computed. Local.
-
-    Metrics with a `dist_sync_fn` of their own keep it.
-    """
+    """Let metrics without a `dist_sync_fn` of their own gather from all ranks when they are computed. Local."""
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn = gather_tensors
@@ -101,7 +92,6 @@ def gather_metrics(module: nn.Module) -> None:
 
 
 def has_other_ranks() -> bool:
-    """Whether there are other ranks to gather from."""
     return basics.is_initialized() and basics.size() > 1
 
 
@@ -109,7 +99,6 @@ def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """Return the tensors of all ranks, in rank order. Their shapes may differ, but not their numbers of dimensions.
 
     group: a ProcessSet, None for all ranks. Collective over it; blocks.
-    Source: torchmetrics.utilities.distributed.gather_all_tensors.
     """
     shapes = allgather(torch.tensor([tensor.shape], dtype=torch.int64, device="cpu"), process_set=group).tolist()
     elements = allgather(tensor.detach().reshape(-1), process_set=group)
@@ -119,14 +108,8 @@ def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 Object = TypeVar("Object")
 
-_OPS = {
-    "avg": ReduceOp.AVERAGE,
-    "mean": ReduceOp.AVERAGE,
-    "sum": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-}
+_OPS = {each.name.lower(): each for each in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)}
+_OPS |= dict.fromkeys(("avg", "mean"), ReduceOp.AVERAGE)
 
 
 class HvlikeStrategy(ParallelStrategy):

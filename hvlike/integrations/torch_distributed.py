@@ -190,9 +190,8 @@ class ProcessGroup(_ProcessGroupBase):
 
 
 def _fill(outputs: Sequence[Tensor], elements: Tensor) -> None:
-    """Copy elements into tensors, one after the other."""
-    sizes = [output.numel() for output in outputs]
-    for output, part in zip(outputs, torch.split(elements, sizes), strict=True):
+    parts = torch.split(elements, [output.numel() for output in outputs])
+    for output, part in zip(outputs, parts, strict=True):
         output.detach().copy_(part.view(output.shape))
 
 
@@ -201,15 +200,14 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _done(result: object) -> dist.Work:
-    """Return a completed work."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     work: dist.Work = _c10d._create_work_from_future(future)
     return work
 
 
-_OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVERAGE, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX}
-_OPS["PRODUCT"] = ReduceOp.PRODUCT
+_OPS = {each.name: each for each in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)}
+_OPS["AVG"] = ReduceOp.AVERAGE
 
 
 def _op(opts: Any) -> ReduceOp:
@@ -258,10 +256,7 @@ _StoreBase: Any = Store
 
 
 class NoStore(_StoreBase):
-    """The store that torch.distributed asks for. Every use raises: the ranks know each other by MPI.
-
-    Another backend would wait in it for the other ranks, for half an hour.
-    """
+    """torch.distributed asks for a store. Every use raises: another backend would wait in it for half an hour."""
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise UsageError(

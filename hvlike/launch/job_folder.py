@@ -26,8 +26,6 @@ from hvlike.errors import LaunchError, UsageError
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank has ended."""
-
     rank: int
     host: str
     seconds: float  # Since the epoch
@@ -76,13 +74,11 @@ def write_result(folder: Path, rank: int, result: object) -> None:
 
 
 def result_of(folder: Path, rank: int) -> bytes | None:
-    """Return the pickled result of a rank, None if it has left none."""
     path = folder / f"result.{rank}"
     return path.read_bytes() if path.exists() else None
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Write the exception of a rank for the caller of hvd.run."""
     seconds = time.time()
     try:
         data = _pickled(error, "the exception")

@@ -33,7 +33,16 @@ _STOP_SECONDS = 10.0
 _DRAIN_SECONDS = 10.0
 _CHARACTERS_KEPT = 20_000
 _LINES_SHOWN = 40
-_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_MCA_", "HYDI_", "HYDRA_")
+_LAUNCHER_VARIABLES = (
+    "OMPI_COMM_WORLD_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_MCA_",
+    "PRTE_LAUNCHED",
+    "HYDI_",
+    "HYDRA_",
+    "MPI_LOCAL",
+)
 
 
 def run(
@@ -98,7 +107,7 @@ def run(
         flags = [*_host_flags(mpirun, hosts, hostfile, added), *mpi_args]
         command = mpirun.command(ranks, [sys.executable, "-m", "hvlike.launch.rank", place], flags)
         try:
-            status, errors = run_to_its_end(command, _without_launcher(os.environ) | added, timeout)
+            status, errors = run_to_its_end(command, without_launcher(os.environ) | added, timeout)
         except subprocess.TimeoutExpired:
             raise LaunchError(f"run: the job of {ranks} ranks had not ended after {timeout} s. It was ended.") from None
         return _results(Path(place), ranks, command, status, errors)
@@ -134,8 +143,8 @@ def _added_variables(environment: Mapping[str, str], ranks: int, *, on_hosts: bo
     return added
 
 
-def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of a launcher that has started this process alone."""
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables of the launcher of this process, which another job must not see."""
     if detect_launcher(environment) is None:
         return dict(environment)
     return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_VARIABLES)}

@@ -72,7 +72,7 @@ def operations(traces: Sequence[RankTrace]) -> list[Operations]:
 
 
 def calls(traces: Sequence[RankTrace]) -> list[Calls]:
-    """Return the remote calls by function, those that took most time in all first."""
+    """Those that took most time in all first."""
     spans: dict[tuple[str, str], list[Span]] = {}
     for trace in traces:
         for title, row in trace.matching("rpc "):
@@ -108,15 +108,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The steps of one rank."""
-
     rank: int
     host: str
     steps: dict[Key, Parts]
 
     @property
     def mean(self) -> Parts:
-        """The averages over the steps."""
         count = max(1, len(self.steps))
         sums = {each.name: sum(getattr(parts, each.name) for parts in self.steps.values()) for each in fields(Parts)}
         return Parts(**{name: value / count for name, value in sums.items()})

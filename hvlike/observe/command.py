@@ -19,13 +19,9 @@ _MOST_RANKS = 64
 
 def summary(traces: Sequence[RankTrace]) -> str:
     """Return the tables of all steps, named operations and remote calls in these timelines."""
-    parts = [_training(each) for each in trainings(traces)]
-    named = operations(traces)
-    if named:
-        parts.append(_operations(named))
-    remote = calls(traces)
-    if remote:
-        parts.append(_calls(remote))
+    named, remote = operations(traces), calls(traces)
+    parts = [*map(_training, trainings(traces)), *([_operations(named)] if named else [])]
+    parts += [_calls(remote)] if remote else []
     return "\n\n".join(parts) or "These timelines hold neither steps, nor named operations, nor remote calls."
 
 
@@ -39,10 +35,7 @@ def _training(training: Training) -> str:
     lines += [_line(each, hosts) for each in ranks[:_MOST_RANKS]]
     if len(ranks) > _MOST_RANKS:
         lines.append(f"  ... and {len(ranks) - _MOST_RANKS} ranks more")
-    lines.append("")
-    lines.append(_shares([each.mean for each in ranks]))
-    lines += _oddities(training)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _shares([each.mean for each in ranks]), *_oddities(training)])
 
 
 def _line(rank: RankSteps, hosts: int) -> str:
@@ -69,26 +62,23 @@ def _oddities(training: Training) -> list[str]:
     if training.last_to_come:
         rank, times = training.last_to_come.most_common(1)[0]
         lines.append(f"  last to come: rank {rank}, in {times} of {training.last_to_come.total()} steps")
-    length, key, rank = max(
-        (parts.step, key, each.rank) for each in training.ranks for key, parts in each.steps.items()
-    )
-    parts = next(each for each in training.ranks if each.rank == rank).steps[key]
+    steps = ((parts, key, each.rank) for each in training.ranks for key, parts in each.steps.items())
+    parts, key, rank = max(steps, key=lambda each: (each[0].step, *each[1:]))
     lines.append(
-        f"  longest step: number {key[1]} on rank {rank}, {length:.2f} ms: compute {parts.compute:.2f}, others "
+        f"  longest step: number {key[1]} on rank {rank}, {parts.step:.2f} ms: compute {parts.compute:.2f}, others "
         f"{parts.others:.2f}, reduction {parts.reduction:.2f}"
     )
     return lines
 
 
 def _operations(named: Sequence[Operations]) -> str:
-    lines = ["Named operations of all ranks; milliseconds, on average:", ""]
-    lines.append("  kind             count         bytes   until all asked   (longest)     queue   execution")
-    lines += [
+    head = "  kind             count         bytes   until all asked   (longest)     queue   execution"
+    lines = [
         f"  {each.kind:14} {each.count:7} {each.bytes:13}  {each.agreement:16.3f}  {each.longest_agreement:10.3f}  "
         f"{each.queue:8.3f}  {each.execution:10.3f}"
         for each in named
     ]
-    return "\n".join(lines)
+    return "\n".join(["Named operations of all ranks; milliseconds, on average:", "", head, *lines])
 
 
 def _calls(remote: Sequence[Calls]) -> str:

@@ -58,8 +58,8 @@ class StepCounts:
         self.kind = kind
         self.buckets = buckets
         self.steps = 0
+        # How long the caller has waited for communication.
         self.seconds = self.last_seconds = self.longest_seconds = 0.0
-        """How long the caller has waited for communication."""
 
 
 class Counters:
@@ -87,7 +87,6 @@ class Counters:
             return self._moved.setdefault(kind, [0] * 5)
 
     def ran(self, kind: str, operations: int, nbytes: int) -> None:
-        """Count a batch of operations of one kind."""
         with self._lock:
             self._add_batch(kind, operations, nbytes, 1)
 
@@ -128,13 +127,11 @@ class Counters:
             self._fold(name, counts)
 
     def moved(self) -> dict[str, Moved]:
-        """Return what was moved, by kind."""
         with self._lock:
             self._fold_all()
             return {kind: Moved(*figures) for kind, figures in self._moved.items()}
 
     def waits(self) -> dict[str, Waits]:
-        """Return the exposed waits, by optimizer or wrapped model."""
         with self._lock:
             self._fold_all()
             return {name: Waits(int(waits), *seconds) for name, (waits, *seconds) in self._waits.items()}

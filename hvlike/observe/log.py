@@ -21,7 +21,6 @@ class RankFilter(logging.Filter):
         self._rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the rank and keep the record."""
         record.rank = self._rank
         return True
 
@@ -36,7 +35,6 @@ class Printer(logging.Handler):
         self._steps_aside = steps_aside
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, unless handlers of the program do."""
         if sys.stderr is None or (self._steps_aside and self._others()):
             return
         try:
@@ -53,10 +51,7 @@ class Printer(logging.Handler):
 
 
 def set_up_log(level: str | None, rank: int, *, hide_time: bool) -> None:
-    """Put the rank into records, set the level of the logger, and print records without other handlers.
-
-    level: HVLIKE_LOG_LEVEL; None where it is not set: a level that the program has given the logger stays then.
-    """
+    """level: HVLIKE_LOG_LEVEL; None where it is not set: a level that the program has given the logger stays then."""
     logger = logging.getLogger("hvlike")
     before = logging.NOTSET
     for handler in [each for each in logger.handlers if isinstance(each, Printer)]:

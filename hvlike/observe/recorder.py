@@ -47,10 +47,6 @@ class TraceFile:
         fits = self._size + len(block) + len(_CLOSING) <= self._max_bytes
         if not fits:
             block = b",\n" + json.dumps(last).encode()
-        self._append(block)
-        return fits
-
-    def _append(self, block: bytes) -> None:
         data = block + _CLOSING
         try:
             written = os.pwrite(self._descriptor, data, self._size)
@@ -61,9 +57,9 @@ class TraceFile:
             os.pwrite(self._descriptor, _CLOSING, self._size)
             raise
         self._size += len(block)
+        return fits
 
     def close(self) -> None:
-        """Close the file, which is complete."""
         os.close(self._descriptor)
 
 
@@ -81,10 +77,8 @@ def _open(path: str, flags: int) -> int:
 
 def path_of_rank(path: str, rank: int) -> str:
     """Return the file of a rank: timeline.json for rank 0, timeline.rank1.json for rank 1."""
-    if rank == 0:
-        return path
     whole = Path(path)
-    return str(whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}"))
+    return str(whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")) if rank else path
 
 
 logger = logging.getLogger("hvlike")
@@ -101,7 +95,7 @@ class Recorder:
         self.on = False
         self.marks_cycles = False
         self.generation = 0  # The number of starts. Rows of an earlier one are invalid.
-        self.on_switch: Callable[[], None] = _no_op  # Called after it was switched on or off
+        self.on_switch: Callable[[], None] = lambda: None  # Called after it was switched on or off
         self._rank = rank
         self._about = {"rank": rank, "size": size, "host": host, "clock": "monotonic", "clock_offset_ns": offset}
         self._offset = offset
@@ -113,10 +107,7 @@ class Recorder:
         self._file: TraceFile | None = None
 
     def start(self, path: str, *, mark_cycles: bool, max_bytes: int) -> None:
-        """Start to record into the file of this rank.
-
-        Raises: UsageError if it records already, or if the file cannot be written.
-        """
+        """Record into the file of this rank. Raises: UsageError if it does already, or the file cannot be written."""
         with self._lock:
             if self._file is not None:
                 raise UsageError(
@@ -154,7 +145,6 @@ class Recorder:
         return time.monotonic_ns() + self._offset
 
     def row(self, title: str) -> int:
-        """Return the number of the row with this title."""
         number = self._rows.get(title)
         if number is None:
             number = self._rows.setdefault(title, next(self._numbers))
@@ -164,19 +154,17 @@ class Recorder:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return len(self._rows)
 
     def begin(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
-        """Something begins in a row. Everything that begins before its end lies inside of it."""
+        """Everything that begins before its end lies inside of it."""
         self._event("B", row, name, arguments, at)
 
     def end(self, row: int, arguments: Arguments = None, at: int | None = None) -> None:
-        """What has begun last in a row ends."""
+        """End what has begun last in the row."""
         self._event("E", row, None, arguments, at)
 
     def instant(self, row: int, name: str, arguments: Arguments = None, at: int | None = None) -> None:
-        """Something happens in a row."""
         self._event("i", row, name, arguments, at, s="t")
 
     def flow_from(self, row: int, identity: str, at: int) -> None:
@@ -210,13 +198,11 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the pending events, with the lock held. A file that cannot grow ends the recording, not the job."""
-        file = self._file
-        if file is None:
-            return
         # Other threads go on adding: take only what is there now.
-        events = [self._pending.popleft() for _ in range(len(self._pending))]
-        if not events:
+        file, count = self._file, len(self._pending)
+        if file is None or not count:
             return
+        events = [self._pending.popleft() for _ in range(count)]
         last = {"ph": "i", "s": "g", "name": "TIMELINE_FULL", "pid": self._rank, "tid": 0, "ts": self.now / 1000}
         try:
             fits = file.write(events, last)
@@ -232,7 +218,3 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _no_op() -> None:
-    """Nobody wants to know."""

@@ -22,36 +22,28 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def read_all(paths: Sequence[Path], *, merged: bool = True) -> list[dict[str, Any]]:
-    """Read timelines of ranks, and merged ones if they may be among them.
-
-    Raises: UsageError for a file that is no timeline of hvlike, and for a rank that is in two of them.
-    """
+    """Read timelines. Raises: UsageError for a file that is none of hvlike, and for a rank that is in two of them."""
     traces = [read(path, merged=merged) for path in paths]
     found: dict[int, Path] = {}
     for path, trace in zip(paths, traces, strict=True):
         for each in trace["otherData"].get("ranks", [trace["otherData"]]):
-            if each["rank"] in found:
-                raise UsageError(
-                    f"rank {each['rank']} is in {found[each['rank']]} and in {path}: leave one of them out."
-                )
-            found[each["rank"]] = path
+            rank = each["rank"]
+            if rank in found:
+                raise UsageError(f"rank {rank} is in {found[rank]} and in {path}: leave one of them out.")
+            found[rank] = path
     return traces
 
 
 def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
-    """Read the timeline of one rank. Of one that was cut off, return all complete events.
+    """Read the timeline of one rank; of one that was cut off, all complete events. Raises: UsageError.
 
     merged: accept also one of several ranks, which has "ranks" in its otherData.
-    Raises: UsageError when the file cannot be read or is no timeline of a rank.
     """
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        trace = json.loads(text)
-    except ValueError:
-        trace = _whole_part(text)
+    trace = _parsed(text) or _whole_part(text)
     about = trace.get("otherData", {}) if isinstance(trace, dict) and "traceEvents" in trace else {}
     if "rank" not in about and not (merged and "ranks" in about):
         raise UsageError(f"{path} is no timeline of a rank: hvlike writes them with HVLIKE_TIMELINE or start_timeline.")
@@ -95,8 +87,6 @@ class Span:
 
 @dataclass
 class RankTrace:
-    """The timeline of one rank."""
-
     rank: int
     host: str
     rows: dict[str, list[Span]] = field(default_factory=dict)  # By the title of the row, in the order of their ends
@@ -113,8 +103,7 @@ def rank_traces(traces: Iterable[Mapping[str, Any]]) -> list[RankTrace]:
     found = []
     for trace in traces:
         about = trace["otherData"]
-        ranks: Sequence[Mapping[str, Any]] = about.get("ranks", [about])
-        for each in ranks:
+        for each in about.get("ranks", [about]):
             events = [event for event in trace["traceEvents"] if event.get("pid") == each["rank"]]
             found.append(RankTrace(each["rank"], each.get("host", ""), _rows(events)))
     return sorted(found, key=lambda each: each.rank)
@@ -135,18 +124,14 @@ def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, f
     """Return the times that are in both of two unions."""
     shared, one, other = [], 0, 0
     while one < len(first) and other < len(second):
-        start, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])
-        if start < end:
-            shared.append((start, end))
-        if first[one][1] < second[other][1]:
-            one += 1
-        else:
-            other += 1
+        (start, end), (other_start, other_end) = first[one], second[other]
+        if max(start, other_start) < min(end, other_end):
+            shared.append((max(start, other_start), min(end, other_end)))
+        one, other = (one + 1, other) if end < other_end else (one, other + 1)
     return shared
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 

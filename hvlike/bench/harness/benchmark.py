@@ -31,10 +31,7 @@ class Benchmark(NamedTuple):
 
 
 def add_common(parser: argparse.ArgumentParser, repetitions: str, *without: str) -> None:
-    """Add --repetitions, --seed, --json, --plot, and an option to leave out each contestant of `without`.
-
-    repetitions: the default in words.
-    """
+    """Add what all have, and options to leave out each contestant of `without`. repetitions: the default in words."""
     parser.add_argument("--repetitions", type=positive, help=f"default: {repetitions}")
     for name in without:
         # The value is the reason that reports give.

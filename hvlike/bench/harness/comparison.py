@@ -125,8 +125,6 @@ def compare(
 
 @dataclass(frozen=True)
 class Ratio:
-    """How two contestants compare."""
-
     of_medians: float
     paired: Summary  # Of the ratios within one repetition
 

@@ -146,12 +146,8 @@ def run_job(
 ) -> Any:
     """Run a module on so many ranks and return the JSON object that rank 0 prints as its last line. Blocks.
 
-    Args:
-        settings: Variables to add to the environment.
-        seconds: The job is ended after this time.
-
-    Raises:
-        LaunchError: With the last lines of the job when it fails, takes too long, or prints no answer.
+    settings: variables to add to the environment. Raises: LaunchError with the last lines of a job that fails, takes
+    more than these seconds, or prints no answer.
     """
     command = module_command(mpirun, ranks, module, arguments)
     status, output, errors = run_command(command, {**os.environ, "OMP_NUM_THREADS": "1", **settings}, seconds)
