@@ -89,7 +89,7 @@ CORES = Kind(
     partial(_checked, lambda text: tuple(map(int, text.split(","))), lambda cores: min(cores) >= 0),
     "numbers of cores with commas between, one for each rank of a node",
 )
-LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+LEVELS = one_of("trace", "debug", "info", "warning", "error", "fatal")
 DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls start_timeline(), as with Horovod
 
 
@@ -185,7 +185,7 @@ class Config:
         "after how long a wait fails with StalledError on every rank; 0: never",
         name="STALL_SHUTDOWN_TIME_SECONDS",
     )
-    log_level: str | None = shared(None, one_of(*LOG_LEVELS), "the level of the logger hvlike, as printed", same=False)
+    log_level: str | None = shared(None, LEVELS, "the level of the logger hvlike, as printed", same=False)
     log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time in it", same=False)
     timeline: str | None = shared(None, PATH, "record a timeline into this file (DYNAMIC: not at once)", same=False)
     timeline_mark_cycles: bool = shared(False, SWITCH, "1: the timeline shows every announcement", same=False)

@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import hvlike
 from hvlike.collectives.session import basics
@@ -123,7 +124,7 @@ def _lines_of(name: str, finding: Finding) -> list[str]:
 
 def _wrap(text: str, first: str, others: str) -> list[str]:
     # Words stay whole: users copy paths and options.
-    how = {"break_long_words": False, "break_on_hyphens": False}
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, **how) or [first]
 
 

@@ -170,7 +170,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         # Parameters are equal on all ranks, which write some each; buffers may be each rank's own.
         parameters = {f"model.{name}" for name, _ in unwrapped(model).named_parameters()}
         tensors = {name: tensor for name, tensor in tensors.items() if name in parameters}
-    rest = {"model": rest, "more": {name: _state_of(value) for name, value in more.items()}}
+    states = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in more.items()}
+    rest = {"model": rest, "more": states}
     if optimizer is not None:
         entries = OptimizerEntries(model, optimizer)
         tensors.update(entries.tensors())
@@ -268,10 +269,6 @@ def _read_metadata(folder: Path) -> Mapping[str, object] | None:
     if problem is not None:
         raise UsageError(f"{folder} holds a checkpoint whose .metadata cannot be read ({problem}).")
     return saved
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _forms(saved: Mapping[str, object]) -> dict[str, Form]:

@@ -57,22 +57,14 @@ def operations(traces: Sequence[RankTrace]) -> list[Operations]:
     found = []
     for kind, phases in kinds.items():
         asked, queued, run = (phases.get(name, []) for name in (f"{_ASKED}{kind.upper()}", "QUEUE", kind.upper()))
-        found.append(
-            Operations(
-                kind,
-                len(asked),
-                sum(span.arguments.get("bytes", 0) for span in asked),
-                _mean(asked),
-                _mean(queued),
-                _mean(run),
-                max((span.length for span in asked), default=0.0) / 1000,
-            )
-        )
+        nbytes = sum(span.arguments.get("bytes", 0) for span in asked)
+        longest = max((span.length for span in asked), default=0.0) / 1000
+        found.append(Operations(kind, len(asked), nbytes, _mean(asked), _mean(queued), _mean(run), longest))
     return sorted(found, key=lambda each: each.count * (each.agreement + each.queue + each.execution), reverse=True)
 
 
 def calls(traces: Sequence[RankTrace]) -> list[Calls]:
-    """Those that took most time in all first."""
+    """Return the remote calls by function, those that took most time in all first."""
     spans: dict[tuple[str, str], list[Span]] = {}
     for trace in traces:
         for title, row in trace.matching("rpc "):
@@ -140,7 +132,8 @@ def trainings(traces: Sequence[RankTrace]) -> list[Training]:
             for number, waits in by_set.items():
                 names.setdefault((name, number), []).append((trace, _numbered(waits)))
     found = [_training(name, number, ranks) for (name, number), ranks in names.items()]
-    return sorted((each for each in found if any(rank.steps for rank in each.ranks)), key=_amount, reverse=True)
+    counts = [(sum(len(rank.steps) for rank in each.ranks), each) for each in found]
+    return [each for count, each in sorted(counts, key=lambda each: each[0], reverse=True) if count]
 
 
 def _training(name: str, process_set: int, ranks: Sequence[tuple[RankTrace, dict[Key, Span]]]) -> Training:
@@ -189,7 +182,3 @@ def _numbered(waits: Sequence[Span]) -> dict[Key, Span]:
         numbered[turn, number] = wait
         previous = number
     return numbered
-
-
-def _amount(training: Training) -> int:
-    return sum(len(each.steps) for each in training.ranks)
