@@ -23,8 +23,7 @@ from hvlike.collectives.requests.request import Handle, Request, listed, needs_g
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
-Rows = tuple[int, ...]
-"""How many rows belong to each rank."""
+Rows = tuple[int, ...]  # How many rows belong to each rank
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:

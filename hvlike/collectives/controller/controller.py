@@ -45,9 +45,7 @@ from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.topics import Topic
 from hvlike.transport.world import Group
 
-PATIENCE_SECONDS = 0.5
-"""How long a rank waits before it reports the wait. Deadlocks are found among reported waits."""
-
+PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Deadlocks are found among reported waits.
 READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
 FAILURE, FAILED = "failure", "failed"
@@ -68,8 +66,7 @@ class Controller:
         trace: Trace,
     ) -> None:
         """run: carries out what was agreed; end: ends everything with an error."""
-        self.cycle_seconds = cycle_seconds
-        """How long the coordinator gathers what is ready before it announces it."""
+        self.cycle_seconds = cycle_seconds  # How long the coordinator gathers what is ready before it announces it
         self.names = AutomaticNames()
         self.optimizer_names = AutomaticNames()
         """Of optimizers, in the order of their first use; join() does not align them: there is no gap to skip."""
@@ -85,8 +82,7 @@ class Controller:
         self._end = end
         self.tensor_queue = TensorQueue(fabric.world.rank)
         self._outbox: deque[Request] = deque()
-        self._numbers: dict[RequestSpec, int] = {}
-        """Of the specs that were announced; what members send in their place."""
+        self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
         self._known: dict[int, tuple[RequestSpec, Any]] = {}
         """By number the spec and what follows from it: `Response.extra`, which depends on nothing else."""
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}

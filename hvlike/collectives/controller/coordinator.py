@@ -17,9 +17,7 @@ from hvlike.collectives.requests.message_table import MessageTable, Response, na
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 
-NEVER_NUMBERED = ("plan", "queue", "join", "process_set")
-"""Kinds whose specs hardly come twice."""
-
+NEVER_NUMBERED = ("plan", "queue", "join", "process_set")  # Kinds whose specs hardly come twice
 KnownResponse = tuple[str, int, int]
 """A request that runs like one before it: its name, the number of its spec, and the rank that asked last."""
 
@@ -47,8 +45,7 @@ class Coordinator:
         self._specs: list[RequestSpec] = []
         self._numbers: dict[RequestSpec, int] = {}
         self._gone: dict[int, HorovodInternalError] = {}
-        self.failure: HorovodInternalError | None = None
-        """Why nothing runs until all ranks have left a Join context."""
+        self.failure: HorovodInternalError | None = None  # Why nothing runs until all ranks have left a Join context
 
     def collect(self, position: int, entries: list[tuple[str, RequestSpec | int]]) -> None:
         """The member at `position` asks for these, in this order. An entry has a spec or the number of a known one."""

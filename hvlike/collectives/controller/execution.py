@@ -45,12 +45,8 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
 }
 """What each kind does on a queue; a barrier is over once it is agreed."""
 
-AGREEMENTS = ("queue", "plan")
-"""Kinds that move nothing of the user's."""
-
-MOST_PREPARED = 256
-"""Specs of single tensors that are remembered; with one more all are looked at anew."""
-
+AGREEMENTS = ("queue", "plan")  # Kinds that move nothing of the user's
+MOST_PREPARED = 256  # Specs of single tensors that are remembered; with one more all are looked at anew
 OPEN_AFTER = 3
 """Reductions of single tensors before inline allreduce is set up: a set that does one or two needs no memory for it."""
 

@@ -33,24 +33,18 @@ from hvlike.transport.memory.dtypes import bytes_at
 MOST_KNOWN = 1024
 """Kinds of calls, their memory and their names that are remembered; with one more all are learned anew."""
 
-MOST_SPARING = 63
-"""After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at."""
-
+MOST_SPARING = 63  # After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at
 _COMPLEX = (torch.complex64, torch.complex128)
-_FRAMES = 3
-"""Of the library, where the place of a call is found: allreduce_, attempt and _call."""
-
+_FRAMES = 3  # Of the library, where the place of a call is found: allreduce_, attempt and _call
 _KIND = "allreduce"
 _STEPS = "inline allreduce"
 _NAMED = 1 << 63
 _AWAY_SECONDS = 1e-3
-_Kind = tuple[torch.Size, torch.dtype, int, float, float]
-"""Shape, dtype, op, prescale and postscale."""
+_Kind = tuple[torch.Size, torch.dtype, int, float, float]  # Shape, dtype, op, prescale and postscale
 
 
 class _Plan(NamedTuple):
-    number: int
-    """The same on all ranks for the same kind."""
+    number: int  # The same on all ranks for the same kind
     arithmetic: Arithmetic
     copies: list[list[Piece]] | None
     """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
@@ -71,17 +65,14 @@ class _Piece(NamedTuple):
     nbytes: int
     elements: Piece
     memory: memoryview
-    slots: tuple[memoryview, ...]
-    """Where this rank copies it to, for each place on the board, if it is small."""
-    calls: tuple[list[KernelCall], ...]
-    """What reduces the ranks' copies to it."""
+    slots: tuple[memoryview, ...]  # Where this rank copies it to, for each place on the board, if it is small
+    calls: tuple[list[KernelCall], ...]  # What reduces the ranks' copies to it
 
 
 class _Name(NamedTuple):
     key: RequestKey
     code: int
-    place: CallSite
-    """Where in the program it was used first."""
+    place: CallSite  # Where in the program it was used first
 
 
 class InlineAllreduce:
@@ -99,10 +90,8 @@ class InlineAllreduce:
         self._busy = False
         self._away = False
         self._sparing = 0
-        self.learned: set[RequestSpec] = set()
-        """What `learn` need not be told again."""
-        self.served = 0
-        """Calls that were done here; the same on every rank after any of them."""
+        self.learned: set[RequestSpec] = set()  # What `learn` need not be told again
+        self.served = 0  # Calls that were done here; the same on every rank after any of them
         self.bytes = 0
         self._large = 0
         self._run = SilentErrstate().run

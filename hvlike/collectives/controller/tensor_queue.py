@@ -43,9 +43,7 @@ def automatic_name(number: int) -> str:
     return f"noname.{number}"
 
 
-MANY_THREADS = 64
-"""Beyond this many the table of threads is cleared of those that have ended."""
-
+MANY_THREADS = 64  # Beyond this many the table of threads is cleared of those that have ended
 _EPOCH_BITS = 32
 
 
@@ -59,8 +57,7 @@ class TensorQueue:
         """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
         self.board: tuple[memoryview, Sequence[Doorbell]] | None = None
         """Where other ranks look at that number: a word for it, and the bells of those that may sleep over it."""
-        self.requests: dict[RequestKey, Request] = {}
-        """What goes through the coordinator and has not been announced."""
+        self.requests: dict[RequestKey, Request] = {}  # What goes through the coordinator and has not been announced
         self.closed: HorovodInternalError | None = None
         self.last: tuple[RequestKey, CallSite | str, float] | None = None
         """What was asked for last, where in the program, and when."""

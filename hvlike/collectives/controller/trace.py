@@ -26,11 +26,8 @@ from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
-MOST_ROWS = 500
-"""Names with a row of their own; further ones share rows as unnamed operations do."""
-
-MOST_ARROWS = 16
-"""Ranks to which arrows lead from the one that asked last: those that follow it."""
+MOST_ROWS = 500  # Names with a row of their own; further ones share rows as unnamed operations do
+MOST_ARROWS = 16  # Ranks to which arrows lead from the one that asked last: those that follow it
 
 
 class Trace:

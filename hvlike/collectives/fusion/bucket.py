@@ -172,8 +172,7 @@ def _can_have(shape: Sequence[int], strides: Sequence[int]) -> bool:
 class PlannedPart(NamedTuple):
     """The tensors of one bucket and dtype, where they are reduced as they lie in host memory."""
 
-    pick: Callable[[Sequence[Any]], Sequence[Any]]
-    """Chooses them from those of all entries."""
+    pick: Callable[[Sequence[Any]], Sequence[Any]]  # Chooses them from those of all entries
     fits: Callable[[Sequence[torch.Tensor]], bool]
     reduction: Prepared
 
@@ -244,8 +243,7 @@ class Bucket:
         self._settings = settings
         self._packers: Packers = {}
         self._parts = self._same_dtypes([dtypes[index] for index in entries])
-        self.active = 0
-        """How many ranks were active in the last run, where it `counts`."""
+        self.active = 0  # How many ranks were active in the last run, where it `counts`
 
     @property
     def is_plain(self) -> bool:

@@ -107,8 +107,7 @@ class Schedule:
             number for number, entries in enumerate(self.plan.buckets) if any(agreed.devices[each] for each in entries)
         }
         self._bytes = [sum(map(self._size_of, bucket)) for bucket in self.plan.buckets]
-        self.active = 0
-        """How many ranks took part in the last step with gradients of their own."""
+        self.active = 0  # How many ranks took part in the last step with gradients of their own
 
     def start(
         self,
@@ -249,8 +248,7 @@ class CompiledStep:
         controller: Controller,
     ) -> None:
         self.thread = threading.get_ident()
-        self.epoch = epoch.value
-        """Of the guard, when this was compiled."""
+        self.epoch = epoch.value  # Of the guard, when this was compiled
         self._key = key
         self._schedule = schedule
         self._parts = parts

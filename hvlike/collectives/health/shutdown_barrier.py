@@ -55,9 +55,7 @@ class MissingRanksReport:
         return self._limits.judge(text, waited)
 
 
-GRACE_SECONDS = 0.5
-"""Ranks that end together are this close; only a longer absence is announced."""
-
+GRACE_SECONDS = 0.5  # Ranks that end together are this close; only a longer absence is announced
 EXIT, SHUTDOWN = "exit", "shutdown"
 
 

@@ -41,8 +41,7 @@ class Submission:
     key: RequestKey
     place: str
     seconds: float
-    detail: str = ""
-    """Shapes and dtypes, or the parameters of a bucket."""
+    detail: str = ""  # Shapes and dtypes, or the parameters of a bucket
 
     def __str__(self) -> str:
         return f"{self.key[0]} {self.key[1]!r} at {self.place}, {self.seconds:.0f} s ago"
@@ -52,12 +51,9 @@ class Submission:
 class StatusReply:
     number: int
     unfinished: Mapping[RequestKey, Submission]
-    last: Submission | None
-    """What it has asked for last, finished or not."""
-    steps: Counts
-    """Steps of each planned reduction it has entered."""
-    stack: str = ""
-    """Where its main thread is, while that does not wait in hvlike."""
+    last: Submission | None  # What it has asked for last, finished or not
+    steps: Counts  # Steps of each planned reduction it has entered
+    stack: str = ""  # Where its main thread is, while that does not wait in hvlike
 
 
 @dataclass

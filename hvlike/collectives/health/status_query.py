@@ -17,22 +17,16 @@ from hvlike.observe.stacks import main_stack
 
 logger = logging.getLogger("hvlike")
 
-ANSWER_SECONDS = 2.0
-"""How long ranks have to answer."""
-
-SHOWN_STACKS = 4
-"""A report shows the stacks of at most this many ranks."""
-
+ANSWER_SECONDS = 2.0  # How long ranks have to answer
+SHOWN_STACKS = 4  # A report shows the stacks of at most this many ranks
 Answer = tuple[float, str]
 """When the question was asked, by the asker's clock, and the stack of the main thread; empty: it waits in hvlike."""
 
 
 @dataclass(frozen=True)
 class StallLimits:
-    report_seconds: float | None = 60.0
-    """After how long a report is made, and how long until the next; None: never."""
-    shutdown_seconds: float = 0.0
-    """After how long everything in the process set ends with StalledError; 0: never."""
+    report_seconds: float | None = 60.0  # After how long a report is made, and how long until the next; None: never
+    shutdown_seconds: float = 0.0  # After how long everything in the process set ends with StalledError; 0: never
 
     @property
     def shortest(self) -> float | None:
@@ -57,8 +51,7 @@ class StatusQuery:
         self._look = look
         self._ranks: frozenset[int] = frozenset()
         self._answers: dict[int, Answer] = {}
-        self.asked = -inf
-        """When the last question was asked, in seconds of time.monotonic()."""
+        self.asked = -inf  # When the last question was asked, in seconds of time.monotonic()
 
     def prepare(self, ranks: Iterable[int]) -> None:
         """A new question to these ranks; `send` asks it. Any thread."""

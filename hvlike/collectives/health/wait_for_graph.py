@@ -15,24 +15,17 @@ from hvlike.collectives.requests.request import RequestKey
 
 Counts = Mapping[str, int]
 
-STEP = "step"
-"""The kind under which a rank waits for a planned reduction; the name is the reducer's."""
-
-PLAN = "plan"
-"""The kind under which it waits for an agreement on one, by the same name."""
+STEP = "step"  # The kind under which a rank waits for a planned reduction; the name is the reducer's
+PLAN = "plan"  # The kind under which it waits for an agreement on one, by the same name
 
 
 @dataclass(frozen=True)
 class WaitReport:
     key: RequestKey
-    counts: Counts
-    """How many unnamed operations of each kind the rank has issued."""
-    steps: Counts
-    """How many steps of each planned reduction the rank has entered."""
-    certain: bool
-    """Nothing else on that rank can ask for what the others lack: one thread uses hvlike there."""
-    since: float = 0.0
-    """When it was reported, in seconds of the coordinator's clock."""
+    counts: Counts  # How many unnamed operations of each kind the rank has issued
+    steps: Counts  # How many steps of each planned reduction the rank has entered
+    certain: bool  # Nothing else on that rank can ask for what the others lack: one thread uses hvlike there
+    since: float = 0.0  # When it was reported, in seconds of the coordinator's clock
 
 
 @dataclass

@@ -36,8 +36,7 @@ class QueueStep:
     def __init__(self, owner: PlannedQueue, number: int) -> None:
         self._owner = owner
         self._number = number
-        self.active = 0
-        """How many ranks were active in it; valid once it has ended."""
+        self.active = 0  # How many ranks were active in it; valid once it has ended
         self.ended = False
         self.error: BaseException | None = None
 

@@ -81,8 +81,7 @@ class PlannedReducer(PersistentOperation):
         )
         self.start: tuple[int, ...] = ()
         """Fingerprints of the parameters, for a warning where the ranks do not start alike; empty: not compared."""
-        self.schedule: Schedule | None = None
-        """What is agreed; None before the first step."""
+        self.schedule: Schedule | None = None  # What is agreed; None before the first step
         self._bucket_of: dict[int, int] = {}
         self._on_device: set[int] = set()
         self._missing: list[int] = []

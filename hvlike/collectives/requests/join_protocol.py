@@ -18,9 +18,7 @@ from hvlike.errors import HorovodInternalError
 JOIN_KEY: RequestKey = ("join", "join")
 LEAVE_KEY: RequestKey = ("join", "leave")
 
-PLANNED_KINDS = ("plan", "queue")
-"""Kinds that are agreed once and then go on without a message."""
-
+PLANNED_KINDS = ("plan", "queue")  # Kinds that are agreed once and then go on without a message
 EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)
 """What runs without the ranks that have joined: they contribute nothing, or count as arrived."""
 
@@ -34,10 +32,8 @@ class JoinScope(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class JoinRequest:
-    counts: Mapping[str, int]
-    """How many unnamed operations of each kind it has issued."""
-    plans: frozenset[int]
-    """The planned reductions it takes part in, by their serial numbers."""
+    counts: Mapping[str, int]  # How many unnamed operations of each kind it has issued
+    plans: frozenset[int]  # The planned reductions it takes part in, by their serial numbers
     spare_queues: frozenset[int] = frozenset()
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """What it could plan anew: names, and what is remembered of each."""
@@ -52,15 +48,13 @@ class JoinEnd:
     counts: Mapping[str, int]
     plans: frozenset[int]
     """The planned reductions that all ranks took part in to the end: their queues can be used again."""
-    spare_queues: frozenset[int] = frozenset()
-    """What was spare on every rank."""
+    spare_queues: frozenset[int] = frozenset()  # What was spare on every rank
 
 
 @dataclass(frozen=True)
 class JoinFailure:
     error: HorovodInternalError
-    steps: Mapping[str, int]
-    """How many steps of each plan it has taken part in; those can be completed."""
+    steps: Mapping[str, int]  # How many steps of each plan it has taken part in; those can be completed
 
     def misses(self, name: str, step: int) -> bool:
         """Whether it takes no part in this step."""
@@ -71,8 +65,7 @@ class JoinFailure:
 class LeaveRequest:
     counts: Mapping[str, int]
     spare_queues: frozenset[int]
-    failed: bool
-    """Steps may be half done: what was planned has to be forgotten everywhere."""
+    failed: bool  # Steps may be half done: what was planned has to be forgotten everywhere
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,7 @@ class LeaveEnd:
     counts: Mapping[str, int]
     spare_queues: frozenset[int]
     failed: bool
-    error: HorovodInternalError | None = None
-    """What the ranks raise that have not failed themselves."""
+    error: HorovodInternalError | None = None  # What the ranks raise that have not failed themselves
 
     @staticmethod
     def of(requests: Sequence[LeaveRequest]) -> LeaveEnd:

@@ -30,10 +30,8 @@ class Response:
     spec: RequestSpec
     extra: Any = None
     error: HorovodInternalError | None = None
-    uniform: bool = True
-    """Every rank sent the very same spec."""
-    last: int = -1
-    """The rank that asked last; -1: it was not decided by anyone's asking."""
+    uniform: bool = True  # Every rank sent the very same spec
+    last: int = -1  # The rank that asked last; -1: it was not decided by anyone's asking
     number: int | None = None
     """The number of the spec: all members use it in place of the spec from then on. None: it has none."""
 
@@ -45,8 +43,7 @@ class MessageTable:
     since: dict[RequestKey, float] = field(default_factory=dict)
     """When each pending request was asked for first, in seconds of the coordinator's clock."""
     joins: JoinState = field(default_factory=JoinState)
-    plans: int = 0
-    """How many plans were agreed: their serial numbers."""
+    plans: int = 0  # How many plans were agreed: their serial numbers
 
     @property
     def joined(self) -> Collection[int]:

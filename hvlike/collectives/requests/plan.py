@@ -20,14 +20,11 @@ _ABSENT = "nothing"
 
 
 class QueueProposal(NamedTuple):
-    described: tuple[tuple[str, str], ...]
-    """What must be equal on all ranks, in order: what it is, and its value."""
+    described: tuple[tuple[str, str], ...]  # What must be equal on all ranks, in order: what it is, and its value
     advice: str
-    spare_queue: int = -1
-    """A queue that an earlier owner on this rank has given back; -1: none."""
+    spare_queue: int = -1  # A queue that an earlier owner on this rank has given back; -1: none
     serial: int = -1
-    device: str = ""
-    """The kind of the device that the queue needs a backend for; empty for none."""
+    device: str = ""  # The kind of the device that the queue needs a backend for; empty for none
 
 
 def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
@@ -61,11 +58,8 @@ def _everything(proposal: QueueProposal) -> tuple[tuple[str, str], ...]:
     return (*proposal.described, ("device", proposal.device)) if proposal.device else proposal.described
 
 
-OVERLAPPED_BUCKET_BYTES = 8 << 20
-"""Bucket size where communication can run beside backward."""
-
-SINGLE_BUCKET_BYTES = 64 << 20
-"""Bucket size where it cannot, so that fewer buckets cost less."""
+OVERLAPPED_BUCKET_BYTES = 8 << 20  # Bucket size where communication can run beside backward
+SINGLE_BUCKET_BYTES = 64 << 20  # Bucket size where it cannot, so that fewer buckets cost less
 
 
 DEVICE_BUCKET_BYTES = 24 << 20
@@ -74,8 +68,7 @@ DEVICE_BUCKET_BYTES = 24 << 20
 
 class BucketSizes(NamedTuple):
     bucket_bytes: int
-    first_bucket_bytes: int
-    """The most that the first bucket holds: where it is less, communication starts earlier."""
+    first_bucket_bytes: int  # The most that the first bucket holds: where it is less, communication starts earlier
 
 
 def choose_sizes(
@@ -101,23 +94,16 @@ class Proposal(NamedTuple):
     dtypes: tuple[str, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     sparse: tuple[bool, ...]
-    order: tuple[int, ...]
-    """Entries in the order they arrived here; entries that did not arrive come last."""
+    order: tuple[int, ...]  # Entries in the order they arrived here; entries that did not arrive come last
     sizes: BucketSizes
-    settings: tuple[Any, ...]
-    """What else has to be equal: op, factors, compression, groups."""
-    devices: tuple[str, ...]
-    """Kind of the device of each; empty for those that are reduced in host memory."""
-    memory: Mark = Mark()
-    """What the compressor remembers that has to be equal; where it is not, it is forgotten."""
-    spare_queue: int = -1
-    """A queue that an earlier reducer of this rank has given back; -1: none."""
+    settings: tuple[Any, ...]  # What else has to be equal: op, factors, compression, groups
+    devices: tuple[str, ...]  # Kind of the device of each; empty for those that are reduced in host memory
+    memory: Mark = Mark()  # What the compressor remembers that has to be equal; where it is not, it is forgotten
+    spare_queue: int = -1  # A queue that an earlier reducer of this rank has given back; -1: none
     portable: Any = None
     """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
-    serial: int = -1
-    """Number of the agreed plan; different from that of every other plan of the process set."""
-    start: tuple[int, ...] = ()
-    """Fingerprints of the parameters before the first step, by entry; empty: not compared."""
+    serial: int = -1  # Number of the agreed plan; different from that of every other plan of the process set
+    start: tuple[int, ...] = ()  # Fingerprints of the parameters before the first step, by entry; empty: not compared
     apart: tuple[int, int] | None = None
     """Merged: a member whose parameters are not the first one's, and the entry; None where none is seen."""
 

@@ -72,8 +72,7 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
         self._fence: Callable[[], None] | None = None
-        self.waiter: Waiter | None = None
-        """Blocks until a condition holds, at most some seconds."""
+        self.waiter: Waiter | None = None  # Blocks until a condition holds, at most some seconds
         self._lock = threading.Lock()
 
     def complete(self, result: Any, error: BaseException | None, fence: Callable[[], None] | None = None) -> None:
@@ -194,27 +193,23 @@ def _unknown(handle: object) -> UnknownHandleError:
     )
 
 
-RequestKey = tuple[str, str]
-"""Kind and name: what identifies an operation in flight."""
+RequestKey = tuple[str, str]  # Kind and name: what identifies an operation in flight
 
 
 class RequestSpec(NamedTuple):
     """What the ranks compare before any data moves. Plain values only: it travels to the coordinator."""
 
-    kind: str
-    """allreduce, broadcast, allgather, barrier, plan, ..."""
+    kind: str  # allreduce, broadcast, allgather, barrier, plan,
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
     op: int = -1
     prescale: float = 1.0
     postscale: float = 1.0
-    root: int = -1
-    """Rank of the world, or -1."""
+    root: int = -1  # Rank of the world, or -1
     strides: tuple[tuple[int, ...] | None, ...] = ()
     """Of dense tensors in another order than row by row; need not be equal, None for contiguous ones."""
-    detail: Any = None
-    """What only this kind knows about."""
+    detail: Any = None  # What only this kind knows about
 
 
 @dataclass(eq=False)
@@ -222,19 +217,15 @@ class Request:
     name: str
     spec: RequestSpec
     tensors: Sequence[torch.Tensor]
-    finish: Callable[[Request], Any]
-    """Makes the result once the tensors or outputs hold it; called in the loop."""
+    finish: Callable[[Request], Any]  # Makes the result once the tensors or outputs hold it; called in the loop
     handle: Handle = field(default_factory=Handle)
-    outputs: list[Any] = field(default_factory=list)
-    """What the job itself has made: gathered tensors, queues."""
+    outputs: list[Any] = field(default_factory=list)  # What the job itself has made: gathered tensors, queues
     job: Callable[[Any], Job] | None = None
     """Makes the job of a request that brings its own, from what `Response.extra` says."""
     place: CallSite | str = ""
     time: float = field(default_factory=time.monotonic)
-    ready: Sequence[Event] = ()
-    """When the tensors of a device hold their values."""
-    home: torch.device | None = None
-    """The device of this rank, for a request without tensors that opens a queue."""
+    ready: Sequence[Event] = ()  # When the tensors of a device hold their values
+    home: torch.device | None = None  # The device of this rank, for a request without tensors that opens a queue
 
     def __post_init__(self) -> None:
         self.key: RequestKey = (self.spec.kind, self.name)

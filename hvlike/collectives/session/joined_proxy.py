@@ -43,8 +43,7 @@ class JoinedProxy(ABC):
         self.serial = serial
         self.finished = False
         self.error: BaseException | None = None
-        self.steps = 0
-        """Steps with an active rank: those that this rank has missed."""
+        self.steps = 0  # Steps with an active rank: those that this rank has missed
 
     @abstractmethod
     def begin(self) -> None:
@@ -132,12 +131,9 @@ class PersistentOperation(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: OpQueue | None = None
-        """The agreed one, None while there is none, as `serial`."""
-        self.serial: int | None = None
-        """The number of the agreed plan."""
-        self.served = 0
-        """Steps that have ended since the last agreement: the same on every rank after a step."""
+        self.queue: OpQueue | None = None  # The agreed one, None while there is none, as `serial`
+        self.serial: int | None = None  # The number of the agreed plan
+        self.served = 0  # Steps that have ended since the last agreement: the same on every rank after a step
         self._set_state: ProcessSetState | None = None
         self._release: weakref.finalize[Any, Any] | None = None
         self._lock = threading.Lock()
@@ -332,8 +328,7 @@ class JoinContexts:
         self._epoch = epoch
         self.inside = False
         self._entered = 0
-        self._number = 0
-        """Of the last context that has begun in the loop."""
+        self._number = 0  # Of the last context that has begun in the loop
         self._proxies = proxies
         self._controller = controller
         self._perform = perform

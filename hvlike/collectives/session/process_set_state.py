@@ -58,8 +58,7 @@ class ProcessSetState:
             trace,
         )
         self.proxies = JoinedProxies(self.queues, self.controller)
-        self.plan_epoch = fabric.plan_epoch
-        """The guard of compiled plans."""
+        self.plan_epoch = fabric.plan_epoch  # The guard of compiled plans
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 
