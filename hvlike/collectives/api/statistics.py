@@ -165,8 +165,7 @@ def stop_timeline() -> None:
 
 _MESSAGES_PER_SECOND = 2000
 
-Column = tuple[str, int]
-"""A title, and how many of this title came before on its rank."""
+Column = tuple[str, int]  # A title, and how many of this title came before on its rank
 
 
 class MetricsAggregator:
@@ -178,8 +177,8 @@ class MetricsAggregator:
         self._lock = threading.Lock()
         self._means: dict[Column, Means] = {}
         self._titles: dict[str, int] = {}
+        # Seconds between two messages of a rank in one column.
         self.pause = max(0.5, context.world.size / _MESSAGES_PER_SECOND)
-        """Seconds between two messages of a rank in one column: rank 0 has to read them all."""
         if self._rank == 0:
             self._channel.listen(Topic.METRICS, lambda rank, message, tensors: self._hear(*message))
 

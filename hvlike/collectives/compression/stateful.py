@@ -24,8 +24,7 @@ from hvlike.collectives.requests.reduction import Operand, reduce_operands
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 
-Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]
-"""What is kept from step to step: each round of a bucket has tensors of its own lengths."""
+Packers = dict[tuple[torch.dtype, tuple[int, ...]], FusionBuffer]  # Each round of a bucket has lengths of its own
 
 
 class Exchange:
@@ -41,8 +40,7 @@ class Exchange:
     ) -> None:
         """place: the rank among those of the reduction, and their number."""
         self.rank, self.size = place
-        self.factor = factor
-        """What a plain sum over the ranks is to be multiplied by: the factors, and 1 / size for Average."""
+        self.factor = factor  # Of a plain sum over the ranks: the factors, and 1 / size for Average
         self._backend = backend
         self._arithmetic = arithmetic
         self._packers = packers
@@ -106,8 +104,7 @@ class StatefulCompressor(Compressor, ABC):
 
     def __init__(self, *, use_error_feedback: bool) -> None:
         self.use_error_feedback = use_error_feedback
-        self.iteration = 0
-        """Steps that were reduced."""
+        self.iteration = 0  # Steps that were reduced
         self._errors: dict[str, Tensor] = {}
         self._shared: dict[str, Tensor] = {}
         self._next_errors: dict[str, Tensor] = {}

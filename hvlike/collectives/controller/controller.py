@@ -68,13 +68,11 @@ class Controller:
         """run: carries out what was agreed; end: ends everything with an error."""
         self.cycle_seconds = cycle_seconds  # How long the coordinator gathers what is ready before it announces it
         self.names = AutomaticNames()
-        self.optimizer_names = AutomaticNames()
-        """Of optimizers, in the order of their first use; join() does not align them: there is no gap to skip."""
+        self.optimizer_names = AutomaticNames()  # In the order of first use; join() leaves no gap to align
         self.steps: dict[str, int] = {}
-        self.stand_in: Callable[[Response], Request | None] = stand_in
-        """Makes the request of a rank that has joined from what the others ask for."""
+        self.stand_in: Callable[[Response], Request | None] = stand_in  # Of a rank that has joined
+        # Told in the loop which Join context, by its number, a member has left by an exception.
         self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
-        """Told in the loop which Join context, by its number, a member has left by an exception."""
         self._fabric = fabric
         self._group = group
         self._run = run
@@ -83,8 +81,7 @@ class Controller:
         self.tensor_queue = TensorQueue(fabric.world.rank)
         self._outbox: deque[Request] = deque()
         self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
-        self._known: dict[int, tuple[RequestSpec, Any]] = {}
-        """By number the spec and what follows from it: `Response.extra`, which depends on nothing else."""
+        self._known: dict[int, tuple[RequestSpec, Any]] = {}  # And `Response.extra`, which follows from the spec
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = fabric.look_at

@@ -18,11 +18,8 @@ from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 
 NEVER_NUMBERED = ("plan", "queue", "join", "process_set")  # Kinds whose specs hardly come twice
-KnownResponse = tuple[str, int, int]
-"""A request that runs like one before it: its name, the number of its spec, and the rank that asked last."""
-
-ResponseList = tuple[list[Response | KnownResponse], Counts]
-"""What the coordinator announces: the responses in the order in which all ranks run them."""
+KnownResponse = tuple[str, int, int]  # Name, number of a spec that was announced before, the rank that asked last
+ResponseList = tuple[list[Response | KnownResponse], Counts]  # In the order in which all ranks run them
 
 
 class Coordinator:

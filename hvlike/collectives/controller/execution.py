@@ -47,8 +47,7 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
 
 AGREEMENTS = ("queue", "plan")  # Kinds that move nothing of the user's
 MOST_PREPARED = 256  # Specs of single tensors that are remembered; with one more all are looked at anew
-OPEN_AFTER = 3
-"""Reductions of single tensors before inline allreduce is set up: a set that does one or two needs no memory for it."""
+OPEN_AFTER = 3  # Reductions of single tensors before inline allreduce is set up, which takes memory
 
 
 class Executor:
@@ -63,8 +62,7 @@ class Executor:
         self._opening = opening
         self._single = 0
         self._figures: dict[str, list[int]] = {}
-        self._prepared: dict[RequestSpec, Prepared | None] = {}
-        """What reduces single tensors where they are; None for those that are converted first."""
+        self._prepared: dict[RequestSpec, Prepared | None] = {}  # None for tensors that are converted first
 
     def run(self, agreed: list[Agreed]) -> None:
         """Start what the coordinator has announced; in the loop."""

@@ -30,9 +30,7 @@ from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import bytes_at
 
-MOST_KNOWN = 1024
-"""Kinds of calls, their memory and their names that are remembered; with one more all are learned anew."""
-
+MOST_KNOWN = 1024  # Kinds of calls, their memory and names that are remembered; with one more all are learned anew
 MOST_SPARING = 63  # After refusals in a row only every 64th call is an attempt: that with a number all ranks attempt at
 _COMPLEX = (torch.complex64, torch.complex128)
 _FRAMES = 3  # Of the library, where the place of a call is found: allreduce_, attempt and _call
@@ -46,8 +44,7 @@ _Kind = tuple[torch.Size, torch.dtype, int, float, float]  # Shape, dtype, op, p
 class _Plan(NamedTuple):
     number: int  # The same on all ranks for the same kind
     arithmetic: Arithmetic
-    copies: list[list[Piece]] | None
-    """The memory of all ranks' copies, for small tensors: for each place on the board, in the order of the ranks."""
+    copies: list[list[Piece]] | None  # Of small tensors, for each place on the board, in the order of the ranks
     at_once: InlineReduction | None
 
 
@@ -285,7 +282,5 @@ def code_of(text: str) -> int:
     return _NAMED | int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-inline_allreduces: dict[int | None, InlineAllreduce] = {}
-"""The inline allreduces of this process, by the numbers of the process sets."""
-
+inline_allreduces: dict[int | None, InlineAllreduce] = {}  # By the numbers of the process sets
 os.register_at_fork(after_in_child=inline_allreduces.clear)

@@ -53,14 +53,12 @@ class TensorQueue:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.lock = threading.Lock()
-        self.entered = 0
-        """How many things this rank has asked for; equal on all ranks where each asks for the same in one order."""
+        self.entered = 0  # Things asked for: the same on all ranks where each asks for the same in one order
+        # Where other ranks look at that number: a word for it, and the bells of those that may sleep over it.
         self.board: tuple[memoryview, Sequence[Doorbell]] | None = None
-        """Where other ranks look at that number: a word for it, and the bells of those that may sleep over it."""
-        self.requests: dict[RequestKey, Request] = {}  # What goes through the coordinator and has not been announced
+        self.requests: dict[RequestKey, Request] = {}  # What goes through the coordinator and was not announced yet
         self.closed: HorovodInternalError | None = None
-        self.last: tuple[RequestKey, CallSite | str, float] | None = None
-        """What was asked for last, where in the program, and when."""
+        self.last: tuple[RequestKey, CallSite | str, float] | None = None  # Asked for last, where and when
         self.here = _Here()
         self._threads: set[threading.Thread] = set()
 

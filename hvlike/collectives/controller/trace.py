@@ -34,8 +34,7 @@ class Trace:
     def __init__(self, recorder: Recorder, group: Group) -> None:
         self.recorder = recorder
         self._group = group
-        self.serial = 0
-        """How many responses were announced: the same on every rank. Counted also while nothing is recorded."""
+        self.serial = 0  # Responses announced: the same on every rank, so counted also while nothing is recorded
         self._generation = 0
         self._rows: dict[RequestKey, tuple[int, str, int]] = {}
         self._free: dict[str, list[str]] = {}

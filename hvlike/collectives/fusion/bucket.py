@@ -177,8 +177,7 @@ class PlannedPart(NamedTuple):
     reduction: Prepared
 
 
-Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]
-"""Chooses the tensors of one dtype from a bucket, and reduces them."""
+Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]  # Chooses the tensors of one dtype; reduces them
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ class StallInspector:
     ranks: tuple[int, ...]
     ask: Callable[[int], None]
     limits: StallLimits
-    look: Callable[[int], str] = lambda rank: ""
-    """What can be seen from here of a rank that does not answer; empty: nothing."""
+    look: Callable[[int], str] = lambda rank: ""  # What can be seen from here of a rank that does not answer
     _number: int = 0
     _deadline: float | None = None
     _next_report: float = 0.0

@@ -19,8 +19,7 @@ logger = logging.getLogger("hvlike")
 
 ANSWER_SECONDS = 2.0  # How long ranks have to answer
 SHOWN_STACKS = 4  # A report shows the stacks of at most this many ranks
-Answer = tuple[float, str]
-"""When the question was asked, by the asker's clock, and the stack of the main thread; empty: it waits in hvlike."""
+Answer = tuple[float, str]  # When it was asked, by the asker's clock; the main thread's stack, empty inside hvlike
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,7 @@ class PlannedQueue(PersistentOperation):
             current stream wait for them.
         """
         super().__init__(name)
-        self.stand_in: Callable[[], CountingJob] | None = None
-        """Makes the job of one step of a rank that has joined; called and run in the loop."""
+        self.stand_in: Callable[[], CountingJob] | None = None  # Called and run in the loop
         self._purpose = name
         self._process_set = process_set
         self._described = tuple((key, str(value)) for key, value in (described or {}).items())

@@ -26,12 +26,7 @@ from hvlike.collectives.api.sparse import SparseSum
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.fusion.bucket import ReductionSettings
-from hvlike.collectives.fusion.schedule import (
-    CompiledStep,
-    Schedule,
-    compile_step,
-    gradient_streams_of,
-)
+from hvlike.collectives.fusion.schedule import CompiledStep, Schedule, compile_step, gradient_streams_of
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
@@ -73,14 +68,12 @@ class PlannedReducer(PersistentOperation):
         knobs = current().knobs
         self._arrivals = gradient_streams_of(entry.device for entry in entries)
         on_device = self._arrivals is not None
-        # What a device does needs no core; only the host has to begin it.
+        # Complete buckets start beside backward. What a device does needs no core; only the host has to begin it.
         self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
-        """Complete buckets start beside backward."""
         self.sizes = choose_sizes(
             knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps, on_device=on_device
         )
-        self.start: tuple[int, ...] = ()
-        """Fingerprints of the parameters, for a warning where the ranks do not start alike; empty: not compared."""
+        self.start: tuple[int, ...] = ()  # Fingerprints of the parameters, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
         self._bucket_of: dict[int, int] = {}
         self._on_device: set[int] = set()

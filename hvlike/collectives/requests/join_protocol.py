@@ -1,5 +1,4 @@
-"""What join() changes in a negotiation: which ranks need not ask, what they contribute, and how it ends. No
-messages."""
+"""What join() changes in a negotiation: who need not ask, what they contribute, and how it ends. No messages."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ JOIN_KEY: RequestKey = ("join", "join")
 LEAVE_KEY: RequestKey = ("join", "leave")
 
 PLANNED_KINDS = ("plan", "queue")  # Kinds that are agreed once and then go on without a message
-EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)
-"""What runs without the ranks that have joined: they contribute nothing, or count as arrived."""
+EXCUSED_KINDS = ("allreduce", "barrier", *PLANNED_KINDS)  # What runs without the ranks that have joined
 
 
 class JoinScope(enum.Enum):
@@ -35,19 +33,16 @@ class JoinRequest:
     counts: Mapping[str, int]  # How many unnamed operations of each kind it has issued
     plans: frozenset[int]  # The planned reductions it takes part in, by their serial numbers
     spare_queues: frozenset[int] = frozenset()
-    marks: Mapping[str, Mark] = field(default_factory=dict)
-    """What it could plan anew: names, and what is remembered of each."""
+    marks: Mapping[str, Mark] = field(default_factory=dict)  # What it could plan anew, by name
     scope: JoinScope = JoinScope.EVERYTHING
-    how: str = "called hvd.join()"
-    """What the rank has done, for the errors of others; the same on all ranks, or they do not belong together."""
+    how: str = "called hvd.join()"  # For the errors of others; the same on all ranks, or they do not belong together
 
 
 @dataclass(frozen=True)
 class JoinEnd:
     last: int
     counts: Mapping[str, int]
-    plans: frozenset[int]
-    """The planned reductions that all ranks took part in to the end: their queues can be used again."""
+    plans: frozenset[int]  # That all ranks took part in to the end: their queues can be used again
     spare_queues: frozenset[int] = frozenset()  # What was spare on every rank
 
 
@@ -84,11 +79,9 @@ class LeaveEnd:
 @dataclass
 class JoinState:
     requests: dict[int, JoinRequest] = field(default_factory=dict)
+    # By position: plans made after a rank had joined, in which it takes part too, and the queues it has to spare.
     new_plans: dict[int, set[int]] = field(default_factory=dict)
-    """Plans made after a rank had joined, by position: it takes part in those too."""
-
     spare_queues: dict[int, set[int]] = field(default_factory=dict)
-    """What is spare on the ranks that have joined, by position."""
 
     def add(self, position: int, request: JoinRequest) -> None:
         self.requests[position] = request

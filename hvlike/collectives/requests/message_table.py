@@ -32,16 +32,14 @@ class Response:
     error: HorovodInternalError | None = None
     uniform: bool = True  # Every rank sent the very same spec
     last: int = -1  # The rank that asked last; -1: it was not decided by anyone's asking
-    number: int | None = None
-    """The number of the spec: all members use it in place of the spec from then on. None: it has none."""
+    number: int | None = None  # All members use it in place of the spec from then on
 
 
 @dataclass
 class MessageTable:
     ranks: tuple[int, ...]
     pending: dict[RequestKey, dict[int, RequestSpec]] = field(default_factory=dict)
-    since: dict[RequestKey, float] = field(default_factory=dict)
-    """When each pending request was asked for first, in seconds of the coordinator's clock."""
+    since: dict[RequestKey, float] = field(default_factory=dict)  # When each was asked for first
     joins: JoinState = field(default_factory=JoinState)
     plans: int = 0  # How many plans were agreed: their serial numbers
 

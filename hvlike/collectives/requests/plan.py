@@ -60,10 +60,7 @@ def _everything(proposal: QueueProposal) -> tuple[tuple[str, str], ...]:
 
 OVERLAPPED_BUCKET_BYTES = 8 << 20  # Bucket size where communication can run beside backward
 SINGLE_BUCKET_BYTES = 64 << 20  # Bucket size where it cannot, so that fewer buckets cost less
-
-
-DEVICE_BUCKET_BYTES = 24 << 20
-"""Bucket size of tensors of a GPU: about that of torch's DistributedDataParallel. Not measured yet."""
+DEVICE_BUCKET_BYTES = 24 << 20  # Of tensors of a GPU: about that of DistributedDataParallel. Not measured yet
 
 
 class BucketSizes(NamedTuple):
@@ -100,12 +97,10 @@ class Proposal(NamedTuple):
     devices: tuple[str, ...]  # Kind of the device of each; empty for those that are reduced in host memory
     memory: Mark = Mark()  # What the compressor remembers that has to be equal; where it is not, it is forgotten
     spare_queue: int = -1  # A queue that an earlier reducer of this rank has given back; -1: none
-    portable: Any = None
-    """All that a rank without this reducer must know to take part for one that has joined; None: it cannot."""
+    portable: Any = None  # What a rank without this reducer must know to take part for one that has joined
     serial: int = -1  # Number of the agreed plan; different from that of every other plan of the process set
     start: tuple[int, ...] = ()  # Fingerprints of the parameters before the first step, by entry; empty: not compared
-    apart: tuple[int, int] | None = None
-    """Merged: a member whose parameters are not the first one's, and the entry; None where none is seen."""
+    apart: tuple[int, int] | None = None  # Merged: a member whose parameters are not the first one's, and the entry
 
     @property
     def device(self) -> str:
@@ -115,8 +110,7 @@ class Proposal(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     buckets: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    """The order of the elements in memory on which all ranks agree, by entry; None: row by row."""
+    strides: tuple[tuple[int, ...] | None, ...]  # On which all ranks agree, by entry; None: row by row
     sparse: tuple[int, ...]
 
 

@@ -56,8 +56,7 @@ def _is_inside(filename: str) -> bool:
 
 _numbers = itertools.count()
 
-Waiter = Callable[[Callable[[], bool], float | None], bool]
-"""Blocks until the condition holds; False when the given seconds have passed first."""
+Waiter = Callable[[Callable[[], bool], float | None], bool]  # False when the given seconds have passed first
 
 
 class Handle:
@@ -199,7 +198,7 @@ RequestKey = tuple[str, str]  # Kind and name: what identifies an operation in f
 class RequestSpec(NamedTuple):
     """What the ranks compare before any data moves. Plain values only: it travels to the coordinator."""
 
-    kind: str  # allreduce, broadcast, allgather, barrier, plan,
+    kind: str  # allreduce, broadcast, allgather, barrier, plan, ...
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     device: str = "cpu"
@@ -207,8 +206,7 @@ class RequestSpec(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = -1  # Rank of the world, or -1
-    strides: tuple[tuple[int, ...] | None, ...] = ()
-    """Of dense tensors in another order than row by row; need not be equal, None for contiguous ones."""
+    strides: tuple[tuple[int, ...] | None, ...] = ()  # Of dense tensors not row by row; need not be equal
     detail: Any = None  # What only this kind knows about
 
 
@@ -220,8 +218,7 @@ class Request:
     finish: Callable[[Request], Any]  # Makes the result once the tensors or outputs hold it; called in the loop
     handle: Handle = field(default_factory=Handle)
     outputs: list[Any] = field(default_factory=list)  # What the job itself has made: gathered tensors, queues
-    job: Callable[[Any], Job] | None = None
-    """Makes the job of a request that brings its own, from what `Response.extra` says."""
+    job: Callable[[Any], Job] | None = None  # Makes the job of a request that brings its own, from `Response.extra`
     place: CallSite | str = ""
     time: float = field(default_factory=time.monotonic)
     ready: Sequence[Event] = ()  # When the tensors of a device hold their values
@@ -229,7 +226,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.key: RequestKey = (self.spec.kind, self.name)
-        """What identifies the request among those in flight; the same on all ranks."""
 
 
 def spec_of_tensors(kind: str, tensors: Sequence[torch.Tensor], **fields: Any) -> RequestSpec:

@@ -1,5 +1,4 @@
-"""The running hvlike of this process: made by init(), ended by shutdown(), with the settings that all ranks agree
-on."""
+"""The running hvlike of this process: made by init(), ended by shutdown(), with settings that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ class Context:
             check=settings.check,
         )
         self.before_close: list[Callable[[], None]] = []
-        self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []
-        """Told in the loop which ranks have left, and how."""
+        self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []  # Told in the loop who has left
         world, end = self.world, lambda: self.close(EXIT)
         self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
         with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):

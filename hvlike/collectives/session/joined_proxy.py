@@ -33,8 +33,7 @@ from hvlike.transport.loop.coroutine import Coroutine, Task
 if TYPE_CHECKING:
     from hvlike.collectives.session.process_set_state import ProcessSetState
 
-CountingJob = Callable[[Backend], Coroutine[int]]
-"""What a rank does on a queue in one step; returns how many ranks were active in it, as `Backend.count_active` says."""
+CountingJob = Callable[[Backend], Coroutine[int]]  # A step; returns how many ranks were active (Backend.count_active)
 
 
 class JoinedProxy(ABC):

@@ -41,8 +41,7 @@ class ProcessSetState:
         self.group = group
         self.queues = OpQueues(fabric, first)
         trace = Trace(fabric.recorder, group)
-        self.inline: InlineAllreduce | None = None
-        """Inline allreduce, once the set has reduced a few tensors; None where its ranks are not all on one node."""
+        self.inline: InlineAllreduce | None = None  # Once the set, on one node, has reduced a few tensors
         self._fabric = fabric
         opening = self._open_inline if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
         self.executor = Executor(self.queues, trace, knobs, opening)
