@@ -11,12 +11,13 @@ With L = sum over ranks of L[r](y[r]):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import op_name
+from hvlike.collectives.api.gradients import Incoming, differentiable
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
 from hvlike.collectives.requests.request import Handle, Request, listed, needs_gradient, spec_of, synchronize
@@ -34,8 +35,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Args:
         tensor: Shape (N, ...), any strides and dtype. N may differ between ranks and be 0; the other dimensions and the
             dtype may not differ. A 0-dim tensor counts as one row.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -65,10 +65,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor.
-
-    Raises:
-        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `allgather`. A UsageError comes at once.
     """
     return start_gather(begin("allgather", name, process_set), [tensor])
 
@@ -76,7 +73,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors at once, all or none of them. Collective; blocks.
+    """`allgather` of several tensors at once, all or none of them. Collective; blocks; raises as `allgather`.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed.
@@ -86,8 +83,6 @@ def grouped_allgather(
     Returns:
         A list of new tensors, in the order of `tensors`.
 
-    Raises:
-        HorovodInternalError, UsageError: As `allgather`.
 
     Gradient: As `allgather`, grouped.
     Source: horovod.torch.grouped_allgather.
@@ -107,10 +102,8 @@ def grouped_allgather_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors.
-
-    Raises:
-        UsageError: As `allgather`. All other errors of `allgather` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `allgather`. A
+        UsageError comes at once.
     """
     return start_gather(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
 
@@ -128,8 +121,7 @@ def start_gather(
 
 
 def _gathered(request: Request) -> torch.Tensor:
-    output: torch.Tensor = request.outputs[0][0]
-    return output.to(request.tensors[0].device)
+    return _with_rows(request)[0][0]
 
 
 def _all_gathered(request: Request) -> list[torch.Tensor]:
@@ -170,8 +162,7 @@ def start_reduce(
 
 
 def _reduced(request: Request) -> torch.Tensor:
-    output: torch.Tensor = request.outputs[0]
-    return output.to(request.tensors[0].device)
+    return _all_reduced(request)[0]
 
 
 def _all_reduced(request: Request) -> list[torch.Tensor]:
@@ -180,81 +171,45 @@ def _all_reduced(request: Request) -> list[torch.Tensor]:
 
 def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
-    if needs_gradient(tensors):
-        return list(_gather(call, *tensors))
-    result = synchronize(start_gather(call, tensors, wake=False))
-    return [result] if call.what == "allgather" else result
+    gathered: list[tuple[Rows, torch.Size]] = []
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = synchronize(start_gather(call, inputs, with_rows=True, wake=False))
+        gathered.extend((rows, tensor.shape) for (_, rows), tensor in zip(pairs, inputs, strict=True))
+        return [output for output, _ in pairs]
+
+    def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows = [gathered[index][0] for index in incoming]
+        another = call.another(_like(call, "reducescatter"), "gradient")
+        found = reduce_rows(another, list(incoming.values()), Reduction(Sum, 1.0, 1.0), rows)
+        # A 0-dim tensor has given one row.
+        return [each.reshape(gathered[index][1]) for index, each in zip(incoming, found, strict=True)]
+
+    return differentiable(run, gradient, tensors) if needs_gradient(tensors) else run(tensors)
 
 
 def reduce_rows(
     call: Call, tensors: Sequence[torch.Tensor], reduction: Reduction, rows: Sequence[Rows] | None = None
 ) -> list[torch.Tensor]:
     """Reduce and keep the rows of this rank; recorded by autograd where a gradient may be asked for."""
-    if needs_gradient(tensors):
-        return list(_reduce(call, reduction, rows, *tensors))
-    result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
-    return [result] if call.what == "reducescatter" else result
 
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        result = synchronize(start_reduce(call, inputs, reduction, rows=rows, wake=False))
+        return [result] if call.what == "reducescatter" else result
 
-def _like(call: Call, kind: str) -> str:
-    return f"grouped_{kind}" if call.what.startswith("grouped_") else kind
-
-
-def _smooth(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
-    """Only numbers that are not whole have gradients."""
-    ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
-    ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
-        pairs: list[tuple[torch.Tensor, Rows]] = synchronize(start_gather(call, tensors, with_rows=True, wake=False))
-        ctx.call = call
-        ctx.rows = [rows for _, rows in pairs]
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        _smooth(ctx, [output for output, _ in pairs])
-        return tuple(output for output, _ in pairs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collective like the forward call: all ranks of the set run backward."""
-        incoming = [gradients[index] for index in ctx.smooth]
-        rows = [ctx.rows[index] for index in ctx.smooth]
-        found = reduce_rows(
-            ctx.call.another(_like(ctx.call, "reducescatter"), "gradient"), incoming, Reduction(Sum, 1.0, 1.0), rows
-        )
-        # A 0-dim tensor has given one row.
-        mine = {index: each.reshape(ctx.shapes[index]) for index, each in zip(ctx.smooth, found, strict=True)}
-        return (None, *(mine.get(index) for index in range(len(gradients))))
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, reduction: Reduction, rows: Sequence[Rows] | None, *tensors: torch.Tensor) -> Any:
-        result = synchronize(start_reduce(call, tensors, reduction, rows=rows, wake=False))
-        outputs: list[torch.Tensor] = [result] if call.what == "reducescatter" else result
-        ctx.call, ctx.reduction = call, reduction
-        _smooth(ctx, outputs)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        call, reduction = ctx.call, ctx.reduction
+    def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if reduction.op not in (Sum, Average):
             raise UsageError(
                 f"{call.what} {call.name!r} with op {op_name(reduction.op)} has no gradient; Sum and Average have. "
                 "Use hvd.allreduce and take the rows of this rank from its result."
             )
-        gathered = gather_rows(
-            call.another(_like(call, "allgather"), "gradient"), [gradients[index] for index in ctx.smooth]
-        )
+        gathered = gather_rows(call.another(_like(call, "allgather"), "gradient"), list(incoming.values()))
         divisor = call.set_state.group.size if reduction.op is Average else 1
         factor = reduction.prescale * reduction.postscale / divisor
-        whole = dict(zip(ctx.smooth, gathered, strict=True))
-        found = (whole[index] * factor if index in whole else None for index in range(len(gradients)))
-        return (None, None, None, *found)
+        return [each * factor for each in gathered]
+
+    return differentiable(run, gradient, tensors) if needs_gradient(tensors) else run(tensors)
 
 
-_gather: Callable[..., tuple[torch.Tensor, ...]] = _Gather.apply
-_reduce: Callable[..., tuple[torch.Tensor, ...]] = _Reduce.apply
+def _like(call: Call, kind: str) -> str:
+    return f"grouped_{kind}" if call.what.startswith("grouped_") else kind

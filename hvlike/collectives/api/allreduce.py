@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, reduce_op
-from hvlike.collectives.api.allreduce_gradient import GroupedAllreduce
+from hvlike.collectives.api.gradients import allreduce_gradient, differentiable
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Average, Reduction, Sum
+from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum
 from hvlike.collectives.requests.request import (
     Handle,
     Request,
@@ -31,8 +32,6 @@ from hvlike.collectives.requests.request import (
 )
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
-
-_differentiable: Callable[..., tuple[torch.Tensor, ...]] = GroupedAllreduce.apply
 
 
 def allreduce(
@@ -52,8 +51,7 @@ def allreduce(
     Args:
         tensor: Any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         compression: Applied before and after, e.g. Compression.fp16. Default: none.
         op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while it reduces; integers truncate
             toward zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once
@@ -68,8 +66,7 @@ def allreduce(
     Raises:
         UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
-        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
-            called shutdown(). These are HorovodInternalErrors.
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
     Example:
         >>> loss = hvd.allreduce(loss, name="loss")
@@ -98,7 +95,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """Reduce over ranks in place: `allreduce` without compression and gradient. Collective; blocks.
+    """`allreduce` in place, without compression and gradient. Collective; blocks; raises as `allreduce`.
 
     Args:
         tensor: As in `allreduce`; it is overwritten with the result.
@@ -111,9 +108,6 @@ def allreduce_(
 
     Returns:
         `tensor`.
-
-    Raises:
-        HorovodInternalError, UsageError: As `allreduce`.
     """
     way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     tried = None
@@ -149,10 +143,7 @@ def allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor.
-
-    Raises:
-        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `allreduce`. A UsageError comes at once.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [copy_of(tensor)])
@@ -179,10 +170,7 @@ def allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor`.
-
-    Raises:
-        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns `tensor` or raises as `allreduce`. A UsageError comes at once.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [tensor])
@@ -238,7 +226,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place, without compression and gradient. Collective; blocks.
+    """`grouped_allreduce` in place, without compression and gradient. Collective; blocks; raises as `allreduce`.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. They are overwritten with the
@@ -252,9 +240,6 @@ def grouped_allreduce_(
 
     Returns:
         A list of the same tensors.
-
-    Raises:
-        HorovodInternalError, UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     handle = _start(*call, listed("grouped_allreduce", tensors), wake=False)
@@ -283,10 +268,8 @@ def grouped_allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors.
-
-    Raises:
-        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `allreduce`. A
+        UsageError comes at once.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [copy_of(tensor) for tensor in listed("grouped_allreduce", tensors)]
@@ -315,10 +298,8 @@ def grouped_allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of tensors.
-
-    Raises:
-        UsageError: As `allreduce`. All other errors of `allreduce` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the list of tensors or raises the errors of `allreduce`. A UsageError
+        comes at once.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, listed("grouped_allreduce", tensors))
@@ -374,9 +355,10 @@ def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.T
     def run(inputs: Sequence[torch.Tensor], suffix: str, reduction: Reduction) -> list[torch.Tensor]:
         return _reduce_out_of_place(call.another(call.what, suffix), reduction, list(inputs))
 
-    if needs_gradient(tensors):
-        return list(_differentiable(forward, run, reduction, *tensors))
-    return forward(tensors)
+    if not needs_gradient(tensors):
+        return forward(tensors)
+    keep = reduction.op in (Min, Max, Product)
+    return differentiable(forward, partial(allreduce_gradient, run, reduction), tensors, keep=keep)
 
 
 __all__ = [

@@ -6,13 +6,14 @@ y[r] = x[0][rows for r] over x[1][rows for r] over ... on rank r. The derivative
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from hvlike.collectives.api.gradients import Incoming, differentiable
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.request import Handle, Request, RequestSpec, spec_of, synchronize
+from hvlike.collectives.requests.request import Handle, Request, RequestSpec, needs_gradient, spec_of, synchronize
 from hvlike.collectives.session.context import Call, begin
 from hvlike.errors import UsageError
 
@@ -33,8 +34,7 @@ def alltoall(
         splits: How many rows go to each rank of the set, in rank order: a list, or a 1-d int32 or int64 tensor. Rows
             beyond their sum are not sent. Default: as many rows to every rank; then N must be divisible by the size of
             the set.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -54,10 +54,20 @@ def alltoall(
     Source: MPI 4.1 section 6.8; horovod.torch.alltoall.
     """
     exchange = _begin(tensor, splits, name, process_set)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        output, received = _differentiable(exchange, tensor)
-    else:
-        output, received = synchronize(_start(exchange, tensor, wake=False))
+    counts: list[int] = []
+    shape = tensor.shape
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        output, received = synchronize(_start(exchange, inputs[0], wake=False))
+        counts.extend(received.tolist())
+        return [output, received]
+
+    def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        again = None if name is None else f"{name}.gradient"
+        sent = alltoall(incoming[0], counts, again, process_set)[0]
+        return [torch.cat([sent, sent.new_zeros((shape[0] - len(sent), *shape[1:]))])]
+
+    output, received = differentiable(run, gradient, [tensor]) if needs_gradient([tensor]) else run([tensor])
     return output if splits is None else (output, received)
 
 
@@ -73,10 +83,8 @@ def alltoall_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` always returns the pair of rows and counts.
-
-    Raises:
-        UsageError: As `alltoall`. All other errors of `alltoall` are raised by `synchronize`.
+        A handle; `synchronize(handle)` always returns the pair of rows and counts or raises the errors of `alltoall`.
+        A UsageError comes at once.
     """
     return _start(_begin(tensor, splits, name, process_set), tensor)
 
@@ -145,24 +153,3 @@ def _start(exchange: _Exchange, tensor: torch.Tensor, *, wake: bool = True) -> H
     splits = torch.tensor(exchange.splits, dtype=torch.int64, device="cpu")
     call = exchange.call
     return call.set_state.controller.submit(exchange.spec, call.name, [tensor, splits], finish, wake=wake)
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, tensor: torch.Tensor) -> Any:
-        output, received = synchronize(_start(exchange, tensor, wake=False))
-        ctx.call, ctx.shape, ctx.received = exchange.call, tensor.shape, received.tolist()
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collective like the forward call: all ranks of the set run backward."""
-        call: Call = ctx.call
-        name = None if call.given_name is None else f"{call.given_name}.gradient"
-        sent, _ = alltoall(gradients[0], ctx.received, name, call.process_set)
-        rest = sent.new_zeros((ctx.shape[0] - len(sent), *ctx.shape[1:]))
-        return None, torch.cat([sent, rest])
-
-
-_differentiable: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Alltoall.apply

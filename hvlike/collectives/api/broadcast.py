@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from hvlike.collectives.api.allreduce import allreduce
+from hvlike.collectives.api.gradients import Incoming, differentiable
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Sum
@@ -26,8 +26,7 @@ def broadcast(
     Args:
         tensor: Any shape, strides and dtype; the same shape and dtype on every rank. Only the root's values matter.
         root_rank: The rank whose tensor is copied: its rank in the job, also when a process set is given.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
@@ -36,22 +35,30 @@ def broadcast(
     Raises:
         UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
-        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
-            called shutdown(). These are HorovodInternalErrors.
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
     Gradient: The sum of all ranks' gradients on the root, zero elsewhere.
     Source: MPI 4.1 section 6.4; horovod.torch.broadcast.
     """
-    if needs_gradient([tensor]):
-        return _differentiable(tensor, root_rank, name, process_set)
-    result: torch.Tensor = synchronize(_start(copy_of(tensor), root_rank, name, process_set, wake=False))
-    return result
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [synchronize(_start(copy_of(inputs[0]), root_rank, name, process_set, wake=False))]
+
+    def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        again = None if name is None else f"{name}.gradient"
+        total = allreduce(incoming[0], name=again, op=Sum, process_set=process_set)
+        # Zeros that still hang on the sum: a second backward is collective too.
+        if current().world.rank != root_rank:
+            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
+        return [total]
+
+    return (differentiable(run, gradient, [tensor]) if needs_gradient([tensor]) else run([tensor]))[0]
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
-    """Copy the tensor of `root_rank` into `tensor` on every rank. No gradient. Collective; blocks.
+    """`broadcast` into `tensor` on every rank. No gradient. Collective; blocks; raises as `broadcast`.
 
     Args:
         tensor: As in `broadcast`; it is overwritten on all ranks but the root.
@@ -61,9 +68,6 @@ def broadcast_(
 
     Returns:
         `tensor`.
-
-    Raises:
-        HorovodInternalError, UsageError: As `broadcast`.
     """
     result: torch.Tensor = synchronize(_start(tensor, root_rank, name, process_set, wake=False))
     return result
@@ -81,10 +85,7 @@ def broadcast_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor.
-
-    Raises:
-        UsageError: As `broadcast`. All other errors of `broadcast` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `broadcast`. A UsageError comes at once.
     """
     return _start(copy_of(tensor), root_rank, name, process_set)
 
@@ -101,10 +102,7 @@ def broadcast_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor`.
-
-    Raises:
-        UsageError: As `broadcast`. All other errors of `broadcast` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns `tensor` or raises as `broadcast`. A UsageError comes at once.
     """
     return _start(tensor, root_rank, name, process_set)
 
@@ -120,28 +118,3 @@ def _start(
         )
     spec = spec_of("broadcast", "broadcast", full_name, [tensor], written=True, root=int(root_rank))
     return set_state.controller.submit(spec, full_name, [tensor], first_tensor, wake=wake)
-
-
-class _Broadcast(torch.autograd.Function):
-    """y[r] = x[root], so dL/dx[root] = sum over r of dL[r]/dy[r], and nothing elsewhere."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        result: torch.Tensor = synchronize(_start(copy_of(tensor), root_rank, name, process_set, wake=False))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collective like the forward call."""
-        name = None if ctx.name is None else f"{ctx.name}.gradient"
-        total = allreduce(gradients[0], name=name, op=Sum, process_set=ctx.process_set)
-        # Zeros that still hang on the sum: a second backward is collective too.
-        if current().world.rank != ctx.root_rank:
-            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
-        return (total, None, None, None)
-
-
-_differentiable: Callable[..., torch.Tensor] = _Broadcast.apply

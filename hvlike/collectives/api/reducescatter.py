@@ -31,8 +31,7 @@ def reducescatter(
     Args:
         tensor: Shape (N, ...) with at least one dimension; the same shape and dtype on every rank.
         op: Average (default), Sum, Min, Max or Product.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         compression: Applied before and after, e.g. Compression.fp16. Default: none.
         prescale_factor: Every rank's tensor is multiplied by it before the reduction.
         postscale_factor: The result is multiplied by it.
@@ -45,8 +44,7 @@ def reducescatter(
     Raises:
         UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
-        PeerLeftError: On every rank that is left, if a rank of the set has ended its program; ShutdownError, if it has
-            called shutdown(). These are HorovodInternalErrors.
+        PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
     Gradient: Sum and Average: allgather of the incoming gradients, with the factors of the forward call. Other ops:
     none, backward raises UsageError.
@@ -78,10 +76,7 @@ def reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor.
-
-    Raises:
-        UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `reducescatter`. A UsageError comes at once.
     """
     call = begin("reducescatter", name, process_set)
     return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor))
@@ -96,7 +91,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors at once, all or none of them. Collective; blocks.
+    """`reducescatter` of several tensors at once, all or none of them. Collective; blocks; raises as `reducescatter`.
 
     Args:
         tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed.
@@ -110,8 +105,6 @@ def grouped_reducescatter(
     Returns:
         A list of new tensors, in the order of `tensors`.
 
-    Raises:
-        HorovodInternalError, UsageError: As `reducescatter`.
 
     Gradient: As `reducescatter`, grouped.
     Source: horovod.torch.grouped_reducescatter.
@@ -144,10 +137,8 @@ def grouped_reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors.
-
-    Raises:
-        UsageError: As `reducescatter`. All other errors of `reducescatter` are raised by `synchronize`.
+        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `reducescatter`. A
+        UsageError comes at once.
     """
     call = begin("grouped_reducescatter", name, process_set)
     return start_reduce(

@@ -26,8 +26,7 @@ def sparse_allreduce_async(
     Args:
         tensor: Sparse COO, coalesced or not, any dtype on which the op is defined; the same shape, sparse dimensions
             and dtype on every rank, but any number of entries, also none.
-        name: Matches calls between ranks: a call on one rank meets those of the same name on the others. Default:
-            numbered by the order of unnamed calls of this kind.
+        name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         op: Average (default) or Sum.
         process_set: The ranks to run among. Default: all ranks.
 

@@ -1,4 +1,4 @@
-"""The derivative of allreduce.
+"""The one autograd function of all collectives, and the derivative of allreduce.
 
 y[r] = c * op over s of (p * x[s]) on every rank r, with L = sum over r of L[r](y[r]) and g = sum over r of dL[r]/dy[r]:
 
@@ -10,7 +10,7 @@ y[r] = c * op over s of (p * x[s]) on every rank r, with L = sum over r of L[r](
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,42 +18,62 @@ import torch
 from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum
 from hvlike.errors import UsageError
 
-Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Incoming = Mapping[int, torch.Tensor]  # By the index of the output; whole numbers have none
+Gradient = Callable[[Incoming, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Run = Callable[[Sequence[torch.Tensor], str, Reduction], list[torch.Tensor]]
 
 
-class GroupedAllreduce(torch.autograd.Function):
-    """Reduces out of place by `forward`; `run` is another reduction of the same group, its name with a suffix."""
-
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, run: Run, reduction: Reduction, *tensors: torch.Tensor) -> Any:
-        outputs = forward(tensors)
-        ctx.run, ctx.reduction = run, reduction
+    def forward(ctx: Any, run: Any, gradient: Gradient, keep: bool, *tensors: torch.Tensor) -> Any:
+        outputs = run(tensors)
+        ctx.gradient, ctx.inputs = gradient, len(tensors)
         ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
-        if reduction.op in (Min, Max, Product):
-            ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
+        if keep:
+            ctx.save_for_backward(*tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Collective like the forward call: all ranks of the set run backward."""
-        if ctx.reduction.op is Adasum:
-            raise UsageError(
-                "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
-                "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
-            )
-        incoming = [gradients[index] for index in ctx.smooth]
-        inputs = [ctx.saved_tensors[index] for index in ctx.smooth] if ctx.saved_tensors else []
-        if ctx.reduction.op is Product:
-            found = _gradient_of_product(ctx.run, ctx.reduction, incoming, inputs)
-        elif ctx.reduction.op in (Min, Max):
-            found = _gradient_of_choice(ctx.run, ctx.reduction, incoming, inputs)
-        else:
-            # Sum and Average are their own adjoints, the factors included, which are real.
-            found = ctx.run(incoming, "gradient", ctx.reduction)
+        found = ctx.gradient({index: gradients[index] for index in ctx.smooth}, ctx.saved_tensors)
         by_index = dict(zip(ctx.smooth, found, strict=True))
-        return (None, None, None, *(by_index.get(index) for index in range(len(gradients))))
+        return (None, None, None, *(by_index.get(index) for index in range(ctx.inputs)))
+
+
+def differentiable(
+    run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    gradient: Gradient,
+    tensors: Sequence[torch.Tensor],
+    *,
+    keep: bool = False,
+) -> list[torch.Tensor]:
+    """What `run` makes of the tensors, recorded by autograd.
+
+    gradient: from those of the outputs those of the inputs of the same index; keep: it needs the tensors.
+    """
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _Differentiable.apply
+    return list(apply(run, gradient, keep, *tensors))
+
+
+def allreduce_gradient(
+    run: Run, reduction: Reduction, gradients: Incoming, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`run` is another reduction of the same group, its name with a suffix; tensors: for Min, Max and Product."""
+    if reduction.op is Adasum:
+        raise UsageError(
+            "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
+            "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
+        )
+    incoming = list(gradients.values())
+    inputs = [tensors[index] for index in gradients] if tensors else []
+    if reduction.op is Product:
+        return _gradient_of_product(run, reduction, incoming, inputs)
+    if reduction.op in (Min, Max):
+        return _gradient_of_choice(run, reduction, incoming, inputs)
+    # Sum and Average are their own adjoints, the factors included, which are real.
+    return run(incoming, "gradient", reduction)
 
 
 def _gradient_of_choice(
