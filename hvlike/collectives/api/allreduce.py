@@ -314,10 +314,7 @@ def _begin(
     prescale_factor: float,
     postscale_factor: float,
 ) -> tuple[Call, Reduction]:
-    """Number the call before anything can be wrong with it, then look at what it asks for.
-
-    Raises: UsageError when both average and op are given, or op is none of the constants.
-    """
+    """Number the call before anything can be wrong with it, then look at what it asks for. Raises: UsageError."""
     call = begin(what, name, process_set)
     if average is not None:
         if op is not None:
@@ -346,8 +343,6 @@ def _start(
 
 
 def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Reduce into new tensors, recorded by autograd where a gradient may be asked for."""
-
     def forward(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         result = synchronize(_start(call, reduction, [copy_of(each) for each in inputs], wake=False))
         return [result] if call.what == "allreduce" else result
@@ -359,16 +354,3 @@ def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.T
         return forward(tensors)
     keep = reduction.op in (Min, Max, Product)
     return differentiable(forward, partial(allreduce_gradient, run, reduction), tensors, keep=keep)
-
-
-__all__ = [
-    "ReduceOp",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-]

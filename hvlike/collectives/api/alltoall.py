@@ -97,7 +97,6 @@ class _Exchange(NamedTuple):
 
 
 def _begin(tensor: torch.Tensor, splits: Splits | None, name: str | None, process_set: ProcessSet | None) -> _Exchange:
-    """Number the call before anything can be wrong with it, then look at what it asks for."""
     call = begin("alltoall", name, process_set)
     spec = spec_of("alltoall", "alltoall", call.name, [tensor])
     which = f"alltoall {call.name!r}"

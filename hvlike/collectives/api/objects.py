@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,17 +104,12 @@ def _packed(obj: Any) -> tuple[int, Tensor]:
 
 
 def _dumps(obj: Any) -> bytes:
-    """Pickle obj, by cloudpickle where plain pickle refuses and cloudpickle is installed."""
     try:
         return pickle.dumps(obj, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError):
-        try:
-            cloudpickle = import_module("cloudpickle")
-        except ModuleNotFoundError:
-            cloudpickle = None
-        if cloudpickle is None:
+        if find_spec("cloudpickle") is None:
             raise
-        data: bytes = cloudpickle.dumps(obj, protocol=5)
+        data: bytes = import_module("cloudpickle").dumps(obj, protocol=5)
         return data
 
 
@@ -122,7 +118,6 @@ def _unpacked(payload: Tensor) -> Any:
 
 
 def _raise_unpicklable(call: str, reason: Tensor, source: int, is_mine: bool) -> None:
-    """Raise what a failed pickling on rank `source` means here."""
     text = (
         f"{call}: the object of rank {source} cannot be pickled ({bytes(reason.tolist()).decode()}). Send only what it "
         f"is made of, or define its class or function at module level (or install cloudpickle)."

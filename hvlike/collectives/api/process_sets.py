@@ -84,8 +84,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _agree(what: str, detail: tuple[tuple[int, ...], bool], work: Callable[[], Coroutine[None]]) -> None:
-    """Let all ranks agree on a change, and make it where that is possible."""
-
     def run(backend: Backend) -> Coroutine[None]:
         if detail[1]:
             yield from work()

@@ -111,7 +111,6 @@ def _ordinary(length: int, element: Element) -> Array | None:
 
 
 def _all(backend: Backend, group: Group, fine: bool) -> Coroutine[bool]:
-    """True on every rank if it is fine on every rank."""
     flag = torch.tensor([int(fine)], dtype=torch.int32, device="cpu")
     yield from backend.allreduce([flag], arithmetic_of(torch.int32, Min, group.size, 1.0, 1.0))
     return bool(flag)

@@ -96,7 +96,6 @@ def _start(call: Call, tensor: torch.Tensor) -> Handle:
 
 
 def _divide(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Divide; integers are truncated toward zero, entry by entry."""
     if values.is_floating_point() or values.is_complex():
         return values / size
     return torch.div(values, size, rounding_mode="trunc")

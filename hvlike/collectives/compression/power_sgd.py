@@ -27,7 +27,6 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    """Subtract `left @ right.T` from `matrix`, in place."""
     with torch.autocast(matrix.device.type, enabled=False):
         matrix.addmm_(left, right.t(), alpha=-1)
 
@@ -194,14 +193,6 @@ class PowerSGD(StatefulCompressor):
             self._next_errors[work.name] = work.matrix
         if self.warm_start:
             self._next_shared[work.name] = work.q
-
-    def __repr__(self) -> str:
-        return (
-            f"PowerSGD(matrix_approximation_rank={self.matrix_approximation_rank}, "
-            f"start_powerSGD_iter={self.start_powerSGD_iter}, min_compression_rate={self.min_compression_rate}, "
-            f"use_error_feedback={self.use_error_feedback}, warm_start={self.warm_start}, "
-            f"orthogonalization_epsilon={self.orthogonalization_epsilon}, random_seed={self.random_seed})"
-        )
 
 
 def _matrix_shape(tensor: Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ A stateful compressor reduces a bucket itself, with the collective calls that an
 from __future__ import annotations
 
 import hashlib
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -233,7 +234,6 @@ class StatefulCompressor(Compressor, ABC):
         self.load_shared(state_dict or {"iteration": 0, "shared": {}})
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
         return {"iteration": self.iteration, "shared": dict(self._shared)}
 
     def load_shared(self, state: Mapping[str, Any]) -> None:
@@ -250,6 +250,11 @@ class StatefulCompressor(Compressor, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # An owner is not copied with what it owns, nor is half a step.
         return self.__dict__ | {"_owner": None, "_next_errors": {}, "_next_shared": {}}
+
+    def __repr__(self) -> str:
+        # The same on every rank that was given the same, which is what ranks compare.
+        options = ((name, getattr(self, name, None)) for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options if value is not None)})"
 
     def _no_single_calls(self) -> UsageError:
         return UsageError(

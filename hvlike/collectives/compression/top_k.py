@@ -115,7 +115,3 @@ class TopK(StatefulCompressor):
         work.tensor.copy_(total.mul_(factor).view(work.tensor.shape))
         if finite and self.use_error_feedback:
             self._next_errors[work.name] = work.error
-
-    def __repr__(self) -> str:
-        amount = f"ratio={self.ratio}" if self.k is None else f"k={self.k}"
-        return f"TopK({amount}, use_error_feedback={self.use_error_feedback})"

@@ -34,7 +34,7 @@ from hvlike.collectives.health.stall_inspector import (
 )
 from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
-from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure, neutral_tensors
+from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
@@ -70,7 +70,7 @@ class Controller:
         self.names = AutomaticNames()
         self.optimizer_names = AutomaticNames()  # In the order of first use; join() leaves no gap to align
         self.steps: dict[str, int] = {}
-        self.stand_in: Callable[[Response], Request | None] = stand_in  # Of a rank that has joined
+        self.stand_in: Callable[[Response], Request | None] = lambda response: None  # Of a rank that has joined
         # Told in the loop which Join context, by its number, a member has left by an exception.
         self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
         self._fabric = fabric
@@ -110,10 +110,9 @@ class Controller:
         counted: bool = False,
         home: torch.device | None = None,
     ) -> Handle:
-        """Put an operation in flight; `wake=False` when the caller will wait for it at once.
+        """Put an operation in flight; `wake=False`: the caller waits. Raises: DuplicateNameError, ShutdownError.
 
         job, home: see Request. counted: an inline attempt has numbered it before.
-        Raises: DuplicateNameError, ShutdownError.
         """
         request = Request(name, spec, tensors, finish, job=job, place=find_call_site(), home=home)
         if spec.device in KINDS:
@@ -163,7 +162,6 @@ class Controller:
         return True
 
     def report_failure(self, number: int, failure: JoinFailure) -> None:
-        """This rank leaves its Join context of this number by an exception; all members are told."""
         self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
 
     def stop_steps(self, failure: JoinFailure) -> None:
@@ -267,7 +265,6 @@ class Controller:
             self._coordinator.collect(0, entries)
 
     def _report(self, what: str, value: Any) -> None:
-        """Tell the coordinator, which may be this rank."""
         if self._coordinator is not None:
             self.hear(self._fabric.world.rank, what, value)
         else:
@@ -364,14 +361,6 @@ class Controller:
             key, place, since = self.tensor_queue.last
             last = Submission(key, str(place), now - since)
         return StatusReply(number, self.unfinished(), last, dict(self.steps), main_stack())
-
-
-def stand_in(response: Response) -> Request | None:
-    """What a rank that has joined does for an operation of the others; None: nothing."""
-    if response.key[0] != "allreduce":
-        return None
-    tensors = neutral_tensors(response.spec)
-    return Request(response.key[1], response.spec, tensors, lambda request: None)
 
 
 class ControllerRouter:

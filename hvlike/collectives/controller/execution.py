@@ -65,7 +65,6 @@ class Executor:
         self._prepared: dict[RequestSpec, Prepared | None] = {}  # None for tensors that are converted first
 
     def run(self, agreed: list[Agreed]) -> None:
-        """Start what the coordinator has announced; in the loop."""
         recording = self._trace.recorder.on
         queue = self.site.queues.first
         batches = [agreed] if len(agreed) == 1 else fuse(agreed, self._limit, whole_groups=self._whole_groups)
@@ -125,7 +124,6 @@ class Executor:
         return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:
-        """The job, on the backend of the device that the tensors of this rank are on."""
         site, queue = self.site, self.site.queues.first
         device = next(
             (each.device for request, _ in batch for each in request.tensors if each.device.type == runtime.kind), None

@@ -60,7 +60,6 @@ class _Piece(NamedTuple):
     at_once: InlineReduction | None
     is_complex: bool
     nbytes: int
-    elements: Piece
     memory: memoryview
     slots: tuple[memoryview, ...]  # Where this rank copies it to, for each place on the board, if it is small
     calls: tuple[list[KernelCall], ...]  # What reduces the ranks' copies to it
@@ -103,8 +102,7 @@ class InlineAllreduce:
         """Reduce in place, if all ranks of the set call this now with tensors alike. Blocks for a moment.
 
         Returns True when it is done; the name under which to negotiate it where the others do not; None when nothing
-        was tried; then nothing is known of the call to anybody.
-        Raises: HorovodInternalError as a negotiated call does.
+        was tried. Raises: HorovodInternalError as a negotiated call does.
         """
         try:
             plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
@@ -212,28 +210,14 @@ class InlineAllreduce:
             self._pieces.clear()
         nbytes = tensor.numel() * tensor.element_size()
         raw = bytes_at(address, nbytes)
-        elements = plan.arithmetic.over(raw)
         slots: tuple[memoryview, ...] = ()
         calls: tuple[list[KernelCall], ...] = ()
         if plan.copies is not None:
-            slots = self._inline.slots(nbytes)
+            slots, elements = self._inline.slots(nbytes), plan.arithmetic.over(raw)
             calls = tuple(plan.arithmetic.calls(copies, elements) for copies in plan.copies)
-        piece = _Piece(
-            shape,
-            dtype,
-            op,
-            prescale,
-            postscale,
-            plan,
-            plan.at_once,
-            dtype in _COMPLEX,
-            nbytes,
-            elements,
-            raw.data,
-            slots,
-            calls,
+        piece = self._pieces[address] = _Piece(
+            shape, dtype, op, prescale, postscale, plan, plan.at_once, dtype in _COMPLEX, nbytes, raw.data, slots, calls
         )
-        self._pieces[address] = piece
         return piece
 
     def _call(self, name: str | None) -> _Name:

@@ -84,7 +84,6 @@ def allgather_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 
 def gathered_bytes(agreed: Agreed) -> int:
-    """Bytes of the results of an allgather, the same number on every rank."""
     request, response = agreed
     nbytes = 0
     for tensor, rows in zip(request.tensors, zip(*response.extra, strict=True), strict=True):
@@ -134,7 +133,6 @@ def alltoall_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 
 def _exchange_counts(sent: torch.Tensor, host: Backend) -> Coroutine[tuple[list[int], list[int]]]:
-    """The rows that go to each rank, and those that come."""
     received = torch.zeros_like(sent)
     yield from host.alltoall(_each(sent), _each(received))
     return sent.tolist(), received.tolist()
@@ -186,7 +184,6 @@ def plan_job(site: ExecutionSite, batch: Sequence[Agreed]) -> Job:
 
 
 def refuse(error: LaunchError, request: Request) -> None:
-    """What finishes a request whose backend cannot be opened."""
     raise error
 
 

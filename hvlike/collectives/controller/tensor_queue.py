@@ -24,7 +24,6 @@ class AutomaticNames:
         return automatic_name(self.draw(kind))
 
     def draw(self, kind: str) -> int:
-        """The number of the next unnamed operation of this kind."""
         with self._lock:
             number = self._counts.get(kind, 0)
             self._counts[kind] = number + 1
@@ -102,10 +101,7 @@ class TensorQueue:
         self.last = (key, place, time.monotonic())
 
     def begin_epoch(self, decided: Iterable[RequestKey] = ()) -> None:
-        """The ranks may have asked for different numbers of things: all go on from here alike.
-
-        What this rank has asked for and the others have not yet, counts from here on; `decided` no longer does.
-        """
+        """All go on from here alike: what this rank alone has asked for counts on, `decided` no longer does."""
         with self.lock:
             in_flight = len(self.requests.keys() - set(decided))
             self.entered = (((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS) + in_flight
@@ -119,7 +115,6 @@ class TensorQueue:
         return requests
 
     def know_thread(self) -> None:
-        """The calling thread uses hvlike in this set."""
         if self.here.is_known:
             return
         self.here.is_known = True

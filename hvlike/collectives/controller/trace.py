@@ -111,7 +111,6 @@ class Trace:
                 self._leave(request.key)
 
     def observe(self, queue: OpQueue, batch: Sequence[tuple[Request, Response]], job: Job) -> Job:
-        """The job of a batch, recorded while it runs."""
         kind = batch[0][0].spec.kind.upper()
         tensors = [tensor for request, _ in batch for tensor in request.tensors]
 

@@ -50,9 +50,8 @@ _is_negative, _is_conjugate = torch.Tensor.is_neg, torch.Tensor.is_conj
 class BucketPacker:
     """Reduces one list of tensors over and over, all in one dtype. Used in the loop.
 
-    Memory: none where the backend prepares a reduction of the tensors where they lie. Elsewhere a buffer as large as
-    the small ones are together, and a copy of each tensor whose memory cannot be reduced in place (another dtype or
-    order of elements than agreed).
+    Memory: none where the backend reduces the tensors where they lie. Elsewhere a buffer for the small ones, and a copy
+    of each tensor that cannot be reduced in place (another dtype or order of elements than agreed).
     """
 
     def __init__(self, strides: Sequence[Strides], arithmetic: Arithmetic, *, casts: bool = False) -> None:
@@ -222,8 +221,6 @@ class ReductionSettings:
 
 
 class Bucket:
-    """Some entries of a plan and what is kept for them from step to step."""
-
     def __init__(
         self,
         entries: Sequence[int],
@@ -302,7 +299,6 @@ class Bucket:
         return parts
 
     def _compress(self, backend: Backend, originals: Sequence[torch.Tensor]) -> Coroutine[None]:
-        """Reduce what the compressor makes of the tensors, or their Adasum."""
         compression = self._settings.compression
         pairs = [compression.compress(tensor) for tensor in originals]
         work = [pair[0] for pair in pairs]

@@ -86,8 +86,7 @@ PLANNED = "gradients"
 class Schedule:
     """Starts the buckets of a plan, in its order, step after step.
 
-    With the first bucket of a step travels the count of active ranks: those that have joined contribute zeros to the
-    buckets and nothing to the count, so that every rank knows without a message when all have joined.
+    With the first bucket travels the count of active ranks, so that every rank knows when all have joined.
     """
 
     def __init__(self, agreed: Proposal, queue: OpQueue, settings: ReductionSettings) -> None:
@@ -122,10 +121,8 @@ class Schedule:
     ) -> bool:
         """Start bucket `number` on these tensors, one for each of its entries; `after` is called in the loop.
 
-        streams: of a device, where the tensors are made. drive: the caller, whose buckets have all ended, would wait
-        for this one, and does what it can of the work itself, here and now. Returns False, and does not call `after`,
-        where the host has nothing left to do: all is done, or in the stream of the device.
-        Raises: what a reduction raises that was driven here.
+        streams: of a device, where the tensors are made. drive: the caller would wait, and does what it can of the work
+        here and now, errors included. Returns False, and does not call `after`, where the host has nothing left to do.
         """
         self.queue.counters.ran(PLANNED, len(tensors), self._bytes[number])
         job = self.buckets[number].job(tensors, active=active)
@@ -147,7 +144,6 @@ class Schedule:
         return [(len(bucket.entries), nbytes) for bucket, nbytes in zip(self.buckets, self._bytes, strict=True)]
 
     def parts(self) -> list[PlannedPart] | None:
-        """What a compiled step runs, in order; None where a bucket takes more than prepared reductions."""
         found: list[PlannedPart] = []
         for bucket in self.buckets:
             parts = bucket.prepared()
@@ -173,7 +169,6 @@ class Schedule:
 
     @property
     def device(self) -> DeviceBackend | None:
-        """What reduces the tensors that are on a device; None where there are none."""
         return self.queue.device if self._on_device else None
 
     def in_stream(self) -> AbstractContextManager[Any]:
@@ -187,12 +182,10 @@ class Schedule:
             self._memory.commit()
 
     def roll_back(self) -> None:
-        """A step has ended otherwise: a compressor remembers nothing of it."""
         if self._memory is not None:
             self._memory.roll_back()
 
     def zeros(self, number: int) -> list[torch.Tensor]:
-        """What a rank without gradients contributes to bucket `number`."""
         tensors = []
         home = self.device.home if self.device is not None and number in self._on_device else None
         device = home or torch.device("cpu")
@@ -223,7 +216,6 @@ class Schedule:
         return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
 
     def _counting(self, job: Job, tensors: Sequence[torch.Tensor], active: bool) -> Job:
-        """The job of the first bucket, which tells how many ranks are active."""
         bucket, on_device = self.buckets[0], 0 in self._on_device
 
         def run(backend: Backend) -> Coroutine[None]:

@@ -91,7 +91,6 @@ class ShutdownBarrier:
         return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)
 
     def _look_for_first_rank(self, waited: float) -> None:
-        """Rank 0 reports who is late, if it can."""
         loop, query = self._fabric.loop, self._query
         query.prepare([0])
         loop.post(query.send, wake=False)

@@ -189,54 +189,48 @@ def describe_tensors(shapes: Iterable[tuple[int, ...]], dtypes: Iterable[str]) -
 PING, PONG = "ping", "pong"
 
 
+@dataclass
 class PeerProbe:
-    def __init__(
-        self,
-        loop: Loop,
-        rank: int,
-        coordinator: int,
-        neighbours: Collection[int],
-        send: Callable[[int, str, float], None],
-        look: Callable[[int], str],
-        limits: StallLimits,
-    ) -> None:
-        """neighbours: the members on this node. look: what can be seen from here of a rank that does not answer."""
-        self._loop = loop
-        self._rank = rank
-        self._coordinator = coordinator
-        self._neighbours = neighbours
-        self._limits = limits
-        self._query = StatusQuery(lambda each, asked: send(each, PING, asked), look)
+    loop: Loop
+    rank: int
+    coordinator: int
+    neighbours: Collection[int]  # The members on this node
+    send: Callable[[int, str, float], None]
+    look: Callable[[int], str]  # What can be seen from here of a rank that does not answer
+    limits: StallLimits
+
+    def __post_init__(self) -> None:
+        self._query = StatusQuery(lambda each, asked: self.send(each, PING, asked), self.look)
         self.hear = self._query.hear
 
     @property
     def seconds(self) -> float | None:
         """How long to wait before the first question, and between questions; None: for ever."""
-        return self._limits.shortest
+        return self.limits.shortest
 
     def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
         """Ask who is silent and report it; the error past the limit. agreed: only the data are missing."""
         query = self._query
-        ranks = {self._coordinator, *(self._neighbours if agreed else ())} - {self._rank}
+        ranks = {self.coordinator, *(self.neighbours if agreed else ())} - {self.rank}
         query.prepare(ranks)
-        self._loop.post(query.send, wake=False)
-        self._loop.wait(lambda: done() or not query.silent(), ANSWER_SECONDS)
+        self.loop.post(query.send, wake=False)
+        self.loop.wait(lambda: done() or not query.silent(), ANSWER_SECONDS)
         silent = query.silent()
         if done() or not (agreed or silent):
             return None
         text = "\n".join([self._describe(key, waited, agreed), *query.describe(ranks if agreed else silent)])
         # A coordinator that was only busy has answered before: the wait may be a long one for good reasons.
-        overdue = waited if agreed else min(waited, query.asked - query.heard_at(self._coordinator))
-        return self._limits.judge(text, waited, overdue)
+        overdue = waited if agreed else min(waited, query.asked - query.heard_at(self.coordinator))
+        return self.limits.judge(text, waited, overdue)
 
     def _describe(self, key: RequestKey, waited: float, agreed: bool) -> str:
-        waits = f"rank {self._rank} has waited for {waited:.0f} s in {key[0]} {key[1]!r}"
+        waits = f"rank {self.rank} has waited for {waited:.0f} s in {key[0]} {key[1]!r}"
         if agreed:
             return (
                 f"{waits}, for the data: all ranks have asked for it, but a rank has stopped in the middle of it, or "
                 "the network is down or very slow."
             )
         return (
-            f"{waits}, and nobody can say for which rank: rank {self._coordinator}, which coordinates, is stuck inside "
+            f"{waits}, and nobody can say for which rank: rank {self.coordinator}, which coordinates, is stuck inside "
             "hvlike or in a call that holds Python's lock."
         )

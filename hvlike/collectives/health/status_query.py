@@ -87,5 +87,4 @@ def describe_silent(rank: int, seen: str) -> str:
 
 
 def answer_of(asked: float) -> Answer:
-    """What this rank answers to the question of that time."""
     return asked, main_stack()

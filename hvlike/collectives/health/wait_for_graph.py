@@ -86,7 +86,6 @@ class WaitForGraph:
         )
 
     def advice(self) -> str:
-        """What the user can do about a deadlock, as whole sentences."""
         steps = {waiting.key[1] for waiting in self.waits.values() if waiting.key[0] == STEP}
         anew = sorted(position for position, each in self.waits.items() if each.key[0] == PLAN and each.key[1] in steps)
         if anew:

@@ -58,13 +58,10 @@ class PlannedQueue(PersistentOperation):
         advice: str = ADVICE,
         device: torch.device | None = None,
     ) -> None:
-        """Local.
+        """name: what it is for; numbered at the first `agree`, which all ranks make in the same order.
 
-        name: what it is for; numbered at the first `agree`, which all ranks make in the same order.
-        described: what must be equal on all ranks, by what it is; compared and shown as str(value).
-        advice: how to make them so, a sentence for the error.
-        device: where the tensors of the jobs are, if that is a GPU: jobs run on its backend, and `result` makes the
-            current stream wait for them.
+        described: what must be equal on all ranks, by what it is; shown as str(value). advice: how to make them so.
+        device: of the tensors, if that is a GPU: jobs run on its backend, and the current stream waits in `result`.
         """
         super().__init__(name)
         self.stand_in: Callable[[], CountingJob] | None = None  # Called and run in the loop
@@ -77,10 +74,7 @@ class PlannedQueue(PersistentOperation):
         self._context: Context | None = None
 
     def agree(self) -> None:
-        """Open the queue, unless it is there. Collective over the process set; blocks. A join forgets it.
-
-        Raises: MismatchError, on every rank, where `described` differs; UsageError, PeerLeftError, ShutdownError.
-        """
+        """Open the queue, unless it is there. Collective; blocks. Raises: MismatchError, where `described` differs."""
         if not (is_running() and current() is self._context):
             self._enter_context()
         set_state = self._set_state
@@ -92,11 +86,9 @@ class PlannedQueue(PersistentOperation):
         set_state.proxies.planned.add(self)
 
     def run(self, job: CountingJob) -> int:
-        """Run this rank's job of the next step, and wait for its end; how many ranks were active in it.
+        """Run this rank's job of the next step, and wait for its end; how many ranks were active in it. Collective.
 
-        Collective over the process set. Blocks.
-        Raises: the error of the job; PeerLeftError, DeadlockError, ShutdownError (HorovodInternalErrors). After an
-            error the queue is lost, on every rank; the next step opens another one.
+        Raises: the error of the job, or a HorovodInternalError. The queue is lost then; the next step opens another.
         """
         return self.start(job, wake=False).result()
 
@@ -139,7 +131,6 @@ class PlannedQueue(PersistentOperation):
     # -- what a join needs ----------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """See PersistentOperation: nothing is remembered that the ranks need to compare."""
         if self.stand_in is None:
             raise UsageError(
                 f"{self.name!r} is in use on this rank, and cannot go on without it: a rank that has no more data "
@@ -155,10 +146,8 @@ class PlannedQueue(PersistentOperation):
         return QueueProxy(queue, serial, stand_in, on_device=bool(self._kind))
 
     def adopt(self, queue: OpQueue, agreed: QueueProposal) -> JoinedProxy:
-        stand_in = self.stand_in
-        assert stand_in is not None
         self.queue, self.serial = queue, agreed.serial
-        return QueueProxy(queue, agreed.serial, stand_in, on_device=bool(self._kind))
+        return self.proxy()
 
     def _enter_context(self) -> None:
         """Belong to the hvlike that runs now; an earlier one has taken its queue with it."""

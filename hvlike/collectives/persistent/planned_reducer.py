@@ -92,7 +92,6 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def busy(self) -> bool:
-        """True between the first tensor that is ready and the end of `finish`."""
         return bool(self._marked)
 
     @property
@@ -102,7 +101,6 @@ class PlannedReducer(PersistentOperation):
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next `finish` runs a compiled step: nothing has changed since it was compiled."""
         return self._compiled is not None and self._compiled.epoch == self._epoch.value
 
     @property
@@ -128,13 +126,10 @@ class PlannedReducer(PersistentOperation):
                 self._start_complete()
 
     def finish(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Wait until all tensors are reduced, in place.
+        """Reduce all tensors in place: one for each entry, and those that were marked ready. Collective; blocks.
 
-        tensors: one for each entry; for those marked ready in this step the memory they were marked with.
         Returns the tensors that take the place of those that could not be reduced in place, by index.
-        Collective over the process set. Blocks.
-        Raises: MismatchError, ShapeMismatchError when the ranks have different tensors; PeerLeftError, ShutdownError,
-            DeadlockError (all HorovodInternalError).
+        Raises: MismatchError when the ranks have different tensors, and all other HorovodInternalErrors.
         """
         if self._set_state.group.size == 1 and self._settings.is_trivial:
             self._marked.clear()
@@ -206,7 +201,6 @@ class PlannedReducer(PersistentOperation):
         return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries)
 
     def forget(self) -> None:
-        """See PersistentOperation."""
         super().forget()
         if self.schedule is not None:
             self.schedule.roll_back()
@@ -264,7 +258,6 @@ class PlannedReducer(PersistentOperation):
         )
 
     def _follow(self, queue: OpQueue, agreed: Proposal) -> Schedule:
-        """Keep to what was agreed from now on."""
         if self._settings.memory is not None:
             self._settings.memory.align(agreed.memory)
         schedule = self.schedule = Schedule(agreed, queue, self._settings)

@@ -52,7 +52,6 @@ class JoinFailure:
     steps: Mapping[str, int]  # How many steps of each plan it has taken part in; those can be completed
 
     def misses(self, name: str, step: int) -> bool:
-        """Whether it takes no part in this step."""
         return step > self.steps.get(name, 0)
 
 
@@ -89,7 +88,6 @@ class JoinState:
         self.spare_queues[position] = set(request.spare_queues)
 
     def excused(self, kind: str) -> Collection[int]:
-        """Who need not ask for a request of this kind."""
         if kind in PLANNED_KINDS:
             return self.requests.keys()
         return [position for position, each in self.requests.items() if each.scope is JoinScope.EVERYTHING]
@@ -98,7 +96,6 @@ class JoinState:
         return all(name in each.marks for each in self.requests.values())
 
     def merge_mark(self, name: str, mark: Mark) -> Mark:
-        """What all can go on from, those that have joined included."""
         return merge_marks([mark, *(each.marks[name] for each in self.requests.values() if name in each.marks)])
 
     def take_queue(self, number: int) -> int:
@@ -142,7 +139,6 @@ def why_not(spec: RequestSpec, *, known: bool = False) -> str | None:
 
 
 def neutral_tensors(spec: RequestSpec) -> list[torch.Tensor]:
-    """What a rank that has joined contributes to a reduction."""
     op = ReduceOp(spec.op)
     if spec.prescale < 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
         # The factor comes first and turns the order round.

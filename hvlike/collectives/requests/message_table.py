@@ -124,7 +124,6 @@ class MessageTable:
         )
 
     def missing(self, key: RequestKey) -> list[int]:
-        """The ranks that have not asked for `key` yet and are not excused."""
         asked, excused = self.pending.get(key, {}), self.excused(key)
         return [rank for position, rank in enumerate(self.ranks) if position not in asked and position not in excused]
 

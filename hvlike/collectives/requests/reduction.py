@@ -58,10 +58,7 @@ class Operand:
         dtype: torch.dtype | None = None,
         home: torch.device | None = None,
     ) -> None:
-        """strides: the order all ranks have agreed on, None for row by row; dtype: to reduce in, None for its own.
-
-        home: the device that the backend works on, None for host memory.
-        """
+        """strides: agreed, None for row by row; dtype: to reduce in; home: the backend's device, None for the host."""
         source = tensor.detach()
         if source.is_inference() and not source.is_conj() and not source.is_neg():
             source = _ordinary(source) if source.is_cpu else _ordinary_on_device(source)
@@ -82,7 +79,6 @@ class Operand:
         self.flat = self._work.view(-1) if plain else self._work.as_strided((elements,), (1,))
 
     def write_back(self) -> None:
-        """Put what `flat` holds into the tensor, where that is not the same memory."""
         if self._work is not self._tensor:
             self._tensor.copy_(self._work)
 
@@ -120,9 +116,7 @@ Product = ReduceOp.PRODUCT
 
 
 class Reduction(NamedTuple):
-    """op and factors: result = postscale * op over ranks of (prescale * tensor)."""
-
-    op: ReduceOp
+    op: ReduceOp  # result = postscale * op over ranks of (prescale * tensor)
     prescale: float
     postscale: float
 

@@ -262,10 +262,7 @@ def spec_of(
     root: int = -1,
     detail: Any = None,
 ) -> RequestSpec:
-    """What the ranks compare of an operation on these tensors, which are checked. A known kind of tensor costs a look.
-
-    what: the public call, for the error texts. written: it writes into the tensors.
-    """
+    """What ranks compare of an operation, which is checked. what: the call, for errors. written: into the tensors."""
     key = None
     if len(tensors) == 1:
         tensor = tensors[0]
@@ -340,7 +337,6 @@ def listed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def needs_gradient(tensors: Sequence[Any]) -> bool:
-    """Whether autograd has to record what is done with these."""
     return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 

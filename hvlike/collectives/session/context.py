@@ -72,7 +72,6 @@ class JobSettings:
         return ""
 
     def apply(self, fabric: Fabric) -> None:
-        """Do what has to be done once: memory, the place of the thread, the log, the timeline. Local."""
         knobs = self.knobs
         if knobs.keep_memory:
             keep_memory()
@@ -133,7 +132,6 @@ class Context:
             atexit.register(self.close)
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
-        """Connect to the other ranks. Collective and blocking."""
         knobs = self.knobs
         try:
             self._check_same(process_sets, settings.misplaced(self.world))
@@ -161,7 +159,6 @@ class Context:
         return has_spare_core(self.fabric.cores) if overlap is None else overlap
 
     def find_set(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
-        """As Registry.find."""
         mpi_library.check_not_forked()
         return self.registry.find(process_set, what)
 
@@ -186,7 +183,6 @@ class Context:
         self.world.close()
 
     def _watch(self) -> None:
-        """The health check of the process sets; in the loop."""
         for set_state in self.registry.set_states.values():
             set_state.controller.watch()
         self.registry.watch_devices(time.monotonic())
@@ -283,10 +279,7 @@ class Call(NamedTuple):
 
 
 def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
-    """Number a call, even if it turns out to be wrong.
-
-    Else this rank would meet the others' next operation in place of the one they have begun.
-    """
+    """Number a call, even a wrong one: else this rank would meet the others' next operation in place of this one."""
     context = _process.context
     if context is None or process_set is not None or mpi_library.ForkMark.forked:
         set_state = current().find_set(process_set, what.capitalize())

@@ -20,10 +20,10 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_jobs import on_device
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.controller.controller import Controller, stand_in
+from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.fusion.schedule import Schedule
 from hvlike.collectives.health.wait_for_graph import STEP
-from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd
+from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestSpec
 from hvlike.errors import HorovodInternalError, JoinError, ShutdownError, UsageError
@@ -48,13 +48,18 @@ class JoinedProxy(ABC):
     def begin(self) -> None:
         """Enter the next step; it ends when all ranks have entered it."""
 
+    def _goes_on(self, active: int) -> bool:
+        """A step has ended, with so many active ranks; whether there is a next one."""
+        self.finished = self.error is not None or not active
+        self.steps += not self.finished
+        return not self.finished
+
     def cancel(self, error: BaseException | None = None) -> None:
         """Leave for good: this rank can no longer stand in, or the others have given this plan up."""
         self.error = self.error or error
         if not self.finished:
             self.finished = True
-            reason = "the ranks that go on have given this planned operation up"
-            self.queue.fail(error or ShutdownError(reason))
+            self.queue.fail(error or ShutdownError("the ranks that go on have given this planned operation up"))
 
 
 class PlanProxy(JoinedProxy):
@@ -77,11 +82,9 @@ class PlanProxy(JoinedProxy):
         self.error = self.error or task.error
         if self._left or self.finished:
             return
-        if self.error is not None or not self._schedule.active:
-            self.finished = True
+        if not self._goes_on(self._schedule.active):
             self._schedule.roll_back()
             return
-        self.steps += 1
         self._schedule.commit()
         with self._schedule.in_stream():
             for tensors in self._tensors:
@@ -116,13 +119,8 @@ class QueueProxy(JoinedProxy):
 
     def _ended(self, task: Task[None]) -> None:
         self.error = self.error or task.error
-        if self.finished:
-            return
-        if self.error is not None or not self._active:
-            self.finished = True
-            return
-        self.steps += 1
-        self.begin()
+        if not self.finished and self._goes_on(self._active):
+            self.begin()
 
 
 class PersistentOperation(ABC):
@@ -141,12 +139,10 @@ class PersistentOperation(ABC):
 
     @property
     def busy(self) -> bool:
-        """True while a step is under way on this rank."""
         return self._unfinished > 0
 
     @property
     def healthy(self) -> bool:
-        """There is an agreed queue, and it has had no error."""
         return self.queue is not None and self.queue.broken is None
 
     @abstractmethod
@@ -180,10 +176,7 @@ class PersistentOperation(ABC):
         self.served = self._step = 0
 
     def _agree_on_queue(self, kind: str, proposal: Any, home: torch.device | None) -> tuple[OpQueue, Any]:
-        """Propose to all ranks; the queue, and what follows from all proposals. Collective; blocks.
-
-        home: the device of this rank, where the queue needs a backend for one. Raises: MismatchError, PeerLeftError.
-        """
+        """Propose to all ranks; the queue, on the device `home`, and what follows from all. Collective; blocks."""
         assert self._set_state is not None
         queues = self._set_state.queues
         spare = queues.propose()
@@ -293,20 +286,18 @@ class JoinedProxies:
             proxy.begin()
 
     def _stand_in(self, response: Response) -> Request | None:
-        if response.key[0] not in PLANNED_KINDS:
-            return stand_in(response)
-        return Request(response.key[1], response.spec, [], self._adopt)
+        """What this rank, which has joined, does for an operation of the others; None: nothing."""
+        kind, name = response.key
+        if kind == "allreduce":
+            return Request(name, response.spec, neutral_tensors(response.spec), lambda request: None)
+        return Request(name, response.spec, [], self._adopt) if kind in PLANNED_KINDS else None
 
-    def _adopt(self, request: Request) -> Any:
+    def _adopt(self, request: Request) -> None:
         """The others have made a plan: take part in it."""
         queue, agreed = request.outputs
-        self._add(request.name, self._proxy_of(request.name, queue, agreed))
-
-    def _proxy_of(self, name: str, queue: OpQueue, agreed: Any) -> JoinedProxy:
-        own = next((each for each in list(self.planned) if each.name == name), None)
-        if own is not None:
-            return own.adopt(queue, agreed)
-        return PlanProxy(Schedule(agreed, queue, agreed.portable))
+        own = next((each for each in list(self.planned) if each.name == request.name), None)
+        proxy = own.adopt(queue, agreed) if own else PlanProxy(Schedule(agreed, queue, agreed.portable))
+        self._add(request.name, proxy)
 
 
 def raise_first(errors: list[BaseException | None]) -> None:
@@ -345,10 +336,7 @@ class JoinContexts:
             raise JoinError(str(self._failure.error))
 
     def check_step(self, name: str, step: int, fail: Callable[[HorovodInternalError], None]) -> None:
-        """Let a planned step fail, in the loop, that such a rank takes no part in. After it was entered.
-
-        The steps that it has taken part in are completed: all ranks have made the same ones then.
-        """
+        """Let a step, once entered, fail in the loop, if that rank takes no part in it: all have made the same then."""
         failure = self._failure
         if failure is not None and failure.misses(name, step):
             error = failure.error

@@ -86,7 +86,6 @@ class ProcessSetState:
 
 
 def stall_limits(knobs: Config) -> StallLimits:
-    """The limits of the stall inspector from the settings."""
     if knobs.stall_check_disable:
         return StallLimits(None, 0.0)
     return StallLimits(knobs.stall_check_seconds, knobs.stall_shutdown_seconds)
@@ -104,11 +103,7 @@ class Registry:
         fabric.channel.listen(Topic.DEVICE, lambda rank, message, tensors: self._hear_device(rank, *message))
 
     def find(self, process_set: ProcessSet | None, what: str) -> ProcessSetState:
-        """The set an operation runs in; None: all ranks.
-
-        what: the operation, for the error texts.
-        Raises: UsageError for a set that is not registered, or of which this rank is not a member.
-        """
+        """The set that operation `what` runs in. Raises: UsageError for one not registered, or without this rank."""
         if process_set is None or process_set is global_process_set:
             return self.set_states[0]
         if not isinstance(process_set, ProcessSet):
