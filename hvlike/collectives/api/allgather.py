@@ -65,7 +65,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `allgather`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `allgather`; UsageErrors at once.
     """
     return start_gather(begin("allgather", name, process_set), [tensor])
 
@@ -96,14 +96,12 @@ def grouped_allgather_async(
     """Start `grouped_allgather`. No gradient. Collective, as `grouped_allgather`; does not block.
 
     Args:
-        tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed. Leave them
-            alone until `synchronize` returns.
+        tensors: As in `grouped_allgather`. Leave them alone until `synchronize` returns.
         name: As in `allgather`.
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `allgather`. A
-        UsageError comes at once.
+        A handle; `synchronize(handle)` returns the list of new tensors or raises as `allgather`; UsageErrors at once.
     """
     return start_gather(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
 

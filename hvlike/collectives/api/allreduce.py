@@ -52,7 +52,7 @@ def allreduce(
         tensor: Any shape and strides, any dtype on which the op is defined; the same shape and dtype on every rank.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
         name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
-        compression: Applied before and after, e.g. Compression.fp16. Default: none.
+        compression: An object with `compress` and `decompress`, e.g. Compression.fp16. Default: Compression.none.
         op: Average (default), Sum, Min, Max, Product or Adasum. Average divides while it reduces; integers truncate
             toward zero; 16-bit floats accumulate in float32. Adasum (Maleki et al., 2021; real floats only) counts once
             what the ranks' tensors have in common.
@@ -143,7 +143,7 @@ def allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `allreduce`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `allreduce`; UsageErrors at once.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [copy_of(tensor)])
@@ -170,7 +170,7 @@ def allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor` or raises as `allreduce`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns `tensor` or raises as `allreduce`; UsageErrors at once.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [tensor])
@@ -194,8 +194,7 @@ def grouped_allreduce(
         tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
         name: As in `allreduce`.
-        compression: Applied to what travels: Compression.none (default), .fp16, .bf16 or an object with `compress` and
-            `decompress`.
+        compression: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
         prescale_factor: As in `allreduce`.
         postscale_factor: As in `allreduce`.
@@ -229,8 +228,7 @@ def grouped_allreduce_(
     """`grouped_allreduce` in place, without compression and gradient. Collective; blocks; raises as `allreduce`.
 
     Args:
-        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. They are overwritten with the
-            results.
+        tensors: As in `grouped_allreduce`; they are overwritten with the results.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
         name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
@@ -268,8 +266,7 @@ def grouped_allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `allreduce`. A
-        UsageError comes at once.
+        A handle; `synchronize(handle)` returns the list of new tensors or raises as `allreduce`; UsageErrors at once.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [copy_of(tensor) for tensor in listed("grouped_allreduce", tensors)]
@@ -288,8 +285,7 @@ def grouped_allreduce_async_(
     """Start `grouped_allreduce` in place. No gradient. Collective, as `grouped_allreduce`; does not block.
 
     Args:
-        tensors: A non-empty sequence of tensors as in `allreduce`; dtypes may be mixed. Leave them alone until
-            `synchronize(handle)` returns.
+        tensors: As in `grouped_allreduce`. Leave them alone until `synchronize` returns.
         average: Deprecated, as in Horovod: True for Average, False for Sum. Default: use `op`.
         name: As in `allreduce`.
         op: Average (default), Sum, Min, Max, Product or Adasum; see `allreduce`.
@@ -298,8 +294,7 @@ def grouped_allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of tensors or raises the errors of `allreduce`. A UsageError
-        comes at once.
+        A handle; `synchronize(handle)` returns the list of tensors or raises as `allreduce`; UsageErrors at once.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, listed("grouped_allreduce", tensors))

@@ -83,8 +83,7 @@ def alltoall_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` always returns the pair of rows and counts or raises the errors of `alltoall`.
-        A UsageError comes at once.
+        A handle; `synchronize(handle)` returns the rows and the counts or raises as `alltoall`; UsageErrors at once.
     """
     return _start(_begin(tensor, splits, name, process_set), tensor)
 

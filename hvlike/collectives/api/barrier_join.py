@@ -15,7 +15,6 @@ from hvlike.collectives.requests.join_protocol import JOIN_KEY, JoinEnd, JoinReq
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import Handle, RequestSpec, synchronize
 from hvlike.collectives.session.context import begin, current
-from hvlike.collectives.session.joined_proxy import raise_first
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import HorovodInternalError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine
@@ -88,7 +87,9 @@ def end_join(set_states: list[ProcessSetState], ends: list[JoinEnd]) -> None:
 
     loop.post(end_all, wake=False)
     loop.wait(lambda: len(errors) == len(pairs))
-    raise_first(errors)
+    error = next(filter(None, errors), None)
+    if error is not None:
+        raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
 
 
 def join(device: int = -1) -> int:

@@ -85,7 +85,7 @@ def broadcast_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `broadcast`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `broadcast`; UsageErrors at once.
     """
     return _start(copy_of(tensor), root_rank, name, process_set)
 
@@ -102,7 +102,7 @@ def broadcast_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor` or raises as `broadcast`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns `tensor` or raises as `broadcast`; UsageErrors at once.
     """
     return _start(tensor, root_rank, name, process_set)
 

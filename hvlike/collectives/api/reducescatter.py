@@ -76,7 +76,7 @@ def reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `reducescatter`. A UsageError comes at once.
+        A handle; `synchronize(handle)` returns the new tensor or raises as `reducescatter`; UsageErrors at once.
     """
     call = begin("reducescatter", name, process_set)
     return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor))
@@ -128,8 +128,7 @@ def grouped_reducescatter_async(
     """Start `grouped_reducescatter`. No gradient. Collective, as `grouped_reducescatter`; does not block.
 
     Args:
-        tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed. Leave
-            them alone until `synchronize` returns.
+        tensors: As in `grouped_reducescatter`. Leave them alone until `synchronize` returns.
         op: Average (default), Sum, Min, Max or Product.
         name: As in `reducescatter`.
         prescale_factor: As in `reducescatter`.
@@ -137,8 +136,7 @@ def grouped_reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors or raises the errors of `reducescatter`. A
-        UsageError comes at once.
+        A handle; `synchronize(handle)` returns a list of new tensors or raises as `reducescatter`; UsageErrors at once.
     """
     call = begin("grouped_reducescatter", name, process_set)
     return start_reduce(

@@ -59,21 +59,20 @@ def sparse_allreduce_async(
     return result
 
 
-class SparseSum:
-    def __init__(
-        self, tensor: torch.Tensor, name: str, settings: ReductionSettings, process_set: ProcessSet | None
-    ) -> None:
-        """Start gathering; a dense tensor (a stand-in of zeros) contributes nothing. Collective."""
-        _checked(f"gradient {name!r}", settings.op)
-        own = tensor.detach() if tensor.is_sparse else empty_like_sparse(tensor)
-        self._shape = own.shape
-        divisor = settings.size if settings.op is ReduceOp.AVERAGE else 1
-        self._factor = settings.prescale * settings.postscale / divisor
-        self._handle = _start(begin("sparse_allreduce", name, process_set), own.coalesce())
+def start_sparse_sum(
+    tensor: torch.Tensor, name: str, settings: ReductionSettings, process_set: ProcessSet | None
+) -> Callable[[], torch.Tensor]:
+    """Start gathering; a dense tensor (a stand-in of zeros) contributes nothing. Collective."""
+    _checked(f"gradient {name!r}", settings.op)
+    own = tensor.detach() if tensor.is_sparse else empty_like_sparse(tensor)
+    shape, factor = tensor.shape, settings.factor
+    handle = _start(begin("sparse_allreduce", name, process_set), own.coalesce())
 
-    def result(self) -> torch.Tensor:
-        indices, values = self._handle.result()
-        return _assemble(indices, values * self._factor, self._shape).coalesce()
+    def result() -> torch.Tensor:
+        indices, values = handle.result()
+        return _assemble(indices, values * factor, shape).coalesce()
+
+    return result
 
 
 def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:

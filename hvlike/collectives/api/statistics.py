@@ -204,11 +204,11 @@ class MetricsAggregator:
             self._means.setdefault(column, Means()).add(sums)
 
 
-_gazettes: WeakKeyDictionary[Context, MetricsAggregator] = WeakKeyDictionary()
+_aggregators: WeakKeyDictionary[Context, MetricsAggregator] = WeakKeyDictionary()
 
 
 def metrics_of(context: Context) -> MetricsAggregator:
-    found = _gazettes.get(context)
+    found = _aggregators.get(context)
     if found is None:
-        found = _gazettes[context] = MetricsAggregator(context)
+        found = _aggregators[context] = MetricsAggregator(context)
     return found

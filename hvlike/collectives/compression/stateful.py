@@ -212,8 +212,12 @@ class StatefulCompressor(Compressor, ABC):
         """
         if not self.iteration and not self._errors and not self._loaded:
             return {}
-        size, errors = self._saved_errors()
-        return {"iteration": self.iteration, "shared": dict(self._shared), "size": size, "errors": errors}
+        if self._place is None:
+            size, errors = self._loaded.get("size", 1), dict(self._loaded.get("errors", {}))
+        else:
+            rank, size = self._place
+            errors = {rank: dict(self._errors)}
+        return self.shared_state() | {"size": size, "errors": errors}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up a memory that was saved; an empty dict: start anew. Local.
@@ -240,12 +244,6 @@ class StatefulCompressor(Compressor, ABC):
         """Take up another rank's `shared_state`; this rank keeps its own errors."""
         self.iteration = int(state["iteration"])
         self._shared = {name: tensor.detach().clone() for name, tensor in state["shared"].items()}
-
-    def _saved_errors(self) -> tuple[int, dict[int, dict[str, Tensor]]]:
-        if self._place is None:
-            return self._loaded.get("size", 1), dict(self._loaded.get("errors", {}))
-        rank, size = self._place
-        return size, {rank: dict(self._errors)}
 
     def __getstate__(self) -> dict[str, Any]:
         # An owner is not copied with what it owns, nor is half a step.

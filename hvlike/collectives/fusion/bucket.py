@@ -137,8 +137,9 @@ class BucketPacker:
     def _lay_out(self, shapes: list[torch.Size], backend: Backend) -> None:
         self._shapes = shapes
         home = home_of(backend)
+        # A parameter may have got another shape since its order was agreed on.
         self._strides = [
-            strides if strides is not None and _can_have(shape, strides) else None
+            strides if strides and len(shape) == len(strides) and is_dense(shape, strides) else None
             for shape, strides in zip(shapes, self._agreed, strict=True)
         ]
         ordered = [index for index, strides in enumerate(self._strides) if strides is not None]
@@ -161,11 +162,6 @@ class BucketPacker:
             self._buffer = torch.empty(total, dtype=self._arithmetic.dtype, device=home or "cpu")
             strides = [self._strides[index] or row_by_row(shapes[index]) for index in small]
             self._bundle = FusedViews(self._buffer, [shapes[index] for index in small], strides) if small else None
-
-
-def _can_have(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the agreed order is one of a tensor of this shape; a parameter may have got another shape since."""
-    return len(shape) == len(strides) and is_dense(shape, strides)
 
 
 class PlannedPart(NamedTuple):
@@ -204,6 +200,11 @@ class ReductionSettings:
         if type(self.compression) is CastCompressor:
             return self.compression.cast(dtype)
         return None if self.compresses else dtype
+
+    @property
+    def factor(self) -> float:
+        """What a plain sum over the ranks is to be multiplied by."""
+        return self.prescale * self.postscale / (self.size if self.op is ReduceOp.AVERAGE else 1)
 
     @property
     def is_trivial(self) -> bool:
@@ -320,5 +321,4 @@ class Bucket:
 
     def _exchange(self, backend: Backend) -> Exchange:
         settings = self._settings
-        factor = settings.prescale * settings.postscale / (settings.size if settings.op is ReduceOp.AVERAGE else 1)
-        return Exchange(backend, (self._rank, settings.size), factor, settings.arithmetic, self._packers)
+        return Exchange(backend, (self._rank, settings.size), settings.factor, settings.arithmetic, self._packers)

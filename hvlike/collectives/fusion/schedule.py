@@ -105,7 +105,8 @@ class Schedule:
         self._on_device = {
             number for number, entries in enumerate(self.plan.buckets) if any(agreed.devices[each] for each in entries)
         }
-        self._bytes = [sum(map(self._size_of, bucket)) for bucket in self.plan.buckets]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(agreed.shapes, self._dtypes, strict=True)]
+        self._bytes = [sum(sizes[index] for index in bucket) for bucket in self.plan.buckets]
         self.active = 0  # How many ranks took part in the last step with gradients of their own
 
     def start(
@@ -211,9 +212,6 @@ class Schedule:
             # It shall end the queue like an error that comes later.
             return partial(_fail, error)
         return lambda backend: coroutine
-
-    def _size_of(self, index: int) -> int:
-        return math.prod(self._agreed.shapes[index]) * self._dtypes[index].itemsize
 
     def _counting(self, job: Job, tensors: Sequence[torch.Tensor], active: bool) -> Job:
         bucket, on_device = self.buckets[0], 0 in self._on_device

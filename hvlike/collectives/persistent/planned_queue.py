@@ -11,6 +11,7 @@ A job returns how many ranks were active in it (`Backend.count_active`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,17 +33,17 @@ from hvlike.transport.loop.coroutine import Coroutine, Task
 ADVICE = "Build it with the same arguments on every rank."
 
 
+@dataclass(eq=False)
 class QueueStep:
-    def __init__(self, owner: PlannedQueue, number: int) -> None:
-        self._owner = owner
-        self._number = number
-        self.active = 0  # How many ranks were active in it; valid once it has ended
-        self.ended = False
-        self.error: BaseException | None = None
+    owner: PlannedQueue
+    number: int
+    active: int = 0  # How many ranks were active in it; valid once it has ended
+    ended: bool = False
+    error: BaseException | None = None
 
     def result(self) -> int:
         """Wait until the step has ended; how many ranks were active in it. Raises: as PlannedQueue.run."""
-        self._owner.wait_for(self, self._number)
+        self.owner.wait_for(self)
         if self.error is not None:
             raise self.error
         return self.active
@@ -116,12 +117,12 @@ class PlannedQueue(PersistentOperation):
         queue.submit(work, lambda task: self._ended(step, task), wake=wake)
         return step
 
-    def wait_for(self, step: QueueStep, number: int) -> None:
+    def wait_for(self, step: QueueStep) -> None:
         """Wait until a step has ended; reports and the search for deadlocks know of it."""
         queue = self.queue
         if not step.ended and queue is not None:
-            with exposed_wait(queue, self.name, number):
-                self._wait_in_step(number, find_call_site(), "", lambda: step.ended)
+            with exposed_wait(queue, self.name, step.number):
+                self._wait_in_step(step.number, find_call_site(), "", lambda: step.ended)
         if step.error is None and self._kind and queue is not None and queue.device is not None:
             queue.device.fence()()
         if step.error is not None:

@@ -22,7 +22,7 @@ import torch
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.cuda.runtime import kind_of
 from hvlike.backends.op_queue import OpQueue
-from hvlike.collectives.api.sparse import SparseSum
+from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.controller.trace import exposed_wait
 from hvlike.collectives.fusion.bucket import ReductionSettings
@@ -172,14 +172,17 @@ class PlannedReducer(PersistentOperation):
         try:
             schedule = self.schedule or self._agree(tensors)
             replaced: dict[int, torch.Tensor] = {}
-            sparse: dict[int, SparseSum] = {}
+            sparse: dict[int, Callable[[], torch.Tensor]] = {}
             if schedule.plan.sparse or any(map(_is_sparse, tensors)):
                 replaced = _densify(tensors, schedule.plan)
                 tensors = [replaced.get(index, tensor) for index, tensor in enumerate(tensors)]
-                sparse = self._start_sparse(tensors, schedule.plan)
+                sparse = {
+                    index: start_sparse_sum(tensors[index], f"{self.name}.{index}", self._settings, self._process_set)
+                    for index in schedule.plan.sparse
+                }
             self._reduce_dense(schedule, tensors)
             for index, total in sparse.items():
-                replaced[index] = total.result()
+                replaced[index] = total()
             self.served += 1
             return replaced
         finally:
@@ -267,12 +270,6 @@ class PlannedReducer(PersistentOperation):
         return schedule
 
     # -- one step -------------------------------------------------------------------------------
-
-    def _start_sparse(self, tensors: Sequence[torch.Tensor], plan: Plan) -> dict[int, SparseSum]:
-        return {
-            index: SparseSum(tensors[index].detach(), f"{self.name}.{index}", self._settings, self._process_set)
-            for index in plan.sparse
-        }
 
     def _reduce_dense(self, schedule: Schedule, tensors: Sequence[torch.Tensor]) -> None:
         controller, rounds = self._set_state.controller, self._set_state.rounds

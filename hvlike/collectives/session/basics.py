@@ -131,9 +131,10 @@ def pin_device(kind: str = "cuda") -> torch.device:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if not gpus:
+        built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}, but finds no device"
         raise LaunchError(
-            f"pin_device: local rank {number} sees no GPU: {_reason()}. Check CUDA_VISIBLE_DEVICES and nvidia-smi on "
-            "this host, or run on the CPU (pin_device('cpu'))."
+            f"pin_device: local rank {number} sees no GPU: torch {torch.__version__} was built {built}. Check "
+            "CUDA_VISIBLE_DEVICES and nvidia-smi on this host, or run on the CPU (pin_device('cpu'))."
         )
     device = torch.device("cuda", device_index(number, gpus))
     torch.cuda.set_device(device)
@@ -143,12 +144,6 @@ def pin_device(kind: str = "cuda") -> torch.device:
 def device_index(local_rank: int, gpus: int) -> int:
     """The number of the GPU of a local rank among those that it sees: 0, 1, 2, 0, 1, ... Pure function."""
     return local_rank % gpus
-
-
-def _reason() -> str:
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    return f"torch was built for CUDA {torch.version.cuda}, but finds no device"
 
 
 _TORCH_NAMES = ("torch", "horovod.torch", "hvlike", "hvlike.torch")

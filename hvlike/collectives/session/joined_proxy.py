@@ -300,12 +300,6 @@ class JoinedProxies:
         self._add(request.name, proxy)
 
 
-def raise_first(errors: list[BaseException | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error)) from error
-
-
 class JoinContexts:
     def __init__(
         self,
