@@ -53,7 +53,9 @@ def sparse_allreduce_async(
 
     def result() -> torch.Tensor:
         indices, values = handle.result()
-        scaled = values if size == 1 else _divide(values, size)
+        # Whole numbers are truncated toward zero, entry by entry.
+        rounding = None if values.is_floating_point() or values.is_complex() else "trunc"
+        scaled = values if size == 1 else torch.div(values, size, rounding_mode=rounding)
         return _assemble(indices, scaled, tensor.shape)
 
     return result
@@ -92,12 +94,6 @@ def _start(call: Call, tensor: torch.Tensor) -> Handle:
     """Gather both parts of a sparse tensor: one row for each entry, so only the first dimension may differ."""
     rows = [tensor._indices().t().contiguous(), tensor._values()]
     return start_gather(call, rows, detail=tuple(tensor.shape))
-
-
-def _divide(values: torch.Tensor, size: int) -> torch.Tensor:
-    if values.is_floating_point() or values.is_complex():
-        return values / size
-    return torch.div(values, size, rounding_mode="trunc")
 
 
 def _assemble(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -88,14 +88,11 @@ class TopK(StatefulCompressor):
         """Gather what all ranks have chosen of tensors of one dtype, and add it up; how many bytes this rank sent."""
         wide = max(work.tensor.numel() for work in works) > torch.iinfo(torch.int32).max
         place_dtype = torch.int64 if wide else torch.int32
-        values = [torch.empty(0, device="cpu")] * exchange.size
-        places = [torch.empty(0, device="cpu")] * exchange.size
         own_values = torch.cat([work.values for work in works])
         own_places = torch.cat([work.places for work in works]).to(place_dtype)
-        for rank in range(exchange.size):
-            mine = rank == exchange.rank
-            values[rank] = own_values if mine else torch.empty_like(own_values)
-            places[rank] = own_places if mine else torch.empty_like(own_places)
+        mine = [rank == exchange.rank for rank in range(exchange.size)]
+        values = [own_values if each else torch.empty_like(own_values) for each in mine]
+        places = [own_places if each else torch.empty_like(own_places) for each in mine]
         yield from exchange.share([*values, *places], [*range(exchange.size)] * 2)
         counts = [len(work.values) for work in works]
         parts = [

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
@@ -61,7 +60,7 @@ class Operand:
         """strides: agreed, None for row by row; dtype: to reduce in; home: the backend's device, None for the host."""
         source = tensor.detach()
         if source.is_inference() and not source.is_conj() and not source.is_neg():
-            source = _ordinary(source) if source.is_cpu else _ordinary_on_device(source)
+            source = _ordinary(source)
         dtype = dtype or source.dtype
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         is_home = source.is_cpu if home is None else source.device == home
@@ -95,13 +94,6 @@ def reduce_operands(
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that may be written in any thread, in the caller's inference mode or not."""
-    with torch.inference_mode(False):
-        shared: torch.Tensor = from_dlpack(tensor)
-        return shared.as_strided(tensor.shape, tensor.stride())
-
-
-def _ordinary_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The same for memory that the host cannot exchange by itself."""
     with torch.inference_mode(False):
         place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return place.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

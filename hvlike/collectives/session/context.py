@@ -48,7 +48,12 @@ class JobSettings:
 
     def check(self, comm: Any) -> None:
         """Compare with the other ranks; collective. Raises: UsageError, on all ranks, if a value is wrong on one."""
-        self._wrong = self._wrong or self._unwritable(comm.Get_rank())
+        path = self.knobs.timeline
+        if not self._wrong and path is not None and path != DYNAMIC:
+            try:
+                check_writable(path, comm.Get_rank())
+            except UsageError as error:
+                self._wrong = str(error)
         answers = comm.allgather((self._wrong, self.knobs))
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
         if not wrong:
@@ -91,16 +96,6 @@ class JobSettings:
             except UsageError as error:
                 # It could be written a moment ago, and the other ranks are past the point where all can refuse.
                 logger.warning("%s: %s", fabric.world, error)
-
-    def _unwritable(self, rank: int) -> str:
-        path = self.knobs.timeline
-        if path is None or path == DYNAMIC:
-            return ""
-        try:
-            check_writable(path, rank)
-        except UsageError as error:
-            return str(error)
-        return ""
 
 
 _LEFT_BEHIND_SECONDS = 1.0

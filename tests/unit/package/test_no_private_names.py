@@ -40,7 +40,6 @@ OF_TORCH = {
 # Where a test replaces or watches a part of the machine from outside: each is to be made a seam, none to be added.
 STILL = {
     ("ranks/backends/cuda/conftest.py", "_advance"),
-    ("ranks/backends/cuda/test_collectives.py", "_ordinary_on_device"),
 }
 STANDARD = ("os", "sys", "torch")
 

@@ -6,7 +6,6 @@ from ranks.backends.cuda.conftest import Late
 from support.backends.streams import across_streams
 
 from hvlike.backends.cuda import device_backend
-from hvlike.collectives.requests import reduction
 from hvlike.transport.memory.dtypes import TABLE
 
 DTYPES = [each for each in TABLE if each is not torch.bool]
@@ -124,9 +123,7 @@ def test_calls_follow_one_another(late: Late) -> None:
     assert torch.equal(seen, torch.full((1000,), float((2 * size) ** 3)))
 
 
-def test_tensors_of_inference_mode(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The way of tensors that are not in host memory.
-    monkeypatch.setattr(reduction, "_ordinary", reduction._ordinary_on_device)
+def test_tensors_of_inference_mode(late: Late) -> None:
     hvd = late.hvd
     with torch.inference_mode():
         seen = across_streams(
