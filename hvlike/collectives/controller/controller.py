@@ -150,7 +150,7 @@ class Controller:
 
     def _wait_on(self, key: RequestKey, done: Callable[[], bool], timeout: float | None) -> bool:
         """Go on waiting; see now and then whether the others are still there, where the coordinator cannot."""
-        loop, seconds = self._fabric.loop, self._probe.seconds
+        loop, seconds = self._fabric.loop, self._probe.limits.shortest
         if seconds is None or timeout is not None:
             return loop.wait(done, timeout)
         began = time.monotonic()

@@ -203,11 +203,6 @@ class PeerProbe:
         self._query = StatusQuery(lambda each, asked: self.send(each, PING, asked), self.look)
         self.hear = self._query.hear
 
-    @property
-    def seconds(self) -> float | None:
-        """How long to wait before the first question, and between questions; None: for ever."""
-        return self.limits.shortest
-
     def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
         """Ask who is silent and report it; the error past the limit. agreed: only the data are missing."""
         query = self._query

@@ -296,7 +296,6 @@ def all_tensors(request: Request) -> list[torch.Tensor]:
 
 
 def check_tensors(kind: str, name: str, tensors: Sequence[Any]) -> None:
-    """Refuse what cannot be communicated, before anything is sent."""
     for index, tensor in enumerate(tensors):
         which = repr(name) if len(tensors) == 1 else f"{name!r} (tensor {index})"
         if not isinstance(tensor, torch.Tensor):

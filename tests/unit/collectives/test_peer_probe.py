@@ -96,7 +96,7 @@ def test_a_wait_that_has_ended_is_not_reported(caplog: pytest.LogCaptureFixture)
     ],
 )
 def test_the_first_look_is_at_the_shorter_limit(limits: StallLimits, seconds: float | None) -> None:
-    assert Job({}, limits).probe.seconds == seconds
+    assert Job({}, limits).probe.limits.shortest == seconds
 
 
 def test_an_answer_names_its_question() -> None:
