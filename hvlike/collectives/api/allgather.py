@@ -119,7 +119,8 @@ def start_gather(
 
 
 def _gathered(request: Request) -> torch.Tensor:
-    return _with_rows(request)[0][0]
+    output: torch.Tensor = request.outputs[0][0]
+    return output.to(request.tensors[0].device)
 
 
 def _all_gathered(request: Request) -> list[torch.Tensor]:
@@ -169,6 +170,9 @@ def _all_reduced(request: Request) -> list[torch.Tensor]:
 
 def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the rows of all ranks; recorded by autograd where a gradient may be asked for."""
+    if not needs_gradient(tensors):
+        result = synchronize(start_gather(call, tensors, wake=False))
+        return [result] if call.what == "allgather" else result
     gathered: list[tuple[Rows, torch.Size]] = []
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,7 +187,7 @@ def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
         # A 0-dim tensor has given one row.
         return [each.reshape(gathered[index][1]) for index, each in zip(incoming, found, strict=True)]
 
-    return differentiable(run, gradient, tensors) if needs_gradient(tensors) else run(tensors)
+    return differentiable(run, gradient, tensors)
 
 
 def reduce_rows(

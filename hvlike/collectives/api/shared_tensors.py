@@ -55,7 +55,11 @@ def empty_shared(
         >>> gradients = hvd.empty_shared(1000)
     """
     _, set_state, name, _, _ = begin(KIND, None, process_set)
-    size, dtype = _dtype_of(size, dtype)
+    last = size[-1] if size else None
+    if isinstance(last, torch.dtype):
+        if dtype is not None:
+            raise UsageError(f"empty_shared: expected one dtype, got {last} and dtype={dtype}.")
+        size, dtype = size[:-1], last
     shape = _shape(size)
     wanted = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(wanted, torch.dtype):
@@ -114,17 +118,6 @@ def _all(backend: Backend, group: Group, fine: bool) -> Coroutine[bool]:
     flag = torch.tensor([int(fine)], dtype=torch.int32, device="cpu")
     yield from backend.allreduce([flag], arithmetic_of(torch.int32, Min, group.size, 1.0, 1.0))
     return bool(flag)
-
-
-def _dtype_of(
-    size: tuple[int | Sequence[int] | torch.dtype, ...], dtype: torch.dtype | None
-) -> tuple[tuple[int | Sequence[int] | torch.dtype, ...], torch.dtype | None]:
-    """The size without a dtype that stands behind it, and the dtype."""
-    if not size or not isinstance(size[-1], torch.dtype):
-        return size, dtype
-    if dtype is not None:
-        raise UsageError(f"empty_shared: expected one dtype, got {size[-1]} and dtype={dtype}.")
-    return size[:-1], size[-1]
 
 
 def _shape(size: Sequence[int | Sequence[int] | torch.dtype]) -> tuple[int, ...]:

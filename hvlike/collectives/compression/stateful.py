@@ -1,5 +1,4 @@
-"""Compressors with memory: each keeps, per parameter, the part of the gradient that it has not sent yet (error
-feedback).
+"""Compressors with memory: what was not sent of each parameter's gradient is added to the next (error feedback).
 
 A stateful compressor reduces a bucket itself, with the collective calls that an `Exchange` offers.
 """

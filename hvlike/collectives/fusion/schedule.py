@@ -248,23 +248,12 @@ class CompiledStep:
         self._tensor_queue = controller.tensor_queue
         self._counts = schedule.queue.counters.of_steps(key[1], PLANNED, schedule.sizes())
 
-    def run(
-        self, tensors: Sequence[torch.Tensor], step: int, site: CallSite, after: Callable[[Task[None]], None]
-    ) -> bool | None:
+    def run(self, tensors: Sequence[torch.Tensor], step: int, site: CallSite, after: Ended) -> bool | None:
         """Reduce the tensors in place, one for each entry of the plan. Collective; does not sleep.
 
-        Args:
-            tensors: The gradients of this step.
-            step: Its number.
-            site: Where the program asks for it.
-            after: Called in the loop at the end of what was left to it.
-
-        Returns:
-            True when all is reduced, False when a peer lets this rank wait and the rest was left to the loop, None when
-            nothing has begun because a tensor does not lie in memory as agreed.
-
-        Raises:
-            HorovodInternalError: A peer has left, or reduces something else. The queue is broken then.
+        Returns True when all is reduced, False when a peer lets this rank wait and the rest was left to the loop, which
+        calls `after` at its end, None when nothing has begun because a tensor does not lie in memory as agreed.
+        Raises: HorovodInternalError when a peer has left, or reduces something else. The queue is broken then.
         """
         began = self._began = time.monotonic()
         picked = []
