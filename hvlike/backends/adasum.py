@@ -44,8 +44,7 @@ def pair_up(count: int) -> list[list[tuple[int, int]]]:
 
 _SUM_OF_DOUBLES = Arithmetic(torch.float64, ReduceOp.SUM)
 
-BLOCK_ELEMENTS = 1 << 15
-"""Dot products widen this many elements at a time, in cache."""
+BLOCK_ELEMENTS = 1 << 15  # Dot products widen this many elements at a time, in cache
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class Prepared(Protocol):
 class Backend(Protocol):
     """Reduces and moves flat contiguous tensors among the ranks of a group, one call at a time, in the same order."""
 
-    name: str
-    """In the timeline."""
+    name: str  # In the timeline
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""

@@ -37,8 +37,7 @@ class FusedViews:
 
     def __init__(self, buffer: torch.Tensor, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> None:
         """buffer: of the dtype to reduce in, flat; strides: dense, one for each shape."""
-        self.tensors: list[torch.Tensor] = []
-        """What `gather` and `scatter` copy from and to; of any dtype."""
+        self.tensors: list[torch.Tensor] = []  # What `gather` and `scatter` copy from and to; of any dtype
         self._views: list[torch.Tensor] = []
         start = 0
         for shape, stride in zip(shapes, strides, strict=True):

@@ -61,8 +61,7 @@ _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
 class Wave(NamedTuple):
     tensors: list[torch.Tensor]
-    chunks: list[Chunk]
-    """Who owns what on this node; nothing where this rank is alone on it."""
+    chunks: list[Chunk]  # Who owns what on this node; nothing where this rank is alone on it
 
 
 class HierarchicalBackend:

@@ -36,15 +36,12 @@ class World(topology.Topology):
     """The ranks that train together, seen from this one. Made by `World.start`."""
 
     mpi: ModuleType
-    comm: MPI.Intracomm
-    """All ranks; private to hvlike, errors raise."""
-    node_comm: MPI.Intracomm
-    """The ranks that share memory with this one, in rank order."""
+    comm: MPI.Intracomm  # All ranks; private to hvlike, errors raise
+    node_comm: MPI.Intracomm  # The ranks that share memory with this one, in rank order
     rank: int
     size: int
     host: str
-    thread_level: int
-    """MPI.THREAD_SERIALIZED or MPI.THREAD_MULTIPLE."""
+    thread_level: int  # MPI.THREAD_SERIALIZED or MPI.THREAD_MULTIPLE
 
     @classmethod
     def start(

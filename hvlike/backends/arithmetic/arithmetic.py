@@ -41,8 +41,7 @@ _KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
 class Steps(NamedTuple):
     """What a reduction of chunks is made of. Its caller silences numpy."""
 
-    gather: Callable[..., Any]
-    """(pieces, out=piece): copy pieces one after the other; returns `out`."""
+    gather: Callable[..., Any]  # (pieces, out=piece): copy pieces one after the other; returns `out`
     join: Callable[[int, Any, Sequence[Any]], None]
     """(rank, own, copies): reduce the own piece and the copies of the peers of this rank, in the order of the ranks.
 

@@ -78,12 +78,9 @@ class ArrayKernel(Kernel):
     def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
         super().__init__(element, op, factors)
         self._finishes_joined = factors.postscale != 1 or factors.divisor != 1
-        self._factor: Any = None
-        """What `deliver` multiplies the real numbers of a result with."""
-        self.factor: Any = None
-        """The same, where that is all it does."""
-        self.copies = True
-        """Whether `deliver` only copies, where there is no such factor."""
+        self._factor: Any = None  # What `deliver` multiplies the real numbers of a result with
+        self.factor: Any = None  # The same, where that is all it does
+        self.copies = True  # Whether `deliver` only copies, where there is no such factor
         self._real = element.storage
 
     def over(self, buffer: Array) -> Array:

@@ -64,8 +64,7 @@ class SilentErrstate:
     def __init__(self) -> None:
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
-        self.run = context.run
-        """Calls a function; what it sets in context variables is seen by later calls here only."""
+        self.run = context.run  # Calls a function; what it sets in context variables is seen by later calls here only
 
     def drive(self, coroutine: Coroutine[T]) -> Coroutine[T]:
         """The same coroutine, each of whose steps runs so."""

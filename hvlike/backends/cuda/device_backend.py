@@ -39,28 +39,23 @@ T = TypeVar("T")
 
 SMALLEST = 64 << 10
 
-PIECE_BYTES = 4 << 20
-"""What is copied at once: at 20 GB/s it takes 0.2 ms, many times what it costs to begin a copy."""
-
+PIECE_BYTES = 4 << 20  # What is copied at once: at 20 GB/s it takes 0.2 ms, many times what it costs to begin a copy
 AHEAD = 8
 
-Work = Callable[[Message, list[torch.Tensor]], Coroutine[None]]
-"""Done with the copies of some runs, in host memory."""
+Work = Callable[[Message, list[torch.Tensor]], Coroutine[None]]  # Done with the copies of some runs, in host memory
 
 
 class DeviceBackend:
     """Stages tensors of a device in pinned host memory. Tensors in host memory (flags, counts) go the host's way."""
 
     name = "STAGED"
-    launches = False
-    """The first step of a job begins all of it: nothing is left for the loop to do."""
+    launches = False  # The first step of a job begins all of it: nothing is left for the loop to do
 
     def __init__(self, host: Backend, runtime: DeviceRuntime, device: torch.device, rank: int) -> None:
         """host: the backend of the same op queue for host memory; rank: of this process in the group."""
         self.host = host
         self.runtime = runtime
-        self.home = device
-        """Where the tensors have to be."""
+        self.home = device  # Where the tensors have to be
         self.stream: Stream = runtime.new_stream(device)
         self.broken: BaseException | None = None
         self._rank = rank
@@ -257,8 +252,7 @@ class _Piece:
         self.buffer = buffer
         flat = buffer[: message_length(runs) * dtype.itemsize].view(dtype)
         self.copies = list(torch.split(flat, [run.stop - run.start for run in runs]))
-        self.ready: Event = None
-        """Where the copies hold the values."""
+        self.ready: Event = None  # Where the copies hold the values
 
     def places(
         self, tensors: Sequence[torch.Tensor], chosen: Collection[int]

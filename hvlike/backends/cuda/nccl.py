@@ -17,9 +17,7 @@ import torch
 
 ID_BYTES = 128
 
-SPLITS_FROM = 21801
-"""The first version, 2.18.1, whose communicators can be split."""
-
+SPLITS_FROM = 21801  # The first version, 2.18.1, whose communicators can be split
 _DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG", "min": "NCCL_MIN", "max": "NCCL_MAX", "prod": "NCCL_PROD"}
 _DTYPES = {
@@ -38,10 +36,8 @@ class NcclFacts(NamedTuple):
     """What is installed. Plain values."""
 
     cupy: str
-    version: int
-    """Version of NCCL in its own notation, 22703 for 2.27.3; 0 where it cannot be used."""
-    missing: str
-    """Why it cannot be used and what to do; empty where it can."""
+    version: int  # Version of NCCL in its own notation, 22703 for 2.27.3; 0 where it cannot be used
+    missing: str  # Why it cannot be used and what to do; empty where it can
     path: str
     torch_version: int
 

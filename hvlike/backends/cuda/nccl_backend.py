@@ -37,8 +37,7 @@ class Recipe(NamedTuple):
     op: str
     before: float
     after: float
-    seen_as: torch.dtype | None = None
-    """The dtype that NCCL is told; None for the tensor's own."""
+    seen_as: torch.dtype | None = None  # The dtype that NCCL is told; None for the tensor's own
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.seen_as is None else tensor.view(self.seen_as)

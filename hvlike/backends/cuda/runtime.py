@@ -12,12 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-Stream: TypeAlias = Any
-"""A queue of a device: what is put there is done in order, some time. Can be a key of a dict."""
-
-Event: TypeAlias = Any
-"""A point in a stream."""
-
+Stream: TypeAlias = Any  # A queue of a device: what is put there is done in order, some time. Can be a key of a dict.
+Event: TypeAlias = Any  # A point in a stream
 _HIGH = -1
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -25,8 +21,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class DeviceRuntime:
     """Streams and memory of one kind of device. Any thread; nothing here waits for the device."""
 
-    kind = "cuda"
-    """What torch.device.type says of its tensors."""
+    kind = "cuda"  # What torch.device.type says of its tensors
 
     def home(self, local_rank: int) -> torch.device:
         """The device of a process that has no tensor on one yet; the current one belongs to the thread that set it."""

@@ -14,8 +14,7 @@ NCCL, STAGED, SOLO = "nccl", "staged", "solo"
 class DeviceFacts(NamedTuple):
     host: str
     gpu: str
-    nccl: int
-    """Version of NCCL; 0 where it cannot be used."""
+    nccl: int  # Version of NCCL; 0 where it cannot be used
     missing: str
 
 

@@ -28,15 +28,11 @@ SMALL_BYTES = 512 << 10
 """Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
 SMALLEST_SHARD = 32 << 10
 """Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
-SWAP_BYTES = 2 << 20
-"""Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic."""
+SWAP_BYTES = 2 << 20  # Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic
 LARGEST_MESSAGE = 4 << 20
 SMALLEST_MESSAGE = 256 << 10
-BUFFER_BYTES = 16 << 20
-"""About how much memory the messages being received take, at any number of ranks."""
-BROADCAST_BYTES = 1 << 30
-"""Counts of 2^31 fail in Open MPI."""
-
+BUFFER_BYTES = 16 << 20  # About how much memory the messages being received take, at any number of ranks
+BROADCAST_BYTES = 1 << 30  # Counts of 2^31 fail in Open MPI
 _MPI_OPS = {
     ReduceOp.AVERAGE: "SUM",
     ReduceOp.SUM: "SUM",
@@ -58,8 +54,7 @@ class Network:
         self._size: int = comm.Get_size()
         self._natives = MpiConstants()
         self._buffers = BufferPool()
-        self.bandwidth = BandwidthEstimator()
-        """Limits how many messages are in flight."""
+        self.bandwidth = BandwidthEstimator()  # Limits how many messages are in flight
         self._flat: Array = np.empty(0, np.uint8)
         self._broken = False
 

@@ -21,8 +21,7 @@ from hvlike.transport.memory.dtypes import raw_view
 
 MESSAGE_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
-WINDOW = 16
-"""Messages in flight in each direction."""
+WINDOW = 16  # Messages in flight in each direction
 _TAG = 3
 
 

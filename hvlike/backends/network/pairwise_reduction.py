@@ -67,12 +67,9 @@ class PairwiseExchange:
         self._limit = 1 if bandwidth.slow else sys.maxsize
         """How many messages of any kind may be on their way from here at once."""
         self._leaving = 0
-        self._contributed = [0] * self._size
-        """Messages of each rank's shard for which the own contribution has left."""
-        self._folded = 0
-        """Contributions to the message of the own shard that is being reduced."""
-        self._finished = 0
-        """Messages of the own shard that hold the result."""
+        self._contributed = [0] * self._size  # Messages of each rank's shard for which the own contribution has left
+        self._folded = 0  # Contributions to the message of the own shard that is being reduced
+        self._finished = 0  # Messages of the own shard that hold the result
         self._memory = buffers.accumulator(arithmetic, max(map(message_length, self._own), default=0))
         self._accumulators: list[Piece] = []
         # What was taken from the pool for messages in flight, in their order.

@@ -21,8 +21,7 @@ class Run(NamedTuple):
     stop: int
 
 
-Message: TypeAlias = list[Run]
-"""Runs that travel together, in order."""
+Message: TypeAlias = list[Run]  # Runs that travel together, in order
 
 
 def shards(lengths: Sequence[int], count: int) -> list[list[Run]]:

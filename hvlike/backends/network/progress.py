@@ -34,8 +34,7 @@ class MessagePipeline:
         """waiting: all messages, in order; window: at most so many are in flight. start: begins a message and returns
         its request; end: what follows it; ready: whether it may be started.
         """
-        self.requests: deque[Any] = deque()
-        """Of MPI, in flight; each keeps its memory alive."""
+        self.requests: deque[Any] = deque()  # Of MPI, in flight; each keeps its memory alive
         self._started: deque[tuple[int, int]] = deque()
         self._waiting = deque(waiting)
         self._window = window

@@ -27,17 +27,12 @@ from hvlike.backends.shared_memory.work_stealing import WorkStealing
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 
-SHORT_BYTES = 64 << 10
-"""Of a tensor: shorter ones make chunks together."""
-
-SHORT_MEAN = 32 << 10
-"""Bytes of a tensor, on average: longer ones are staged faster."""
-
+SHORT_BYTES = 64 << 10  # Of a tensor: shorter ones make chunks together
+SHORT_MEAN = 32 << 10  # Bytes of a tensor, on average: longer ones are staged faster
 LEAST_WORK, CROWDED_LEAST_WORK = 512 << 10, 16 << 20
 """Bytes of all tensors together; less gains nothing, least of all where ranks have to take turns on a core."""
 
-PASSES = 8
-"""How many chunks are reduced before other coroutines have a turn."""
+PASSES = 8  # How many chunks are reduced before other coroutines have a turn
 
 
 class CmaMemory:
@@ -71,12 +66,9 @@ class CmaMemory:
 class CmaChunk(NamedTuple):
     """A run of one tensor's elements, or several short tensors."""
 
-    row: int
-    """Of its first range in a table of all."""
-    ranges: int
-    """How many it has."""
-    elements: int
-    """Of all of them."""
+    row: int  # Of its first range in a table of all
+    ranges: int  # How many it has
+    elements: int  # Of all of them
     nbytes: int
 
 
@@ -84,14 +76,10 @@ class _Member(NamedTuple):
     """A rank of the backend as a reduction sees it."""
 
     memory: ProcessMemory
-    addresses: memoryview
-    """Of its tensors, as the rank posts them; shared memory."""
-    ranges: Ranges
-    """Where all chunks lie in them."""
-    scratch: int
-    """The address of what is read from it."""
-    copy: Piece
-    """The same as elements."""
+    addresses: memoryview  # Of its tensors, as the rank posts them; shared memory
+    ranges: Ranges  # Where all chunks lie in them
+    scratch: int  # The address of what is read from it
+    copy: Piece  # The same as elements
 
 
 class CmaReduction:

@@ -24,8 +24,7 @@ from hvlike.backends.shared_memory.staging import StagedReduction
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine
 
-MakeStaged = Callable[[Sequence[int], Arithmetic], StagedReduction]
-"""What stages tensors of such lengths."""
+MakeStaged = Callable[[Sequence[int], Arithmetic], StagedReduction]  # What stages tensors of such lengths
 
 
 class PreparedReduction:

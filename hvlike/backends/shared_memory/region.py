@@ -41,15 +41,9 @@ from hvlike.transport.memory.dtypes import Array, bytes_at
 from hvlike.transport.memory.segment import Segment, words
 
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
-FRONT, BACK, SETTLED, ACTIVE = 10, 11, 12, 13
-"""Which of a rank's words hold these. Of those with a parity, the first."""
-
-APART, LEFT = 1, 2
-"""The ranks are at different work; a rank has left one in the middle."""
-
-ADDRESSES = 2048
-"""How many tensors of one piece of work can be reached in a rank's own memory."""
-
+FRONT, BACK, SETTLED, ACTIVE = 10, 11, 12, 13  # Which of a rank's words hold these. Of those with a parity, the first.
+APART, LEFT = 1, 2  # The ranks are at different work; a rank has left one in the middle
+ADDRESSES = 2048  # How many tensors of one piece of work can be reached in a rank's own memory
 _WORDS = 15
 _LINE = 128
 
@@ -79,12 +73,9 @@ class RankCounters:
 class Slots(NamedTuple):
     """The slots of one rank for one dtype, by turn modulo SLOTS."""
 
-    staged: list[list[Piece]]
-    """For each owner: where this rank stages."""
-    copies: list[list[Piece]]
-    """For each turn: what the peers have staged for this rank, in the order of the ranks."""
-    results: list[list[Piece]]
-    """For each owner: where its results are taken from."""
+    staged: list[list[Piece]]  # For each owner: where this rank stages
+    copies: list[list[Piece]]  # For each turn: what the peers have staged for this rank, in the order of the ranks
+    results: list[list[Piece]]  # For each owner: where its results are taken from
 
 
 class Turns:

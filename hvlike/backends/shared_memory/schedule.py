@@ -11,16 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-CHUNK_BYTES = 256 * 1024
-"""Fits in a second-level cache together with its copies; 128 KiB to 512 KiB measured the same."""
-
+CHUNK_BYTES = 256 * 1024  # Fits in a second-level cache together with its copies; 128 KiB to 512 KiB measured the same
 SMALLEST_CHUNK_BYTES = 32 * 1024
-SMALLEST_SHARE = 16 * 1024
-"""Less is not worth sharing among the ranks."""
-
-SLOTS = 2
-"""How many chunks a rank may have staged for one owner; a third gained nothing."""
-
+SMALLEST_SHARE = 16 * 1024  # Less is not worth sharing among the ranks
+SLOTS = 2  # How many chunks a rank may have staged for one owner; a third gained nothing
 Run = tuple[int, int, int]
 
 

@@ -26,13 +26,10 @@ from hvlike.transport.loop.coroutine import Coroutine
 
 T = TypeVar("T")
 
-STAGED_CHUNK_BYTES = 128 << 10
-"""Half a slot: with more chunks the ranks wait less for the first one."""
-
+STAGED_CHUNK_BYTES = 128 << 10  # Half a slot: with more chunks the ranks wait less for the first one
 SHORT_BYTES = 64 << 10
 
-MOST_KNOWN = 64
-"""Kinds of work that are kept; with one more all are prepared anew."""
+MOST_KNOWN = 64  # Kinds of work that are kept; with one more all are prepared anew
 
 
 class SharedBackend:
@@ -44,8 +41,7 @@ class SharedBackend:
         """memory: of the ranks, where the system lets them reach each other."""
         self._region = region
         self._allocations = allocations
-        self.memory = memory
-        """Decides which work is done by cross-memory attach."""
+        self.memory = memory  # Decides which work is done by cross-memory attach
         self._sync = WorkSync(region)
         self._prepared: dict[object, PreparedReduction] = {}
         self._partial: dict[object, tuple[StagedReduction, list[Chunk]]] = {}

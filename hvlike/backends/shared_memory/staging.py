@@ -26,8 +26,7 @@ from hvlike.backends.shared_memory.schedule import SLOTS, Chunk
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
-PASSES = 16
-"""How often a reduction moves something before it lets other coroutines have a turn."""
+PASSES = 16  # How often a reduction moves something before it lets other coroutines have a turn
 
 
 class Results(enum.Enum):
@@ -45,8 +44,7 @@ Group = tuple[Piece, list[Piece]] | None
 class _Own(NamedTuple):
     """A chunk that this rank owns."""
 
-    copies: list[list[Piece]]
-    """What the peers have staged, by turn modulo SLOTS."""
+    copies: list[list[Piece]]  # What the peers have staged, by turn modulo SLOTS
     group: Group
 
 
@@ -54,8 +52,7 @@ class _Foreign(NamedTuple):
     """A chunk that another rank owns."""
 
     owner: int
-    place: int
-    """Among the chunks of its owner."""
+    place: int  # Among the chunks of its owner
     slots: tuple[list[Any], list[Any]]
     """By turn modulo SLOTS: where this rank stages it, and where its result is taken from."""
     group: Group

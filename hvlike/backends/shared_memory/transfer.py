@@ -20,8 +20,7 @@ from hvlike.backends.shared_memory.staging import PASSES
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array, raw_view
 
-Counter = tuple[memoryview, int]
-"""Some words of a rank, and which of them: how many chunks it has put or taken."""
+Counter = tuple[memoryview, int]  # Some words of a rank, and which of them: how many chunks it has put or taken
 
 
 class _Stream:

@@ -19,9 +19,7 @@ from hvlike.backends.shared_memory.region import BACK, FRONT, SETTLED, Region
 
 Work = TypeVar("Work")
 
-LEAST_SHARED = 8
-"""Chunks of a rank from which on another one helps; with fewer there is less to gain than it costs."""
-
+LEAST_SHARED = 8  # Chunks of a rank from which on another one helps; with fewer there is less to gain than it costs
 _PART = 4
 
 _SHIFT = 24

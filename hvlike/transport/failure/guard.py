@@ -41,12 +41,8 @@ from hvlike.transport.failure.exit_status import ExitObserver
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
-GRACE = 5.0
-"""Seconds between the end of a failing program and Abort, for exit handlers and threads that still run."""
-
-PRECEDENCE = 0.5
-"""Seconds by which the report of a cause may be later than that of its consequence."""
-
+GRACE = 5.0  # Seconds between the end of a failing program and Abort, for exit handlers and threads that still run
+PRECEDENCE = 0.5  # Seconds by which the report of a cause may be later than that of its consequence
 CONSEQUENCES = (JoinError, PeerLeftError, ShutdownError, WorkerLostError)
 
 

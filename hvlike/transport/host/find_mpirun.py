@@ -42,10 +42,8 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    path: str
-    """Of the shared object; empty where the system does not tell."""
-    vendor: str
-    """As mpi4py names it: "Open MPI", "MPICH", "Intel MPI", ..."""
+    path: str  # Of the shared object; empty where the system does not tell
+    vendor: str  # As mpi4py names it: "Open MPI", "MPICH", "Intel MPI" and so on
     version: str
     text: str
 

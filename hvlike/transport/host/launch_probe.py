@@ -34,8 +34,7 @@ class RankReport:
     rank: int
     size: int
     host: str
-    thread_level: str
-    """MPI's name of it, as THREAD_MULTIPLE."""
+    thread_level: str  # MPI's name of it, as THREAD_MULTIPLE
     library: str
 
 

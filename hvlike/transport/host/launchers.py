@@ -21,8 +21,7 @@ class Launcher:
     size: int
     variable: str
     rank: int | None = None
-    fix: str = ""
-    """What to do when the loaded MPI library does not understand it."""
+    fix: str = ""  # What to do when the loaded MPI library does not understand it
 
 
 _SAME_MPI = "Start the job by the mpirun that belongs to the loaded MPI library (`python -m hvlike doctor` shows both)"

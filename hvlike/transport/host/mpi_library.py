@@ -72,9 +72,7 @@ def _mapped_files(prefixes: tuple[str, ...]) -> set[str]:
 logger = logging.getLogger("hvlike")
 
 SHM_FOLDER = "/dev/shm"
-SHM_LITTLE_BYTES = 4 << 20
-"""With less than this, Open MPI and MPICH have failed to start."""
-
+SHM_LITTLE_BYTES = 4 << 20  # With less than this, Open MPI and MPICH have failed to start
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
 

@@ -53,8 +53,7 @@ class LauncherWatch:
     ) -> None:
         self._parent = parent
         self._read = read
-        self.chain = self._climb()
-        """Process ids from the parent upwards; all but the last are shells."""
+        self.chain = self._climb()  # Process ids from the parent upwards; all but the last are shells
 
     @property
     def launcher(self) -> int:

@@ -21,12 +21,9 @@ T = TypeVar("T")
 class Wait(enum.IntEnum):
     """What a coroutine yields: how the loop may wait before it advances the coroutine again."""
 
-    NOTIFY = 0
-    """Nothing to do until another rank or thread rings this rank's doorbell."""
-    POLL = 1
-    """An MPI request is pending: test again soon, nothing rings for it."""
-    AGAIN = 2
-    """Progress was made and more may be possible at once."""
+    NOTIFY = 0  # Nothing to do until another rank or thread rings this rank's doorbell
+    POLL = 1  # An MPI request is pending: test again soon, nothing rings for it
+    AGAIN = 2  # Progress was made and more may be possible at once
 
 
 Coroutine: TypeAlias = Generator[Wait, None, T]
@@ -51,8 +48,7 @@ class Task(Generic[T]):
     """A coroutine in the loop and, in time, its result or error. The loop writes all fields."""
 
     coroutine: Coroutine[T]
-    after: Callable[[Task[T]], None] | None
-    """Called in the loop once `done` is true."""
+    after: Callable[[Task[T]], None] | None  # Called in the loop once `done` is true
     done: bool = False
     result: T | None = None
     error: BaseException | None = None

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import math
 
-CHECKS = 100
-"""Checks of the doorbell before a driver sleeps: they take about as long as waking a sleeper."""
-
-COUNTER_CHECKS = 30
-"""Checks of a peer's counter before a coroutine yields: some 10 us, less than a turn of the loop."""
-
+CHECKS = 100  # Checks of the doorbell before a driver sleeps: they take about as long as waking a sleeper
+COUNTER_CHECKS = 30  # Checks of a peer's counter before a coroutine yields: some 10 us, less than a turn of the loop
 UNSHARED_SECONDS = 300e-6
 """How long a driver with a core of its own checks at most; the rank it waits for may just be waking on this core.
 
@@ -30,12 +26,8 @@ With a core of its own it does so for UNSHARED_SECONDS: where another program ta
 brings the peer back sooner.
 """
 
-BOARD_CHECKS = 1000
-"""Checks of a peer's entry by an inline allreduce before it wakes the peers that may sleep."""
-
-RPC_CHECKS_FACTOR = 3
-"""How many times more checks a crowded rank makes while RPC runs."""
-
+BOARD_CHECKS = 1000  # Checks of a peer's entry by an inline allreduce before it wakes the peers that may sleep
+RPC_CHECKS_FACTOR = 3  # How many times more checks a crowded rank makes while RPC runs
 RPC_SECONDS = 2e-3
 """How long a thread checks while RPC runs: one that waits for an answer, or a background thread between two requests.
 

@@ -23,8 +23,7 @@ _HOT_SECONDS = 2e-3
 Waking a thread may take half a millisecond: with a shorter limit each item would find its thread asleep.
 """
 
-_SPARE = 4
-"""Threads kept for unlimited work items, beyond those for limited ones."""
+_SPARE = 4  # Threads kept for unlimited work items, beyond those for limited ones
 
 
 class ThreadPool:
@@ -37,8 +36,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._items: deque[WorkItem] = deque()
         self._limited: deque[WorkItem] = deque()
-        self.limit = 0
-        """How many limited work items may run at a time; 0 while this rank serves no requests."""
+        self.limit = 0  # How many limited work items may run at a time; 0 while this rank serves no requests
         self._listening = 0
         self._threads: list[threading.Thread] = []
         self._closing = False

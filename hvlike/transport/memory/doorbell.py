@@ -25,9 +25,7 @@ from functools import partial
 
 from hvlike.transport.memory.segment import Segment, words
 
-SEMAPHORE_BYTES = 64
-"""Room for one sem_t (32 bytes on 64-bit Linux) with a cache line of its own."""
-
+SEMAPHORE_BYTES = 64  # Room for one sem_t (32 bytes on 64-bit Linux) with a cache line of its own
 _CLOCK_MONOTONIC = 1
 
 X86 = platform.machine() in ("x86_64", "AMD64", "i686")

@@ -35,8 +35,7 @@ class Element:
     kind: Kind
     storage: np.dtype[Any]
     """numpy dtype of the same width: the type itself where numpy has it, uint16 for the 16-bit floats."""
-    mpi_name: str | None
-    """Attribute of mpi4py.MPI for MPI's own reductions, or None: reduce it ourselves."""
+    mpi_name: str | None  # Attribute of mpi4py.MPI for MPI's own reductions, or None: reduce it ourselves
 
     @property
     def itemsize(self) -> int:

@@ -17,9 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-ALWAYS_MAPPED_BYTES = 32 << 20
-"""glibc's malloc maps blocks above this size one by one, whatever was freed before."""
-
+ALWAYS_MAPPED_BYTES = 32 << 20  # glibc's malloc maps blocks above this size one by one, whatever was freed before
 _SMALLEST_MAPPED_BYTES = 128 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14

@@ -28,8 +28,7 @@ _ARGUMENTS = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ct
 
 ROW_BYTES = ctypes.sizeof(_Range)
 
-MOST_RANGES = 1024
-"""How many ranges the system takes in one call: UIO_MAXIOV."""
+MOST_RANGES = 1024  # How many ranges the system takes in one call: UIO_MAXIOV
 
 
 def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
@@ -49,8 +48,7 @@ def _move(name: str, process: int, theirs: int, mine: int, nbytes: int) -> None:
 read = functools.partial(_move, _READ)
 """(process, theirs, mine, nbytes): copy from the address `theirs` of a process to `mine` here. Raises: OSError."""
 
-write = functools.partial(_move, _WRITE)
-"""The same the other way round."""
+write = functools.partial(_move, _WRITE)  # The same the other way round
 
 
 class Ranges:
@@ -59,10 +57,8 @@ class Ranges:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._table = np.zeros((len(lengths), 2), np.uint64)
         self._table[:, 1] = lengths
-        self.addresses = self._table[:, 0]
-        """Where the ranges begin, for the caller to fill in."""
-        self.start: int = self._table.ctypes.data
-        """The address of the table; row i lies ROW_BYTES * i after it."""
+        self.addresses = self._table[:, 0]  # Where the ranges begin, for the caller to fill in
+        self.start: int = self._table.ctypes.data  # The address of the table; row i lies ROW_BYTES * i after it
 
 
 class ProcessMemory:

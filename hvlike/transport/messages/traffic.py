@@ -23,8 +23,7 @@ class Sent:
     data_messages: int = 0
     data_bytes: int = 0
     collectives: int = 0
-    collective_bytes: int = 0
-    """Size of the buffers this rank has given to them."""
+    collective_bytes: int = 0  # Size of the buffers this rank has given to them
 
     @property
     def control_messages(self) -> int:
