@@ -19,7 +19,6 @@ of gradients the rest of the backward pass.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -29,20 +28,31 @@ from typing import Any, TypeVar
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, TracedBackend
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event, Stream
 from hvlike.backends.network.partition import Message, Run, message_length, messages
+from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
 T = TypeVar("T")
 
-SMALLEST = 64 << 10
-
 PIECE_BYTES = 4 << 20  # What is copied at once: at 20 GB/s it takes 0.2 ms, many times what it costs to begin a copy
 AHEAD = 8
 
 Work = Callable[[Message, list[torch.Tensor]], Coroutine[None]]  # Done with the copies of some runs, in host memory
+
+
+def _where_they_are(method: str) -> Callable[..., Coroutine[None]]:
+    """A method of DeviceBackend: the host's for tensors that are not on the device, else the one with an underscore."""
+
+    def call(self: DeviceBackend, tensors: Sequence[torch.Tensor], *others: Any) -> Coroutine[None]:
+        if tensors and tensors[0].device != self.home:
+            yield from self.beside(getattr(self.host, method)(tensors, *others))
+        else:
+            yield from getattr(self, f"_{method}")(tensors, *others)
+
+    return call
 
 
 class DeviceBackend:
@@ -61,7 +71,6 @@ class DeviceBackend:
         self._rank = rank
         self._down = runtime.new_stream(device)
         self._up = runtime.new_stream(device)
-        self._pool = PinnedPool(runtime)
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
         """Not the way of this one."""
@@ -133,26 +142,10 @@ class DeviceBackend:
 
     # -- what a backend does ----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
-        return self._where_they_are("allreduce", tensors, arithmetic)
-
-    def reduce_scatter(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
-        return self._where_they_are("reduce_scatter", tensors, owners, arithmetic)
-
-    def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        return self._where_they_are("gather", tensors, owners)
-
-    def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        return self._where_they_are("alltoall", sends, receives)
-
-    def _where_they_are(self, method: str, tensors: Sequence[torch.Tensor], *others: Any) -> Coroutine[None]:
-        """Call the host's method for tensors that are not on the device, else the one with an underscore."""
-        if tensors and tensors[0].device != self.home:
-            yield from self.beside(getattr(self.host, method)(tensors, *others))
-        else:
-            yield from getattr(self, f"_{method}")(tensors, *others)
+    allreduce = _where_they_are("allreduce")
+    reduce_scatter = _where_they_are("reduce_scatter")
+    gather = _where_they_are("gather")
+    alltoall = _where_they_are("alltoall")
 
     def count_active(self, active: bool) -> Coroutine[int]:
         return (yield from self.beside(self.host.count_active(active)))
@@ -231,14 +224,12 @@ class DeviceBackend:
             with self.runtime.use(self._up):
                 for target, copy in piece.places(tensors, writes):
                     self.runtime.copy(target, copy)
-            self._pool.give_back(piece.buffer, self.runtime.record(self._up))
             loaded.extend(self._load(tensors, each, reads) for each in islice(waiting, 1))
         self.runtime.wait(self.stream, self.runtime.record(self._up))
 
     def _load(self, tensors: Sequence[torch.Tensor], runs: Message, reads: Collection[int]) -> _Piece:
         dtype = tensors[runs[0].piece].dtype if runs else torch.uint8
-        buffer = self._pool.take(max(1, message_length(runs) * dtype.itemsize))
-        piece = _Piece(runs, buffer, dtype)
+        piece = _Piece(runs, self.runtime.pinned(message_length(runs) * dtype.itemsize).view(dtype))
         with self.runtime.use(self._down):
             for source, copy in piece.places(tensors, reads):
                 self.runtime.copy(copy, source)
@@ -247,11 +238,10 @@ class DeviceBackend:
 
 
 class _Piece:
-    def __init__(self, runs: Message, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, runs: Message, buffer: torch.Tensor) -> None:
+        """buffer: as long as the runs together."""
         self.runs = runs
-        self.buffer = buffer
-        flat = buffer[: message_length(runs) * dtype.itemsize].view(dtype)
-        self.copies = list(torch.split(flat, [run.stop - run.start for run in runs]))
+        self.copies = list(torch.split(buffer, [run.stop - run.start for run in runs]))
         self.ready: Event = None  # Where the copies hold the values
 
     def places(
@@ -261,30 +251,6 @@ class _Piece:
         for (index, start, stop), copy in zip(self.runs, self.copies, strict=True):
             if index in chosen and len(copy):
                 yield tensors[index][start:stop], copy
-
-
-class PinnedPool:
-    """Buffers of a few sizes, powers of two; those that are given back serve the next that asks. Any thread."""
-
-    def __init__(self, runtime: DeviceRuntime) -> None:
-        self._runtime = runtime
-        self._free: dict[int, deque[tuple[torch.Tensor, Event]]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of at least `nbytes` bytes; the device does nothing with it any more."""
-        size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            free = self._free.get(size)
-            # Given back in the order in which the device uses them, so the first is the first to be free.
-            if free and self._runtime.has_passed(free[0][1]):
-                return free.popleft()[0]
-        return self._runtime.pinned(size)
-
-    def give_back(self, buffer: torch.Tensor, after: Event) -> None:
-        """Let others have a buffer that `take` gave, once the device has come by `after`."""
-        with self._lock:
-            self._free.setdefault(buffer.numel(), deque()).append((buffer, after))
 
 
 class SoloDeviceBackend(DeviceBackend):
@@ -338,3 +304,56 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
+
+
+def device_of(backend: Backend) -> DeviceBackend | None:
+    """The backend of a device that a job was given; None where it works on host memory."""
+    inner = backend.backend if isinstance(backend, TracedBackend) else backend
+    return inner if isinstance(inner, DeviceBackend) else None
+
+
+def home_of(backend: Backend) -> torch.device | None:
+    device = device_of(backend)
+    return None if device is None else device.home
+
+
+def on_device(
+    queue: OpQueue,
+    opening: Callable[[Backend], Coroutine[DeviceBackend | None]] | None,
+    job: Job,
+    ready: Iterable[Event] = (),
+) -> Job:
+    """The same job for the device backend of the op queue.
+
+    opening: opens it if this is the first job, or returns None, and the job is not run; None where it was opened with
+    the queue. ready: when the tensors of the job hold their values.
+    """
+
+    def run(host: Backend) -> Coroutine[None]:
+        if queue.device is None and opening is not None:
+            queue.device = yield from opening(queue.backend)
+        device = queue.device
+        if device is None:
+            return
+        backend: Backend = host.over(device) if isinstance(host, TracedBackend) else device
+        yield from device.run(job(backend), ready)
+
+    return run
+
+
+def beside(backend: Backend, work: Callable[[Backend], Coroutine[T]]) -> Coroutine[T]:
+    """Have the ranks' hosts do something among themselves in the middle of a job; its result."""
+    device = device_of(backend)
+    if device is None:
+        return (yield from work(backend))
+    return (yield from device.beside(work(device.host)))
+
+
+def in_host_memory(
+    backend: Backend,
+    tensors: Sequence[torch.Tensor],
+    work: Callable[[Backend, Sequence[torch.Tensor]], Coroutine[None]],
+) -> Coroutine[None]:
+    """Do `work(backend, tensors)`, which takes host memory only: with copies, where the tensors are on a device."""
+    device = device_of(backend)
+    yield from work(backend, tensors) if device is None else device.on_host(tensors, work)

@@ -1,4 +1,5 @@
-"""Making the backend of a device when its first tensor comes: all ranks report what they have, then one choice follows.
+"""Making the backend of a device when its first tensor comes: all ranks report what they have, then one choice follows,
+a pure function of the reports.
 
 Jobs of the first op queue open the backends of a process set, so the order is the same on every rank.
 """
@@ -9,8 +10,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,6 @@ from hvlike.backends.cuda import nccl
 from hvlike.backends.cuda.device_backend import DeviceBackend, SoloDeviceBackend
 from hvlike.backends.cuda.nccl_backend import NcclBackend
 from hvlike.backends.cuda.runtime import DeviceRuntime
-from hvlike.backends.cuda.selection import NCCL, SOLO, STAGED, Choice, DeviceFacts, choose_backend
 from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -29,6 +29,61 @@ logger = logging.getLogger("hvlike")
 
 _RECORD_BYTES = 1024
 _CONNECT_SECONDS = 120.0
+
+NCCL, STAGED, SOLO = "nccl", "staged", "solo"
+"""Backends of a device. HVLIKE_CUDA_PLANE may ask for one of the first two."""
+
+
+class DeviceFacts(NamedTuple):
+    host: str
+    gpu: str
+    nccl: int  # Version of NCCL; 0 where it cannot be used
+    missing: str
+
+
+class Choice(NamedTuple):
+    backend: str
+    reason: str
+
+
+def choose_backend(facts: Sequence[DeviceFacts], ranks: Sequence[int], wanted: str) -> Choice:
+    """The backend of a process set, the same on every rank; ranks: their numbers in the world. wanted:
+    HVLIKE_CUDA_PLANE. Raises: LaunchError where it cannot serve, with the reason and what to do.
+    """
+    obstacle = why_not_nccl(facts, ranks)
+    if wanted == NCCL:
+        if obstacle:
+            raise LaunchError(
+                f"HVLIKE_CUDA_PLANE=nccl, but {obstacle}. Unset it: tensors then travel through host memory."
+            )
+        return Choice(NCCL, "HVLIKE_CUDA_PLANE=nccl")
+    if len(facts) == 1:
+        return Choice(SOLO, "the rank is alone")
+    if wanted == STAGED:
+        return Choice(STAGED, "HVLIKE_CUDA_PLANE=staged")
+    return Choice(STAGED, obstacle) if obstacle else Choice(NCCL, "every rank has a GPU of its own and NCCL")
+
+
+def why_not_nccl(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
+    for rank, each in zip(ranks, facts, strict=True):
+        if not each.nccl:
+            return f"rank {rank} has no NCCL ({each.missing})"
+    first: dict[tuple[str, str], int] = {}
+    for rank, each in zip(ranks, facts, strict=True):
+        other = first.setdefault((each.host, each.gpu), rank)
+        if other != rank:
+            gpus = len({gpu for host, gpu in first if host == each.host})
+            here = sum(fact.host == each.host for fact in facts)
+            return (
+                f"ranks {other} and {rank} on {each.host} share the GPU {each.gpu} ({here} ranks use {gpus} of its "
+                "GPUs), and NCCL needs one for each: call torch.cuda.set_device(hvd.local_rank()) first, or start "
+                "fewer ranks"
+            )
+    versions = {each.nccl: rank for rank, each in zip(ranks, facts, strict=True)}
+    if len(versions) > 1:
+        reported = ", ".join(f"{version} on rank {rank}" for version, rank in sorted(versions.items()))
+        return f"the ranks have different versions of NCCL ({reported})"
+    return ""
 
 
 class DeviceBackends:

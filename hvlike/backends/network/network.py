@@ -7,7 +7,7 @@ in float32 and rounded once in every way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.arithmetic.scratch import ordinary_tensor
-from hvlike.backends.network.pairwise_alltoall import pairwise_alltoall
 from hvlike.backends.network.pairwise_reduction import PairwiseExchange, split, swap
 from hvlike.backends.network.partition import Run, message_elements, messages, shards
-from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, drive
+from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, raw_view
 
@@ -32,6 +31,10 @@ SWAP_BYTES = 2 << 20  # Up to this two ranks swap all they have: half the steps 
 LARGEST_MESSAGE = 4 << 20
 SMALLEST_MESSAGE = 256 << 10
 BUFFER_BYTES = 16 << 20  # About how much memory the messages being received take, at any number of ranks
+ALLTOALL_BYTES = 8 << 20
+"""Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
+ALLTOALL_WINDOW = 16  # Messages in flight in each direction
+_ALLTOALL_TAG = 3
 BROADCAST_BYTES = 1 << 30  # Counts of 2^31 fail in Open MPI
 _MPI_OPS = {
     ReduceOp.AVERAGE: "SUM",
@@ -185,6 +188,37 @@ class Network:
             if not ended:
                 _ABANDONED.extend(chain(*requests))
                 self._broken = True
+
+
+def pairwise_alltoall(
+    comm: Any, byte: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+) -> list[MessagePipeline]:
+    """A pipeline of sends and one of receives, each with a few messages in flight; flat tensors of bytes, one per rank.
+
+    Four ranks, seen from rank 0; every pair cut into messages 0, 1, ...:
+
+        send       0 to 1, 0 to 2, 0 to 3, 1 to 1, 1 to 2, ...
+        receive    0 from 3, 0 from 2, 0 from 1, 1 from 3, ...
+
+    The message of step s goes from r to r + s, so both its ends have it at the same place (message number, step) of
+    their pipelines: the earliest one that waits, over all ranks, can always move. All is sent and received in place.
+    """
+    rank, size = comm.Get_rank(), comm.Get_size()
+
+    def pipeline(call: Callable[..., Any], tensors: Sequence[torch.Tensor], shift: int) -> MessagePipeline:
+        peers = [(rank + shift * step) % size for step in range(1, size)]
+        views = {peer: raw_view(tensors[peer]) for peer in peers}
+        longest = max((len(view) for view in views.values()), default=0)
+
+        def start(first: int, peer: int) -> Any:
+            return call([views[peer][first : first + ALLTOALL_BYTES], byte], peer, _ALLTOALL_TAG)
+
+        firsts = range(0, longest, ALLTOALL_BYTES)
+        return MessagePipeline(
+            ((first, peer) for first in firsts for peer in peers if first < len(views[peer])), ALLTOALL_WINDOW, start
+        )
+
+    return [pipeline(comm.Irecv, receives, -1), pipeline(comm.Isend, sends, 1)]
 
 
 def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Array]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import home_of, in_host_memory
+from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.collectives.compression.compressor import Compressor
 from hvlike.collectives.requests.reduction import Operand, reduce_operands

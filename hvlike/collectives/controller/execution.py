@@ -11,8 +11,7 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend, Prepared
-from hvlike.backends.cuda.device_backend import DeviceBackend
-from hvlike.backends.cuda.device_jobs import home_of, on_device
+from hvlike.backends.cuda.device_backend import DeviceBackend, home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
 from hvlike.collectives.controller.operations import (

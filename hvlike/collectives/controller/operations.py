@@ -13,9 +13,8 @@ import torch
 from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import beside, home_of, in_host_memory
+from hvlike.backends.cuda.device_backend import beside, home_of, in_host_memory
 from hvlike.backends.cuda.runtime import KINDS, runtime_of
-from hvlike.backends.cuda.selection import Choice
 from hvlike.backends.fusion_buffer import FusionBuffer
 from hvlike.backends.op_queue import Job, OpQueues
 from hvlike.collectives.requests.message_table import Response
@@ -27,7 +26,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
-    from hvlike.backends.cuda.opening import DeviceBackends
+    from hvlike.backends.cuda.opening import Choice, DeviceBackends
 
 
 Agreed = tuple[Request, Response]

@@ -15,7 +15,7 @@ from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.backends.base import Backend, Prepared, phase
-from hvlike.backends.cuda.device_jobs import home_of, in_host_memory
+from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, FusionBuffer, small_ones
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.compression import (

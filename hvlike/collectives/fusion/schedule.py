@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_backend import DeviceBackend
-from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.controller.controller import Controller

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.cuda.runtime import kind_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.compression import Mark

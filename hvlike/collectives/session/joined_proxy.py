@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import on_device
+from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import Controller

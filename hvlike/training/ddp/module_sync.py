@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import home_of
+from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import arithmetic_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import home_of
+from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Operand, arithmetic_of, is_dense, row_by_row

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.base import Backend
-from hvlike.backends.cuda.device_jobs import home_of
+from hvlike.backends.cuda.device_backend import home_of
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.reduction import Max, Sum, arithmetic_of
 from hvlike.collectives.session.joined_proxy import CountingJob

@@ -9,7 +9,7 @@ from support.backends.jobs import run
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.network import pairwise_alltoall
+from hvlike.backends.network import network
 from hvlike.transport.loop.coroutine import Coroutine
 
 LENGTHS = {
@@ -40,8 +40,8 @@ def test_every_pair_of_ranks(
     hvd: ModuleType, ranks_per_node: int | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that even these few bytes are more messages than may be in flight.
-    monkeypatch.setattr(pairwise_alltoall, "MESSAGE_BYTES", 50_000)
-    monkeypatch.setattr(pairwise_alltoall, "WINDOW", 3)
+    monkeypatch.setattr(network, "ALLTOALL_BYTES", 50_000)
+    monkeypatch.setattr(network, "ALLTOALL_WINDOW", 3)
     sends, expected = pairs(hvd, kind)
     kept = [each.clone() for each in sends]
     for _ in range(3):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvlike.backends.cuda.selection import Choice, DeviceFacts, choose_backend, why_not_nccl
+from hvlike.backends.cuda.opening import Choice, DeviceFacts, choose_backend, why_not_nccl
 from hvlike.errors import LaunchError
 
 A, B = DeviceFacts("one", "gpu-a", 22703, ""), DeviceFacts("one", "gpu-b", 22703, "")
