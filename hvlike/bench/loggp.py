@@ -33,7 +33,7 @@ from hvlike.collectives.health.status_query import StallLimits
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 
 _MIB = 1 << 20
 _MEMBERS = 100  # Ranks that the coordinator is told of

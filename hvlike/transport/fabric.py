@@ -20,8 +20,7 @@ from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
 from hvlike.transport.memory.segment import Segment
 from hvlike.transport.messages.channel import Channel, Mailbox
 from hvlike.transport.messages.direct_copy import SLOT_WORDS, DirectCopies
-from hvlike.transport.messages.topics import Topic
-from hvlike.transport.messages.traffic import CountedComm, Traffic
+from hvlike.transport.messages.traffic import CountedComm, Topic, Traffic
 from hvlike.transport.world import Group, World
 
 

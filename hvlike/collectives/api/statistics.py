@@ -17,8 +17,7 @@ from hvlike.collectives.fusion.schedule import PLANNED
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.observe.counters import Means, Moved, Sums, Waits
-from hvlike.transport.messages.topics import Topic
-from hvlike.transport.messages.traffic import Sent
+from hvlike.transport.messages.traffic import Sent, Topic
 
 
 @dataclass(frozen=True)

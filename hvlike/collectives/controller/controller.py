@@ -42,7 +42,7 @@ from hvlike.observe.stacks import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
 PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Deadlocks are found among reported waits.

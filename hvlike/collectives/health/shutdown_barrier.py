@@ -17,7 +17,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 
 logger = logging.getLogger("hvlike")
 

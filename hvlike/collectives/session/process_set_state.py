@@ -23,7 +23,7 @@ from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group, World
 
 

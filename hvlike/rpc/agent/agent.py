@@ -41,7 +41,7 @@ from hvlike.rpc.wire.message import (
     describe_error,
 )
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 
 Handler = Callable[[Request], None]
 NoticeHandler = Callable[[int, Any, list[torch.Tensor]], None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT
 from hvlike.rpc.wire.reducers import describe_subject
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 
 if TYPE_CHECKING:
     from hvlike.rpc.agent.agent import Agent

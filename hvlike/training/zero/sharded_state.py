@@ -30,7 +30,7 @@ from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.parameters import copy_options
 from hvlike.training.state.broadcast import pack, unpack
 from hvlike.training.zero.exchange import Partition
-from hvlike.transport.messages.topics import Topic
+from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
 States = dict[int, Any]

@@ -1,16 +1,31 @@
-"""Counters of what leaves a rank: control messages by kind, and data between nodes. They only grow.
+"""What messages are about, and counters of what leaves a rank: control messages by kind, and data between nodes.
 
 Control messages are those of the channel: readiness, agreements, shutdown. Data are tensors: messages between ranks
 of different nodes, and calls of MPI's own collectives (only MPI knows how many messages one of these becomes). Data
-inside a node is shared memory and counts as no message.
+inside a node is shared memory and counts as no message. Counters only grow.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class Topic(enum.IntEnum):
+    """Who handles a message: every topic has one handler on each rank. The numbers are part of the wire format."""
+
+    MAILBOX = 1  # values that a coroutine waits for by sender and key (Mailbox)
+    CONTROLLER = 2  # requests and responses of the negotiated operations, for each process set
+    SHUTDOWN = 3  # the ranks that end their program or call shutdown()
+    RPC = 4
+    ZERO_STATE = 5  # state of ZeRO's optimizer that one rank asks another one for
+    METRICS = 6
+    DEVICE = 7  # failures of a GPU backend
+    BENCH_READY = 990  # messages of the LogGP benchmark: what a rank sends when it is ready
+    BENCH_TOLD = 991  # messages of the LogGP benchmark: what rank 0 announces
 
 
 @dataclass
