@@ -9,20 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
-
-
-class Prepared(Protocol):
-    """A reduction of tensors of given lengths, ready to run over and over."""
-
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
-
-        The tensors are dense and of the dtype of the reduction; the caller holds them. All ranks run the same, in the
-        same order. active: this rank has tensors of its own, not zeros for one that has joined. tensors: these; they
-        live on if a rank gives up while a peer may write to them.
-        """
 
 
 class Backend(Protocol):
@@ -33,7 +22,7 @@ class Backend(Protocol):
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> Prepared | None:
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
         """What reduces tensors of these lengths where they are, short ones too; none of them is empty.
 
         The same on every rank. None where the backend has no such way.

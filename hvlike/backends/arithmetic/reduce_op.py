@@ -21,7 +21,16 @@ class ReduceOp(enum.IntEnum):
     PRODUCT = 5
 
 
-_ELEMENTWISE = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT})
+LIBRARY_NAMES = {
+    ReduceOp.AVERAGE: "sum",
+    ReduceOp.SUM: "sum",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PRODUCT: "prod",
+}
+"""What MPI and NCCL call the element-wise reductions, in small letters; of an average the division is left."""
+
+_ELEMENTWISE = frozenset(LIBRARY_NAMES)
 
 _SUPPORTED: dict[Kind, frozenset[ReduceOp]] = {
     # Sum and Max of truth values are "or", Min and Product are "and"; a mean of them is no truth value.

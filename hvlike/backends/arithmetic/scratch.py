@@ -75,9 +75,6 @@ class SilentErrstate:
         except StopIteration as stop:
             result: T = stop.value
             return result
-        except GeneratorExit:
-            coroutine.close()
-            raise
         except BaseException as error:
             coroutine.throw(error)
             raise

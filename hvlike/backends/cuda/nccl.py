@@ -19,17 +19,9 @@ ID_BYTES = 128
 
 SPLITS_FROM = 21801  # The first version, 2.18.1, whose communicators can be split
 _DISTRIBUTIONS = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
-_OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG", "min": "NCCL_MIN", "max": "NCCL_MAX", "prod": "NCCL_PROD"}
-_DTYPES = {
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-}
+# NCCL_SUM and so on, NCCL_INT8 and so on.
+_OPS = ("sum", "avg", "min", "max", "prod")
+_DTYPES = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 class NcclFacts(NamedTuple):
@@ -48,13 +40,11 @@ class Nccl:
     def __init__(self, module: Any) -> None:
         self._module = module
         self.version = int(module.get_version())
-        self.ops = {
-            name: int(getattr(module, constant)) for name, constant in _OPS.items() if hasattr(module, constant)
-        }
-        """The number of each reduction (sum, avg, min, max, prod) that this version has."""
-        self.dtypes = {
-            dtype: int(getattr(module, constant)) for dtype, constant in _DTYPES.items() if hasattr(module, constant)
-        }
+        known = {name: f"NCCL_{name.upper()}" for name in _OPS + _DTYPES}
+        numbers = {name: int(getattr(module, known[name])) for name in known if hasattr(module, known[name])}
+        self.ops = {name: numbers[name] for name in _OPS if name in numbers}
+        """The number of each reduction that this version has."""
+        self.dtypes = {getattr(torch, name): numbers[name] for name in _DTYPES if name in numbers}
 
     def new_id(self) -> bytes:
         number = self._module.get_unique_id()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES, ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, scale_
 from hvlike.backends.cuda.nccl import Communicator
@@ -23,14 +23,6 @@ from hvlike.backends.cuda.runtime import DeviceRuntime, Event
 from hvlike.errors import HorovodInternalError, StalledError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Kind
-
-_NAMES = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVERAGE: "sum",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.PRODUCT: "prod",
-}
 
 
 class Recipe(NamedTuple):
@@ -51,7 +43,7 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
         return Recipe("max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min", 1.0, 1.0, torch.uint8)
     if kind is Kind.INTEGER:
         plain = before == after == factors.divisor == 1
-        return Recipe(_NAMES[op], 1.0, 1.0) if plain and arithmetic.dtype is not torch.int16 else None
+        return Recipe(LIBRARY_NAMES[op], 1.0, 1.0) if plain and arithmetic.dtype is not torch.int16 else None
     seen_as = None
     if kind is Kind.COMPLEX:
         if op is ReduceOp.PRODUCT:
@@ -59,7 +51,7 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
         seen_as = torch.float32 if arithmetic.dtype is torch.complex64 else torch.float64
     if factors.divisor == size and op is ReduceOp.AVERAGE:
         return Recipe("avg", before, after, seen_as)
-    return Recipe(_NAMES[op], before, after / factors.divisor, seen_as)
+    return Recipe(LIBRARY_NAMES[op], before, after / factors.divisor, seen_as)
 
 
 def _in_place(call: Callable[..., None], tensor: torch.Tensor, *others: int) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES
 from hvlike.backends.arithmetic.scratch import ordinary_tensor
 from hvlike.backends.network.pairwise_reduction import PairwiseExchange, split, swap
 from hvlike.backends.network.partition import Run, message_elements, messages, shards
@@ -36,14 +36,6 @@ ALLTOALL_BYTES = 8 << 20
 ALLTOALL_WINDOW = 16  # Messages in flight in each direction
 _ALLTOALL_TAG = 3
 BROADCAST_BYTES = 1 << 30  # Counts of 2^31 fail in Open MPI
-_MPI_OPS = {
-    ReduceOp.AVERAGE: "SUM",
-    ReduceOp.SUM: "SUM",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-    ReduceOp.PRODUCT: "PROD",
-}
-
 # MPI may still write to the memory of an abandoned request: it must never be freed.
 _ABANDONED: list[Any] = []
 
@@ -83,7 +75,7 @@ class Network:
             return
         half = arithmetic.element.kind is Kind.HALF
         wide = arithmetic.on(torch.float32) if half else arithmetic
-        native = self._natives.reduction(wide.dtype, _MPI_OPS[wide.op])
+        native = self._natives.reduction(wide.dtype, LIBRARY_NAMES[wide.op].upper())
         small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
         if native is not None and size <= small:
             yield from self._reduce_flat(pieces, wide, *native)

@@ -70,7 +70,7 @@ class PairwiseExchange:
         self._contributed = [0] * self._size  # Messages of each rank's shard for which the own contribution has left
         self._folded = 0  # Contributions to the message of the own shard that is being reduced
         self._finished = 0  # Messages of the own shard that hold the result
-        self._memory = buffers.accumulator(arithmetic, max(map(message_length, self._own), default=0))
+        self._memory = arithmetic.accumulator(max(map(message_length, self._own), default=0))
         self._accumulators: list[Piece] = []
         # What was taken from the pool for messages in flight, in their order.
         self._contribution_slots: deque[Array] = deque()

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.memory.dtypes import Array, Kind
+from hvlike.transport.memory.dtypes import Array
 
 
 class MessagePipeline:
@@ -103,12 +102,11 @@ class BandwidthEstimator:
 
 
 class BufferPool:
-    """Buffers of one size that are taken and given back, and one accumulator."""
+    """Buffers of one size that are taken and given back."""
 
     def __init__(self) -> None:
         self._free: list[Array] = []
         self._size = 0
-        self._wide: tuple[Kind, Piece] | None = None
 
     def require(self, size: int) -> None:
         """Have all buffers hold at least `size` bytes. Only while none is taken."""
@@ -122,13 +120,3 @@ class BufferPool:
     def give(self, buffer: Array | None) -> None:
         if buffer is not None:
             self._free.append(buffer)
-
-    def accumulator(self, arithmetic: Arithmetic, length: int) -> Piece | None:
-        """Return memory for the arithmetic of one message, None where it works in place."""
-        key = arithmetic.element.kind
-        if self._wide is None or self._wide[0] is not key or len(self._wide[1]) < length:
-            memory = arithmetic.accumulator(length)
-            if memory is None:
-                return None
-            self._wide = (key, memory)
-        return self._wide[1]

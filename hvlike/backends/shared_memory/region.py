@@ -78,20 +78,6 @@ class Slots(NamedTuple):
     results: list[list[Piece]]  # For each owner: where its results are taken from
 
 
-class Turns:
-    """How many chunks each rank has owned so far, the same on every rank; modulo SLOTS the number of a slot."""
-
-    def __init__(self, ranks: int) -> None:
-        self.counts = [0] * ranks
-
-    def advance(self, counts: Sequence[int]) -> list[int]:
-        """Count this many chunks of each rank; returns the turns of their first ones."""
-        first = self.counts[:]
-        for owner, count in enumerate(counts):
-            self.counts[owner] += count
-        return first
-
-
 class Region:
     """One rank's view of the region; `rank` and `ranks` count within the node."""
 
@@ -122,8 +108,10 @@ class Region:
         self._scratch = np.empty(chunk, np.uint8)
         self._typed_scratch: dict[torch.dtype, Piece] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
-        self.order = order_by(fence)
-        self.turns = Turns(ranks)
+        # Keeps stores, and loads, in their order on this machine: nothing has to on x86.
+        self.order: Callable[[], object] = ().__len__ if X86 else fence
+        self.turns = [0] * ranks
+        """Chunks that each rank has owned so far, the same on every rank; modulo SLOTS the number of a slot."""
 
     def byte_slots(self, stager: int, owner: int) -> list[Array]:
         """The slots in which `stager` stages for `owner`, by turn modulo SLOTS; owner == stager: for everybody."""
@@ -170,11 +158,6 @@ class Region:
 def first_peer(owner: int) -> int:
     """The rank over whose staged copy `owner` writes the result of a reduction."""
     return 0 if owner else 1
-
-
-def order_by(fence: Fence) -> Callable[[], object]:
-    """What keeps stores, and loads, in their order on this machine: nothing on x86, at the cost of a C call."""
-    return ().__len__ if X86 else fence
 
 
 _FIRST_ADDRESS = 4096

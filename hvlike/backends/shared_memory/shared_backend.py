@@ -70,11 +70,11 @@ class PreparedReduction:
         self._staged = None if cma is not None else make_staged(lengths, arithmetic)
 
     def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        """Reduce the tensors that begin at these addresses; returns how many ranks were active.
+        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
 
-        addresses: in host memory, of dense tensors of the dtype of the reduction; the caller holds them.
-        active: whether this rank has gradients of its own. tensors: these tensors; they live on if a rank gives up
-        while a peer may write there.
+        The tensors are dense and of the dtype of the reduction; the caller holds them. active: this rank has tensors of
+        its own, not zeros for one that has joined. tensors: these; they live on if a rank gives up while a peer may
+        write to them.
         Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given up.
         """
         sync, word, places = self._sync, 0, None
@@ -99,9 +99,6 @@ class PreparedReduction:
             for counters in region.counters:
                 counted += counters.words[word]
             return counted
-        except GeneratorExit:
-            work.close()
-            raise
         except BaseException as error:
             # Also one that comes from outside ends the work: it tells the peers.
             work.throw(error)

@@ -132,7 +132,11 @@ class StagedReduction:
             self._addresses = []
             self._elements = self._memory.chunks(addresses, self._own_runs, self._foreign_runs)
             self._addresses = addresses[:]
-        return self._move(self._region.turns.advance(self._counts))
+        turns = self._region.turns
+        bases = turns[:]
+        for owner, count in enumerate(self._counts):
+            turns[owner] += count
+        return self._move(bases)
 
     def _until_received(self) -> Coroutine[None]:
         """Wait until the peers have what an alltoall has put into this rank's slots."""

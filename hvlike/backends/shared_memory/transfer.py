@@ -90,7 +90,7 @@ def alltoall(
         if len(receives[peer]):
             streams.append(_Stream(region, peer, rank, (mine.received, peer), [((counters[peer].passed, rank), -1)]))
             streams[-1].add(raw_view(receives[peer]))
-    reduced = region.turns.counts[:]
+    reduced = region.turns[:]
     while not _are_free(region, targets, reduced):
         check()
         yield Wait.NOTIFY

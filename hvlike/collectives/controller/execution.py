@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend, Prepared
+from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
+from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.collectives.controller.operations import (
     Agreed,
     ExecutionSite,
@@ -61,7 +62,8 @@ class Executor:
         self._opening = opening
         self._single = 0
         self._figures: dict[str, list[int]] = {}
-        self._prepared: dict[RequestSpec, Prepared | None] = {}  # None for tensors that are converted first
+        # None for tensors that are converted first.
+        self._prepared: dict[RequestSpec, PreparedReduction | None] = {}
 
     def run(self, agreed: list[Agreed]) -> None:
         recording = self._trace.recorder.on

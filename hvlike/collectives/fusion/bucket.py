@@ -14,10 +14,11 @@ import torch
 from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
-from hvlike.backends.base import Backend, Prepared, phase
+from hvlike.backends.base import Backend, phase
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, FusionBuffer, small_ones
 from hvlike.backends.op_queue import Job
+from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.collectives.compression import (
     CastCompressor,
     Compression,
@@ -59,7 +60,7 @@ class BucketPacker:
         self._agreed = list(strides)
         self._arithmetic = arithmetic
         self._casts = casts
-        self._reduction: Prepared | None = None
+        self._reduction: PreparedReduction | None = None
         self._pick_rows = self._pick_ordered = pick([])
         self._orders: list[Strides] = []
         self._sizes: list[int] = []
@@ -71,7 +72,7 @@ class BucketPacker:
         self._buffer = torch.empty(0, device="cpu")
 
     @property
-    def prepared(self) -> Prepared | None:
+    def prepared(self) -> PreparedReduction | None:
         """What reduces the tensors where they lie, none of them empty; None where another way is taken."""
         return self._reduction if len(self._large) == len(self._sizes) else None
 
@@ -121,7 +122,7 @@ class BucketPacker:
         )
 
     def _in_memory(
-        self, backend: Backend, reduction: Prepared, tensors: Sequence[torch.Tensor], active: bool
+        self, backend: Backend, reduction: PreparedReduction, tensors: Sequence[torch.Tensor], active: bool
     ) -> Coroutine[int]:
         with phase(backend, "IN_MEMORY_ALLREDUCE", tensors):
             return (yield from reduction.run(list(map(_address, tensors)), active, tensors))
@@ -169,7 +170,7 @@ class PlannedPart(NamedTuple):
 
     pick: Callable[[Sequence[Any]], Sequence[Any]]  # Chooses them from those of all entries
     fits: Callable[[Sequence[torch.Tensor]], bool]
-    reduction: Prepared
+    reduction: PreparedReduction
 
 
 Part = tuple[Callable[[Sequence[Any]], tuple[Any, ...]], BucketPacker]  # Chooses the tensors of one dtype; reduces them

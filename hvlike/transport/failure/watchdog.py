@@ -41,11 +41,9 @@ class Liveness:
 def _exists(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        # A process of another user.
-        return True
+    except OSError as error:
+        # Of a process of another user it is a PermissionError.
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
