@@ -49,10 +49,7 @@ BLOCK_ELEMENTS = 1 << 15  # Dot products widen this many elements at a time, in 
 
 @dataclass(frozen=True)
 class Adasum:
-    """The Adasum of a group, seen from one of its ranks: postscale * adasum over ranks of (prescale * each).
-
-    position, size: of this rank in the group, and of the group.
-    """
+    """The Adasum of a group, seen from one of its ranks: postscale * adasum over ranks of (prescale * each)."""
 
     position: int
     size: int
@@ -127,10 +124,7 @@ def dot_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def coefficients(dots: torch.Tensor) -> torch.Tensor:
-    """Return the factors of a and b for their dot products (..., 3): shape (..., 2), float64.
-
-    A vector of norm zero counts in full, as does its partner.
-    """
+    """The factors (..., 2) of a and b for their dot products (..., 3); a zero vector and its partner count in full."""
     norms, common = dots[..., :2], dots[..., 2:]
     return torch.where(norms == 0, 1.0, 1.0 - common / (2.0 * norms))
 

@@ -23,10 +23,7 @@ class Backend(Protocol):
         """Reduce in place; the same lengths on every rank; bitwise the same result everywhere."""
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
-        """What reduces tensors of these lengths where they are, short ones too; none of them is empty.
-
-        The same on every rank. None where the backend has no such way.
-        """
+        """What reduces tensors of these lengths, none 0, where they are; the same on every rank. None: no such way."""
 
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
@@ -38,7 +35,6 @@ class Backend(Protocol):
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         """Send `sends[i]` to position i of the group and fill `receives[i]` from there; the own part is copied.
-
         Tensors of bytes, of any length, also 0; what one position sends is as long as what the other receives.
         """
 

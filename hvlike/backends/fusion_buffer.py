@@ -18,8 +18,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024
 
-SMALL_ON_DEVICE = 4 << 20
-"""The same on a GPU, whose memory is so fast that a copy costs less than one more call. Not measured yet."""
+SMALL_ON_DEVICE = 4 << 20  # On a GPU, where a copy costs less than one more call. Not measured yet.
 
 _HOST = torch.device("cpu")
 

@@ -53,8 +53,7 @@ def side_by_side(coroutines: Sequence[Coroutine[None]]) -> Coroutine[None]:
             coroutine.close()
 
 
-SHARD_BYTES = 256 << 10
-"""What one rank reduces of what crosses in a wave: enough that the cost of a message does not count."""
+SHARD_BYTES = 256 << 10  # What one rank reduces of a wave that crosses: the cost of a message does not count
 
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
@@ -157,10 +156,8 @@ class HierarchicalBackend:
     def reduce_scatter(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        """Reduce each tensor on the position `owners[i]`, in place; the others' are only read.
-
-        The tensors are reduced in each node by the rank that crosses with the node of their owner, go across, and
-        where that rank is not the owner himself from it to him.
+        """Reduce each tensor on the position `owners[i]`, in place; the others' are only read. In each node the rank
+        that crosses with the node of their owner reduces them; they go on from there where it is not the owner.
         """
         crossers = [self._crosser(owner) for owner in owners]
         mine = [index for index, local in enumerate(crossers) if local == self._group.local_rank]

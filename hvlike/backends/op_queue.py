@@ -46,8 +46,7 @@ class OpQueue:
         self.device: DeviceBackend | None = None
         self.recorder = fabric.recorder
         self.counters = fabric.counters
-        self.drives = isinstance(backend, SharedBackend)
-        """Any thread may take the steps of a coroutine on the backend: MPI is not called there."""
+        self.drives = isinstance(backend, SharedBackend)  # Any thread may drive it: MPI is not called there
         self._crowded = fabric.spin.crowded
         self.patience = CROWDED_QUEUE_SECONDS if fabric.spin.crowded else UNSHARED_SECONDS
         """Seconds without progress after which `drive` leaves a job to the loop, which can sleep."""

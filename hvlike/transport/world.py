@@ -54,23 +54,16 @@ class World(topology.Topology):
         serialized: bool = False,
         check: Callable[[MPI.Intracomm], None] | None = None,
     ) -> World:
-        """Start MPI if it does not run yet and set up the communicators of hvlike.
+        """Start MPI if it does not run yet and set up the communicators of hvlike. Blocks until every rank of `comm`
+        has called it, and only these do.
 
-        Collective: every rank of `comm`, and only these, calls it. Blocks until all have.
-
-        Args:
-            comm: None for all ranks; ranks of COMM_WORLD (rank i of the new world is the i-th of the list); or an
-                intracommunicator of mpi4py, which is duplicated and stays the caller's.
-            ranks_per_node: Split each real node into nodes of so many ranks, to try multi-node code on one machine.
-            patience: Seconds after which a rank that still waits for the others says so in the log, again and again.
-            limit: Seconds after which it ends the job, with a report; 0: never.
-            serialized: Ask MPI for THREAD_SERIALIZED only, if it does not run yet.
-            check: Called on every rank with the communicator of hvlike before anything follows from the arguments
-                above; raises UsageError on every rank or on none.
-
-        Raises:
-            LaunchError, ForkedProcessError, UsageError: Before anything is sent.
-            UsageError: What `check` raises, after that.
+        comm: None for all ranks; ranks of COMM_WORLD (rank i of the new world is the i-th of the list); or an
+        intracommunicator of mpi4py, which is duplicated and stays the caller's. ranks_per_node: split each real node
+        into nodes of so many ranks, to try multi-node code on one machine. patience: seconds after which a rank that
+        waits for the others says so in the log, again and again. limit: seconds after which it ends the job; 0: never.
+        serialized: ask MPI for THREAD_SERIALIZED only. check: called on every rank with the communicator of hvlike
+        before anything follows from the arguments above; raises UsageError on every rank or on none.
+        Raises: LaunchError, ForkedProcessError, UsageError, before anything is sent; what `check` raises, after that.
         """
         try:
             with init_watchdog(patience, limit, guard.give_up):

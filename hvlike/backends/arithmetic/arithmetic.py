@@ -26,8 +26,7 @@ from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
 
-Piece: TypeAlias = Array | torch.Tensor
-"""A flat run of elements in the kernel's representation: a numpy array, or a tensor for the 16-bit floats."""
+Piece: TypeAlias = Array | torch.Tensor  # A flat run of elements as the kernel sees it: tensors for the 16-bit floats
 
 _KERNELS: dict[Kind, type[ArrayKernel | HalfKernel]] = {
     Kind.BOOL: ArrayKernel,
@@ -43,10 +42,8 @@ class Steps(NamedTuple):
 
     gather: Callable[..., Any]  # (pieces, out=piece): copy pieces one after the other; returns `out`
     join: Callable[[int, Any, Sequence[Any]], None]
-    """(rank, own, copies): reduce the own piece and the copies of the peers of this rank, in the order of the ranks.
-
-    The result is in `own`, and in the first copy for the peers to take.
-    """
+    """(rank, own, copies): reduce the own piece and the peers' copies, in the order of the ranks. The result is in
+    `own`, and in the first copy for the peers to take."""
     deliver: Callable[[Any, Any], None] | None
     """(target, source): how a peer takes the result. None: it multiplies with `factor`, or copies."""
     factor: Any

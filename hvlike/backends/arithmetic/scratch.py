@@ -18,8 +18,7 @@ from hvlike.transport.memory.dtypes import Array
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 1 << 18
-"""A piece is worked on in blocks of this size, so that its scratch stays in the second-level cache."""
+BLOCK_BYTES = 1 << 18  # A piece is worked on in blocks of this size: its scratch stays in the second-level cache
 
 
 def ordinary_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:

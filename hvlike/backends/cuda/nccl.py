@@ -42,8 +42,7 @@ class Nccl:
         self.version = int(module.get_version())
         known = {name: f"NCCL_{name.upper()}" for name in _OPS + _DTYPES}
         numbers = {name: int(getattr(module, known[name])) for name in known if hasattr(module, known[name])}
-        self.ops = {name: numbers[name] for name in _OPS if name in numbers}
-        """The number of each reduction that this version has."""
+        self.ops = {name: numbers[name] for name in _OPS if name in numbers}  # Those that this version has
         self.dtypes = {getattr(torch, name): numbers[name] for name in _DTYPES if name in numbers}
 
     def new_id(self) -> bytes:

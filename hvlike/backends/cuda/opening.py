@@ -30,8 +30,7 @@ logger = logging.getLogger("hvlike")
 _RECORD_BYTES = 1024
 _CONNECT_SECONDS = 120.0
 
-NCCL, STAGED, SOLO = "nccl", "staged", "solo"
-"""Backends of a device. HVLIKE_CUDA_PLANE may ask for one of the first two."""
+NCCL, STAGED, SOLO = "nccl", "staged", "solo"  # HVLIKE_CUDA_PLANE may ask for one of the first two
 
 
 class DeviceFacts(NamedTuple):

@@ -48,10 +48,8 @@ class PairwiseExchange:
         *,
         share: bool,
     ) -> None:
-        """byte: MPI's datatype. pieces, raw: the tensors as pieces and as bytes.
-
-        messages[r]: those of the shard of rank r; window: how many of a kind may be in flight. share: send the results
-        to all; without it they stay with their owners, and all else is only read.
+        """pieces, raw: the tensors as pieces and as bytes. messages[r]: those of the shard of rank r. window: how many of
+        a kind may be in flight. share: send the results to all; without it they stay with their owners.
         """
         self._comm = comm
         self._rank: int = comm.Get_rank()
@@ -64,8 +62,7 @@ class PairwiseExchange:
         self._messages = messages
         self._own = messages[self._rank]
         self._bandwidth = bandwidth
-        self._limit = 1 if bandwidth.slow else sys.maxsize
-        """How many messages of any kind may be on their way from here at once."""
+        self._limit = 1 if bandwidth.slow else sys.maxsize  # Messages of any kind on their way from here at once
         self._leaving = 0
         self._contributed = [0] * self._size  # Messages of each rank's shard for which the own contribution has left
         self._folded = 0  # Contributions to the message of the own shard that is being reduced

@@ -67,9 +67,6 @@ def message_length(message: Message) -> int:
 
 
 def message_elements(total: int, count: int, itemsize: int, *, largest: int, smallest: int) -> int:
-    """Elements per message such that a shard is cut into about four, within `smallest` and `largest` bytes.
-
-    Four messages keep sending, reducing and returning busy at the same time; small ones are not worth cutting.
-    """
+    """Elements per message: with four to a shard, all of sending, reducing and returning is busy at the same time."""
     shard_bytes = -(-total // count) * itemsize
     return max(smallest, min(largest, -(-shard_bytes // 4))) // itemsize

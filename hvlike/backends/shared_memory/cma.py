@@ -39,12 +39,8 @@ class CmaMemory:
     """The memories of a backend's ranks, and scratch for what is read from them."""
 
     def __init__(self, processes: Sequence[int], *, crowded: bool = False) -> None:
-        """processes: their numbers, in the order of the ranks; none where the system does not let them be reached.
-
-        crowded: ranks share cores; the same on all of them.
-        """
-        self.least_bytes = CROWDED_LEAST_WORK if crowded else LEAST_WORK
-        """Of all tensors of a work together; less is staged."""
+        """processes: of the ranks, in order; none where they cannot be reached. crowded: ranks share cores."""
+        self.least_bytes = CROWDED_LEAST_WORK if crowded else LEAST_WORK  # Less is staged
         self.ranks = [ProcessMemory(process) for process in processes]
         self._scratch: list[tuple[Any, int]] = []
 
@@ -124,10 +120,7 @@ class CmaReduction:
         return self._claims.unfinished
 
     def advance(self) -> bool:
-        """Reduce the next few chunks, if any can be taken now; the caller silences numpy.
-
-        Raises: OSError for a peer that is gone.
-        """
+        """Reduce the next few chunks, if any can be taken now; the caller silences numpy. Raises: OSError."""
         peers, mine = self._peers, self._mine
         chunks = self._claims.take(PASSES)
         for row, count, elements, nbytes in chunks:
@@ -150,10 +143,8 @@ class CmaReduction:
 
 @functools.lru_cache(maxsize=64)
 def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[CmaChunk], Array, Array, list[int]]:
-    """Cut tensors of these lengths, the same from step to step.
-
-    Returns the chunks and, for all their ranges one after another, the tensor, the byte in it at which they begin,
-    and how many bytes it has.
+    """Cut tensors of these lengths, the same from step to step, into chunks; for all their ranges one after another
+    return also the tensor, the byte in it at which they begin, and how many bytes they have.
     """
     largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
     short = SHORT_BYTES // itemsize

@@ -161,8 +161,7 @@ def first_peer(owner: int) -> int:
 
 
 _FIRST_ADDRESS = 4096
-_EVERYTHING = bytes_at(_FIRST_ADDRESS, 1 << 56)
-"""All that could be this process's memory: a slice of it costs a tenth of what it costs to view a tensor anew."""
+_EVERYTHING = bytes_at(_FIRST_ADDRESS, 1 << 56)  # To slice it costs a tenth of what it costs to view a tensor anew
 
 
 class AddressView:

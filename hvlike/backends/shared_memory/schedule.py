@@ -18,8 +18,7 @@ SLOTS = 2  # How many chunks a rank may have staged for one owner; a third gaine
 Run = tuple[int, int, int]
 
 
-MOST_TOGETHER = 1024
-"""Tensors of one chunk: as many as the system takes in one call (transport/memory/process_memory.py)."""
+MOST_TOGETHER = 1024  # Tensors of one chunk: as many as the system takes in one call (UIO_MAXIOV)
 
 
 class Chunk(NamedTuple):

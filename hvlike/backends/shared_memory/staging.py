@@ -53,8 +53,7 @@ class _Foreign(NamedTuple):
 
     owner: int
     place: int  # Among the chunks of its owner
-    slots: tuple[list[Any], list[Any]]
-    """By turn modulo SLOTS: where this rank stages it, and where its result is taken from."""
+    slots: tuple[list[Any], list[Any]]  # By turn modulo SLOTS: where this rank stages it, and where its result is taken
     group: Group
 
 
@@ -70,10 +69,7 @@ class StagedReduction:
         *,
         compares: bool = True,
     ) -> None:
-        """chunks: none longer than a slot.
-
-        compares: before this rank adds anything it makes sure that its peers are at the same work.
-        """
+        """chunks: none longer than a slot. compares: makes sure first that the peers are at the same work."""
         region = self._region = sync.region
         self._sync = sync
         self._compare = sync.compare if compares else None
@@ -89,8 +85,7 @@ class StagedReduction:
         self._foreign: list[_Foreign] = []
         self._find_slots(chunks)
         self._addresses: list[int] = []
-        self._elements: list[list[Any]] = [[], []]
-        """Where the chunks lie in this rank's memory; a list where a chunk has several tensors."""
+        self._elements: list[list[Any]] = [[], []]  # This rank's memory of the chunks; a list for several tensors
         self._readers = [
             [counters for each, counters in enumerate(region.counters) if each != owner]
             if first_peer(owner) == region.rank != owner
@@ -123,9 +118,8 @@ class StagedReduction:
         return scratch[: ends[-1]], [scratch[first:last] for first, last in pairwise(ends)]
 
     def run(self, addresses: list[int]) -> Coroutine[None]:
-        """Reduce the tensors that begin at these addresses, contiguous in host memory and held by the caller.
-
-        The caller silences numpy, and begins at once.
+        """Reduce the tensors that begin at these addresses, contiguous in host memory and held by the caller, who
+        silences numpy and begins at once.
         Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given the region up.
         """
         if addresses != self._addresses:

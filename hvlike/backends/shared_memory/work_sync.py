@@ -31,8 +31,7 @@ from hvlike.backends.shared_memory.region import (
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 
-kept: list[Sequence[torch.Tensor]] = []
-"""Tensors of reductions that were given up. A peer may still write there, so they are never freed."""
+kept: list[Sequence[torch.Tensor]] = []  # Of reductions given up: a peer may still write there, so they are never freed
 
 
 class Unstaged(Protocol):

@@ -57,8 +57,7 @@ def to_status(code: object) -> int:
 class ExitObserver:
     """Replaces sys.exit and remembers the status once the interpreter ends through it."""
 
-    status: int | None = None
-    """None until the interpreter exits through sys.exit (see the module's text), then 0 to 255."""
+    status: int | None = None  # 0 to 255 once the interpreter exits through sys.exit
 
     def __init__(self, on_exit: Callable[[int], None] | None = None) -> None:
         """on_exit: called with the status, on the main thread, before other threads are joined and atexit runs."""

@@ -62,9 +62,8 @@ class Guard:
     def __init__(
         self, mpi: ModuleType, rank: int, name: str, on_end: Callable[[], None], *, on_first_node: bool = True
     ) -> None:
-        """name: of the rank, for reports. on_first_node: this rank is on the node of rank 0, or does not know it yet.
-
-        on_end: called once, from an atexit handler, when this rank ends well; must not wait for ever.
+        """name: of the rank, for reports. on_end: called once, from an atexit handler, when this rank ends well; must
+        not wait for ever. on_first_node: this rank is on the node of rank 0, or does not know it yet.
         """
         self._mpi = mpi
         self._rank = rank

@@ -74,8 +74,7 @@ def _ask(
         raise LaunchError(f"{what} fails: {error}") from error
 
 
-OPEN_MPI, HYDRA, UNKNOWN = "Open MPI", "Hydra", "unknown"
-"""Families: a launcher starts the libraries of its own. Hydra is MPICH's, and that of what descends from MPICH."""
+OPEN_MPI, HYDRA, UNKNOWN = "Open MPI", "Hydra", "unknown"  # Families: a launcher starts the libraries of its own
 
 LAUNCHER_NAMES = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 

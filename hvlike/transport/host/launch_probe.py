@@ -21,10 +21,8 @@ if MPI.COMM_WORLD.Get_size() == 1:
     for file in files:
         os.unlink(file)
 """
-"""A program of its own: every rank prints how many ranks MPI counts.
-
-A rank that is alone would leave Open MPI's segment behind, see mpi_library.unlink_start_up_segments.
-"""
+"""A program of its own: every rank prints how many ranks MPI counts. One that is alone would leave Open MPI's segment
+behind, see mpi_library.unlink_start_up_segments."""
 
 _LEVELS = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Topology:
-    nodes: tuple[tuple[int, ...], ...]
-    """Ranks of each node in rising order; the nodes in the order of their lowest rank."""
+    nodes: tuple[tuple[int, ...], ...]  # Ranks of each node, rising; the nodes in the order of their lowest rank
     local_rank: int
     local_size: int
     cross_rank: int

@@ -14,39 +14,28 @@ import math
 CHECKS = 100  # Checks of the doorbell before a driver sleeps: they take about as long as waking a sleeper
 COUNTER_CHECKS = 30  # Checks of a peer's counter before a coroutine yields: some 10 us, less than a turn of the loop
 UNSHARED_SECONDS = 300e-6
-"""How long a driver with a core of its own checks at most; the rank it waits for may just be waking on this core.
-
-Without this limit the checks took 1 to 3 ms there. Reductions take as long with 300 us; with 100 us they took longer.
-"""
+"""How long a driver with a core of its own checks at most; the rank it waits for may just be waking on this core: then
+the checks took 1 to 3 ms without this limit. Reductions take as long with 300 us; with 100 us they took longer."""
 
 CROWDED_QUEUE_SECONDS = 2e-3
-"""How long a thread whose rank shares its core drives a job that does not move before it leaves it to the loop.
-
-With a core of its own it does so for UNSHARED_SECONDS: where another program takes the peer's core, sleeping early
-brings the peer back sooner.
-"""
+"""How long a thread whose rank shares its core drives a job that does not move before it leaves it to the loop. With a
+core of its own: UNSHARED_SECONDS. Where another program takes the peer's core, sleeping brings the peer back sooner."""
 
 BOARD_CHECKS = 1000  # Checks of a peer's entry by an inline allreduce before it wakes the peers that may sleep
 RPC_CHECKS_FACTOR = 3  # How many times more checks a crowded rank makes while RPC runs
 RPC_SECONDS = 2e-3
-"""How long a thread checks while RPC runs: one that waits for an answer, or a background thread between two requests.
+"""How long a thread checks while RPC runs: one that waits for an answer, or a background thread between two requests. A
+core that sleeps for a moment wakes late, with empty caches: the same code then takes two to three times as long."""
 
-A core that sleeps for a moment wakes late and with empty caches: the same code then takes two to three times as long.
-"""
-
-INTERRUPTION_SECONDS = 200e-6
-"""A check that takes longer shows that another thread wants the interpreter or the core: the checks end."""
+INTERRUPTION_SECONDS = 200e-6  # After a longer check another thread wants the interpreter or the core: the checks end
 
 UNNOTIFIED_SECONDS = 50e-3
 """How long a driver with a core of its own checks for the next message of another node, for which no doorbell rings.
-
-MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer.
-"""
+MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer."""
 
 TICK_SECONDS = 0.25
 
-PICK_UP_SECONDS = 50e-6
-"""How long a background thread that was rung leaves the loop to a thread that may be about to wait."""
+PICK_UP_SECONDS = 50e-6  # A background thread that was rung leaves the loop to one that may be about to wait
 
 SHORTEST_POLL_SECONDS = 20e-6
 LONGEST_POLL_SECONDS = 1e-3
@@ -77,9 +66,7 @@ class Spin:
         self._most: float = 0
 
     def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
-        """Begin a wait, and decide when it stops checking: the most checks, the latest time, the longest single check.
-        checks: 0 to sleep at once. serves: RPC runs. unnotified: no doorbell rings for the event.
-        """
+        """Decide when the checks of a wait end. checks: 0: sleep at once. serves: RPC runs. unnotified: nothing rings."""
         self._last = now
         self._most, self._until, self._interruption = checks, 0.0, math.inf
         if self._policy.crowded:

@@ -18,10 +18,8 @@ Listen = Callable[[Callable[[], bool], bool], None]
 """Blocks until the first argument returns True; the second: whether a work item is likely to come at once."""
 
 _HOT_SECONDS = 2e-3
-"""A work item that comes this soon after the last one makes it likely that the next one will, too.
-
-Waking a thread may take half a millisecond: with a shorter limit each item would find its thread asleep.
-"""
+"""A work item that comes this soon after the last one makes it likely that the next one will, too. Waking a thread may
+take half a millisecond: with a shorter limit each item would find its thread asleep."""
 
 _SPARE = 4  # Threads kept for unlimited work items, beyond those for limited ones
 

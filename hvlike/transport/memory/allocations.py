@@ -22,8 +22,7 @@ import numpy as np
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.segment import Segment
 
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, Linux 5.14: make room for pages now, with an error where a later write would be a SIGBUS."""
+_POPULATE_WRITE = 23  # Linux 5.14: get the pages now, with an error where a later write would be a SIGBUS
 
 
 class Allocation:
@@ -37,8 +36,7 @@ class Allocation:
         self._place = {each: index for index, each in enumerate(ranks)}
         self._own = self._place[rank] * self._stride
         self.start: int = segment.address + self._own
-        self.works: dict[tuple[int, int], Any] = {}
-        """What is kept for operations on a place of this copy, as long as the allocation lives."""
+        self.works: dict[tuple[int, int], Any] = {}  # Kept for operations on a place of this copy
 
     def includes(self, ranks: Sequence[int]) -> bool:
         return all(rank in self._place for rank in ranks)

@@ -83,9 +83,8 @@ def _deadline(moment: float) -> object:
 
 
 class Fence:
-    """A full memory barrier: a post and a take of a private semaphore, or a lock on x86, cheaper than two calls of
-    ctypes. Both are atomic read-modify-writes of one location, a release followed by an acquire: nothing moves across
-    the pair on x86 (locked instructions) nor on aarch64 (release-acquire order).
+    """A full memory barrier: a lock on x86 (locked instructions), elsewhere a post and a take of a private semaphore: a
+    release followed by an acquire of one location, which nothing moves across.
     """
 
     __slots__ = ("barrier",)

@@ -33,8 +33,7 @@ class Element:
 
     dtype: torch.dtype
     kind: Kind
-    storage: np.dtype[Any]
-    """numpy dtype of the same width: the type itself where numpy has it, uint16 for the 16-bit floats."""
+    storage: np.dtype[Any]  # numpy's type of the same width: the type itself, or uint16 for the 16-bit floats
     mpi_name: str | None  # Attribute of mpi4py.MPI for MPI's own reductions, or None: reduce it ourselves
 
     @property

@@ -114,8 +114,7 @@ def make_offer(nbytes: int, attempt: int) -> SegmentOffer | None:
 _ATTEMPTS = 2
 
 
-Exchange = Generator[Any, None, T]
-"""Steps of an exchange among the ranks of a node: a coroutine, or something that never yields where calls block."""
+Exchange = Generator[Any, None, T]  # Steps of an exchange: a coroutine, or it never yields and calls block
 
 
 def share_steps(

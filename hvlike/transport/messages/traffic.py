@@ -32,8 +32,7 @@ class Topic(enum.IntEnum):
 class Sent:
     """What a rank has sent up to a moment, or between two: the later one minus the earlier."""
 
-    control: Mapping[str, int] = field(default_factory=dict)
-    """Control messages of each kind; kinds that were not sent are not there."""
+    control: Mapping[str, int] = field(default_factory=dict)  # Messages of each kind that was sent
     control_bytes: int = 0
     data_messages: int = 0
     data_bytes: int = 0
