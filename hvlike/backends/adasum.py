@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.scratch import ordinary_tensor
 from hvlike.backends.base import Backend
 from hvlike.backends.network.partition import Run, message_length, shards
 from hvlike.transport.loop.coroutine import Coroutine, Wait

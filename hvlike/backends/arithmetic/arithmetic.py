@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.kernels import (
+    BLOCK_BYTES,
     ArrayKernel,
     DirectHalfKernel,
     Factors,
@@ -22,7 +23,6 @@ from hvlike.backends.arithmetic.kernels import (
     direct_contributions,
 )
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
-from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
 

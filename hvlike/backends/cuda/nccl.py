@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvlike.transport.host.mpi_library import mapped_files
+
 ID_BYTES = 128
 
 SPLITS_FROM = 21801  # The first version, 2.18.1, whose communicators can be split
@@ -109,24 +111,19 @@ def load() -> Nccl:
 
 def describe() -> NcclFacts:
     """What of NCCL is installed. Never raises; loads CuPy and libnccl, but starts no GPU. Local."""
-    cupy = _installed_cupy()
-    theirs = _version_of_torch()
+    cupy, theirs = _installed_cupy(), _version_of_torch()
     try:
-        nccl = load()
+        version, missing = load().version, ""
     except Exception as error:
-        missing = f"CuPy {cupy} is installed, but {error}" if cupy else "CuPy is not installed"
-        return NcclFacts(cupy, 0, f"{missing}: pip install {_advice()}", _path(), theirs)
-    return NcclFacts(cupy, nccl.version, "", _path(), theirs)
+        cuda = (torch.version.cuda or "12").split(".")[0]
+        reason = f"CuPy {cupy} is installed, but {error}" if cupy else "CuPy is not installed"
+        version, missing = 0, f"{reason}: pip install hvlike[cuda{cuda}]"
+    return NcclFacts(cupy, version, missing, next(iter(mapped_files("/libnccl.so")), ""), theirs)
 
 
 def _installed_cupy() -> str:
     found = (each for name in _DISTRIBUTIONS for each in importlib.metadata.distributions(name=name))
     return next((each.version for each in found), "")
-
-
-def _advice() -> str:
-    cuda = (torch.version.cuda or "12").split(".")[0]
-    return f"hvlike[cuda{cuda}]"
 
 
 def _version_of_torch() -> int:
@@ -136,15 +133,3 @@ def _version_of_torch() -> int:
     except (RuntimeError, AttributeError, ValueError):
         return 0
     return major * 10000 + minor * 100 + patch
-
-
-def _path() -> str:
-    try:
-        with open("/proc/self/maps") as lines:
-            for line in lines:
-                path = line.split(maxsplit=5)[-1].strip()
-                if "/libnccl.so" in path:
-                    return path
-    except OSError:
-        return ""
-    return ""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
+from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES
-from hvlike.backends.arithmetic.scratch import ordinary_tensor
 from hvlike.backends.network.pairwise_reduction import PairwiseExchange, split, swap
 from hvlike.backends.network.partition import Run, message_elements, messages, shards
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive

@@ -48,8 +48,8 @@ class PairwiseExchange:
         *,
         share: bool,
     ) -> None:
-        """pieces, raw: the tensors as pieces and as bytes. messages[r]: those of the shard of rank r. window: how many of
-        a kind may be in flight. share: send the results to all; without it they stay with their owners.
+        """pieces, raw: the tensors as pieces and as bytes. messages[r]: those of the shard of rank r. window: how many
+        of a kind may be in flight. share: send the results to all; without it they stay with their owners.
         """
         self._comm = comm
         self._rank: int = comm.Get_rank()

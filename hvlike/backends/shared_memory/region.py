@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.scratch import SilentErrstate
+from hvlike.backends.arithmetic.kernels import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import X86, Doorbell, Fence

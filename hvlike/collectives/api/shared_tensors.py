@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvlike.backends.arithmetic.scratch import ordinary_tensor
+from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.base import Backend
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Min, arithmetic_of

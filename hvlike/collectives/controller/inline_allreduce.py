@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.kernels import KernelCall
+from hvlike.backends.arithmetic.kernels import KernelCall, SilentErrstate
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.scratch import SilentErrstate
 from hvlike.backends.inline_allreduce import InlineEngine
 from hvlike.backends.shared_memory.board import FINISHED, RING
 from hvlike.backends.shared_memory.inline_reduction import AS_SHARED, InlineReduction

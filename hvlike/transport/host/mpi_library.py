@@ -56,17 +56,18 @@ def unlink_start_up_segments(*, alone: bool) -> None:
     """Remove the names of the start-up segments that this process maps, once all ranks of the node have started. alone:
     also those of Open MPI, whose ranks map each other's later, by name: nobody will, as all of the job ends.
     """
-    for path in _mapped_files((_MPICH_SEGMENTS, _OPEN_MPI_SEGMENTS) if alone else (_MPICH_SEGMENTS,)):
+    for path in mapped_files(_MPICH_SEGMENTS, *((_OPEN_MPI_SEGMENTS,) if alone else ())):
         # Where a machine is split into several nodes for trials, another rank may have been faster.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
-def _mapped_files(prefixes: tuple[str, ...]) -> set[str]:
+def mapped_files(*parts: str) -> list[str]:
+    """The files that this process maps, where the name is not gone already and holds one of these parts."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    # A name that is gone already is shown with "(deleted)" behind it.
-    return {line.split()[-1] for line in lines if line.split()[-1].startswith(prefixes)}
+    paths = sorted({line.split(maxsplit=5)[-1] for line in lines if not line.endswith(" (deleted)")})
+    return [path for path in paths if any(part in path for part in parts)]
 
 
 logger = logging.getLogger("hvlike")

@@ -66,7 +66,7 @@ class Spin:
         self._most: float = 0
 
     def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
-        """Decide when the checks of a wait end. checks: 0: sleep at once. serves: RPC runs. unnotified: nothing rings."""
+        """Decide when the checks of a wait end. checks: 0: sleep now. serves: RPC runs. unnotified: nothing rings."""
         self._last = now
         self._most, self._until, self._interruption = checks, 0.0, math.inf
         if self._policy.crowded:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
+from hvlike.backends.arithmetic.kernels import BLOCK_BYTES
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.scratch import BLOCK_BYTES
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import dtype_name
 
