@@ -65,7 +65,7 @@ class DeviceRuntime:
         return bool(event.query())
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Bytes of host memory that the device copies to and from by itself."""
+        """Bytes of host memory that the device copies to and from by itself; torch reuses them once it has."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 

@@ -1,9 +1,8 @@
 """Driving messages: pipelines advanced side by side, an estimate of the bandwidth, and a pool of message buffers.
 
 On a slow network a rank keeps one message in flight, else as many as there is memory for. More than one only fills the
-queues of a slow network: 25 MiB over 1 Gbit/s took 302 ms with all in flight at once, 220 with one at a time, and
-210 is the
-least possible. A fast network would be idle between two messages.
+queues of a slow network: 25 MiB over 1 Gbit/s took 302 ms with all in flight at once, 220 with one at a time, and 210
+is the least possible. A fast network would be idle between two messages.
 """
 
 from __future__ import annotations

@@ -64,8 +64,10 @@ def unlink_start_up_segments(*, alone: bool) -> None:
 
 def mapped_files(*parts: str) -> list[str]:
     """The files that this process maps, where the name is not gone already and holds one of these parts."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
     paths = sorted({line.split(maxsplit=5)[-1] for line in lines if not line.endswith(" (deleted)")})
     return [path for path in paths if any(part in path for part in parts)]
 
