@@ -2,7 +2,6 @@
 
 import pytest
 
-from hvlike.backends.shared_memory.region import Turns
 from hvlike.backends.shared_memory.schedule import (
     CHUNK_BYTES,
     SMALLEST_CHUNK_BYTES,
@@ -79,13 +78,6 @@ def test_owners_that_are_given_are_busy_at_once() -> None:
         Chunk(((2, 5, 6),), 1),
     ]
     assert assign([], [], 5) == []
-
-
-def test_turns_go_on_from_work_to_work() -> None:
-    turns = Turns(3)
-    assert turns.advance([2, 0, 1]) == [0, 0, 0]
-    assert turns.advance([1, 1, 1]) == [2, 0, 1]
-    assert turns.counts == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
