@@ -91,7 +91,7 @@ class LocalBackward:
 
     def reduce(self) -> None:
         """Reduce the gradients of data-parallel modules in the context. Blocks. Raises: what that raises."""
-        self._through_modules.reduce()
+        self._through_modules()
 
     def reach(self, sends: Collection[int] | None) -> Mapping[int, int]:
         """Go on from some sends, None: from the roots. Returns the recvs that are new, with their ranks."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
@@ -34,12 +35,9 @@ from hvlike.config import Config
 from hvlike.errors import UsageError
 
 BUCKET_BYTES = tuple(mebibytes << 20 for mebibytes in (1, 2, 4, 8, 16, 32, 64, 128))
+FIRST_SHARES = (1, 4, 16)  # How many times smaller the first bucket may be, so that communication starts earlier
 
-FIRST_SHARES = (1, 4, 16)
-"""How many times smaller the first bucket may be than the others, so that communication starts earlier."""
-
-CYCLE_MICROSECONDS = (0, 500, 1000, 2500, 5000)
-"""How long the coordinator may gather requests before it answers."""
+CYCLE_MICROSECONDS = (0, 500, 1000, 2500, 5000)  # How long the coordinator may gather requests before it answers
 
 
 class Choice(NamedTuple):
@@ -49,19 +47,9 @@ class Choice(NamedTuple):
     first_bucket_bytes: int
     cycle_microseconds: int
 
-    def describe(self) -> str:
-        """bucket 8 MiB, first bucket 2 MiB, cycle time 1 ms"""
-        return (
-            f"bucket {self.bucket_bytes / (1 << 20):g} MiB, first bucket {self.first_bucket_bytes / (1 << 20):g} MiB, "
-            f"cycle time {self.cycle_microseconds / 1000:g} ms"
-        )
-
 
 def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[Choice]:
-    """All choices that differ in effect for gradients of `total_bytes`, `start` first.
-
-    Without overlap with backward the size of the first bucket improves nothing, and is left out of the search.
-    """
+    """All choices that differ in effect for gradients of `total_bytes`, `start` first; `overlaps`: with backward."""
     limits = sorted({*BUCKET_BYTES, start.bucket_bytes})
     # All limits that hold everything have the same effect.
     enough = next((limit for limit in limits if limit >= total_bytes), limits[-1])
@@ -73,28 +61,18 @@ def make_candidates(start: Choice, total_bytes: int, *, overlaps: bool) -> list[
 
 
 def coordinates(choices: Sequence[Choice]) -> list[tuple[float, float, float]]:
-    return [
-        (
-            math.log2(each.bucket_bytes),
-            math.log2(each.bucket_bytes / each.first_bucket_bytes),
-            math.log2(1.0 + each.cycle_microseconds / 500),
-        )
-        for each in choices
-    ]
+    log = math.log2
+    return [(log(size), log(size / first), log(1.0 + cycle / 500)) for size, first, cycle in choices]
 
 
 Array = NDArray[np.float64]
 
-NORMAL = NormalDist()
-
-LENGTH_SCALES = (1.6, 0.8, 0.4, 0.2)
-"""Distances in the unit cube over which times are correlated; the likeliest is used, or else the first."""
-
+LENGTH_SCALES = (1.6, 0.8, 0.4, 0.2)  # Distances in the unit cube over which times are correlated; the likeliest counts
 _LEAST_NOISE = 1e-6
 
 
 class Measurement(NamedTuple):
-    """One sample: which point of the table was in use, and the time of a step with it, in seconds."""
+    """A sample: which point of the table was in use, and the time of a step with it."""
 
     point: int
     seconds: float
@@ -116,10 +94,7 @@ def unit_cube(points: Sequence[Sequence[float]]) -> Array:
 
 
 def suggest(points: Array, measured: Sequence[Measurement], noise: float) -> int:
-    """The index of the point to measure next; the first point of the table before anything was measured.
-
-    points: (count, dimensions) in the unit cube. Ties go to the lower index, so equal inputs give equal answers.
-    """
+    """The index of the point, in the unit cube, to measure next. Ties go to the lower index: the same on all ranks."""
     if not measured:
         return 0
     belief = believe(points, measured, noise)
@@ -138,37 +113,26 @@ def believe(points: Array, measured: Sequence[Measurement], noise: float) -> Bel
     spread = float(values.std())
     values = (values - values.mean()) / (spread or 1.0)
     places = points[[each.point for each in measured]]
-    noise = max(noise, _LEAST_NOISE)
-    fits = [_fit(places, values, scale, noise) for scale in LENGTH_SCALES]
-    fit = max(fits, key=lambda each: each.likelihood)
-    across = _kernel(points, places, fit.scale)
-    mean = across @ fit.weights
-    explained = np.linalg.solve(fit.lower, across.T)
+    fits = []
+    for scale in LENGTH_SCALES:
+        covariance = _kernel(places, places, scale) + max(noise, _LEAST_NOISE) * np.eye(len(places))
+        lower = np.linalg.cholesky(covariance)
+        weights = np.linalg.solve(lower.T, np.linalg.solve(lower, values))
+        likelihood = -0.5 * float(values @ weights) - float(np.log(np.diag(lower)).sum())
+        fits.append((likelihood, scale, lower, weights))
+    _, scale, lower, weights = max(fits, key=itemgetter(0))
+    across = _kernel(points, places, scale)
+    explained = np.linalg.solve(lower, across.T)
     variance = np.maximum(1.0 - (explained**2).sum(axis=0), 0.0)
-    return Belief(mean, np.sqrt(variance))
+    return Belief(np.asarray(across @ weights), np.sqrt(variance))
 
 
 def expected_improvement(belief: Belief, best: float) -> Array:
     gain = best - belief.mean
     deviation = np.maximum(belief.deviation, 1e-12)
-    steps = gain / deviation
-    below, density = np.array([(NORMAL.cdf(each), NORMAL.pdf(each)) for each in steps]).T
+    normal = NormalDist()
+    below, density = np.array([(normal.cdf(each), normal.pdf(each)) for each in gain / deviation]).T
     return np.asarray(np.maximum(gain * below + deviation * density, 0.0))
-
-
-class _Fit(NamedTuple):
-    scale: float
-    lower: Array
-    weights: Array
-    likelihood: float
-
-
-def _fit(places: Array, values: Array, scale: float, noise: float) -> _Fit:
-    covariance = _kernel(places, places, scale) + noise * np.eye(len(places))
-    lower: Array = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
-    weights: Array = np.asarray(np.linalg.solve(lower.T, np.linalg.solve(lower, values)), dtype=np.float64)
-    likelihood = -0.5 * float(values @ weights) - float(np.log(np.diag(lower)).sum())
-    return _Fit(scale, lower, weights, likelihood)
 
 
 def _kernel(first: Array, second: Array, scale: float) -> Array:
@@ -177,8 +141,6 @@ def _kernel(first: Array, second: Array, scale: float) -> Array:
 
 
 class TuningSearch:
-    """Chooses the next setting from the time of each sample."""
-
     def __init__(self, table: Sequence[Choice], *, warmup: int, samples: int, noise: float) -> None:
         """`table` begins with the choice in use; the first `warmup` samples do not count."""
         self.choice = table[0]
@@ -196,7 +158,6 @@ class TuningSearch:
         return self._warmup > 0
 
     def record(self, seconds: float) -> None:
-        """Take the time of a step in a sample of `choice`, and set the next `choice`."""
         if self._warmup:
             self._warmup -= 1
             return
@@ -227,7 +188,7 @@ class StepSampler:
         self._times: list[float] = []
 
     def step_ended(self, served: int, now: float) -> float | None:
-        """Note the end of a step at `now` seconds; return the median time of a step if that completes a sample."""
+        """Note the end of a step; return the median time of a step if that completes a sample."""
         last, self._last = self._last, now
         if served <= 1 or last is None:
             self._times = []
@@ -244,8 +205,7 @@ class StepSampler:
 
 
 COLUMNS = ("sample", "warmup", "bucket_bytes", "first_bucket_bytes", "cycle_time_ms", "seconds_per_step")
-"""Of the CSV file: number of the sample from 1, whether it was thrown away (0 or 1), the setting, and the median time
-of a step on the slowest rank."""
+"""Of the CSV file: sample from 1, whether it was thrown away, setting, median time of a step on the slowest rank."""
 
 
 class TuningReport:
@@ -270,16 +230,16 @@ class TuningReport:
         _write("HVLIKE_AUTOTUNE_LOG", self._log, ",".join([*map(str, values), *times]) + "\n", "a")
 
     def winner(self, choice: Choice, seconds: float, start_seconds: float) -> None:
-        found = f"{choice.describe()}: {1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
+        size, first, cycle = choice.bucket_bytes, choice.first_bucket_bytes, f"{choice.cycle_microseconds / 1000:g}"
+        found = (
+            f"bucket {size / (1 << 20):g} MiB, first bucket {first / (1 << 20):g} MiB, cycle time {cycle} ms: "
+            f"{1000 * seconds:.3f} ms a step, {1000 * start_seconds:.3f} ms at the start"
+        )
         where = "" if self._file is None else f"; load it with HVLIKE_KNOBS_FILE={self._file}"
         print(f"hvlike autotune: {found}{where}", file=sys.stderr, flush=True)
         if self._file is not None:
-            lines = (
-                f"# {found}\nHVLIKE_BUCKET_BYTES={choice.bucket_bytes}\n"
-                f"HVLIKE_FIRST_BUCKET_BYTES={choice.first_bucket_bytes}\n"
-                f"HVLIKE_CYCLE_TIME={choice.cycle_microseconds / 1000:g}\n"
-            )
-            _write("HVLIKE_AUTOTUNE_FILE", self._file, lines, "w")
+            lines = f"HVLIKE_BUCKET_BYTES={size}\nHVLIKE_FIRST_BUCKET_BYTES={first}\nHVLIKE_CYCLE_TIME={cycle}\n"
+            _write("HVLIKE_AUTOTUNE_FILE", self._file, f"# {found}\n{lines}", "w")
 
 
 def _write(knob: str, path: str, text: str, mode: str) -> None:
@@ -290,31 +250,20 @@ def _write(knob: str, path: str, text: str, mode: str) -> None:
         raise UsageError(f"{knob}={path}: the file cannot be written: {error}.") from None
 
 
-FIRST_NAME = "DistributedOptimizer.noname.0"
-"""The name of the first optimizer that reduces in a process set."""
+FIRST_NAME = "DistributedOptimizer.noname.0"  # The name of the first optimizer that reduces in a process set
 
 
 class Tuner:
     """One search, from the first sample to the setting that stays."""
 
-    def __init__(
-        self,
-        reducer: PlannedReducer,
-        name: str,
-        process_set: ProcessSet | None,
-        config: Config,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Messages have `name`, the same on every rank."""
-        self.finished = False
-        """The setting stays; nothing more is measured."""
+    def __init__(self, reducer: PlannedReducer, name: str, process_set: ProcessSet | None, config: Config) -> None:
+        self.finished = False  # The setting stays; nothing more is measured
         self.choice = Choice(*reducer.sizes, round(1000 * config.cycle_time))
         self._name = name
         self._process_set = process_set
         set_state = current().find_set(process_set, "Autotune")
         self._controller = set_state.controller
         self._size = set_state.group.size
-        self._clock = clock
         self._sampler = StepSampler(config.autotune_steps_per_sample)
         self._search: TuningSearch | None = None
         if set_state.group.rank == 0:
@@ -337,43 +286,37 @@ class Tuner:
         if self.finished or schedule is None or schedule.active < self._size:
             # Ranks that have joined do not count steps; when all have joined, plans and counts start anew.
             return
-        seconds = self._sampler.step_ended(reducer.served, self._clock())
+        seconds = self._sampler.step_ended(reducer.served, time.perf_counter())
         if seconds is None:
             return
         slowest = self._largest(torch.tensor([seconds], dtype=torch.float64, device="cpu"), "time")
         decision = torch.full((4,), -1, dtype=torch.int64, device="cpu")
         if self._search is not None:
-            self._decide(self._search, float(slowest[0]), decision)
+            decision.copy_(torch.tensor(self._decide(self._search, float(slowest[0])), device="cpu"))
         *sizes, finished = self._largest(decision, "choice").tolist()
         self.finished = bool(finished)
         choice = Choice(*sizes)
         if choice != self.choice:
             self.choice = choice
-            self._apply(reducer)
-        self._sampler.resume(self._clock())
+            self.attach(reducer)
+            self._controller.cycle_seconds = choice.cycle_microseconds / 1e6
+        self._sampler.resume(time.perf_counter())
 
-    def _decide(self, search: TuningSearch, seconds: float, decision: torch.Tensor) -> None:
+    def _decide(self, search: TuningSearch, seconds: float) -> tuple[int, ...]:
         self._report.sample(self.choice, seconds, warmup=search.warming_up)
         search.record(seconds)
-        decision.copy_(torch.tensor([*search.choice, int(search.finished)], device="cpu"))
+        best = search.choice
         if search.finished:
-            best = search.choice
             self._report.winner(best, search.seconds_of(best), search.seconds_of(self._start))
+        return *best, int(search.finished)
 
     def _largest(self, values: torch.Tensor, what: str) -> torch.Tensor:
         name = f"{self._name}.autotune.{what}"
         return allreduce(values, op=ReduceOp.MAX, name=name, process_set=self._process_set)
 
-    def _apply(self, reducer: PlannedReducer) -> None:
-        self.attach(reducer)
-        self._controller.cycle_seconds = self.choice.cycle_microseconds / 1e6
-
 
 def tune(tuner: Tuner | None, reducer: PlannedReducer, name: str, process_set: ProcessSet | None) -> Tuner | None:
-    """Return the tuner for a new reducer: that of its optimizer, or a new one for the first optimizer of a set.
-
-    Several would measure each other's steps: other optimizers are not tuned, and get None.
-    """
+    """Return the tuner for a new reducer, for the first optimizer of a set alone: several would measure each other."""
     if tuner is None and name == FIRST_NAME:
         return Tuner(reducer, name, process_set, current().knobs)
     if tuner is not None:

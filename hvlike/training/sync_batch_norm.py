@@ -43,11 +43,9 @@ from hvlike.errors import UsageError
 class Statistics(NamedTuple):
     """Statistics over all ranks, float64: of shape (C), one of each channel, but for `total`."""
 
-    total: Tensor
-    """0-dim: how many values each channel has."""
+    total: Tensor  # 0-dim: how many values each channel has
     mean: Tensor
-    squares: Tensor
-    """Sum of the squared distances from the mean."""
+    squares: Tensor  # Sum of the squared distances from the mean
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,13 +61,10 @@ def per_channel(vector: Tensor, like: Tensor) -> Tensor:
     return vector.reshape(1, -1, *[1] * (like.dim() - 2))
 
 
-def count_of(values: Tensor) -> int:
-    return values.numel() // values.shape[1]
-
-
 def local_sums(values: Tensor) -> Tensor:
     """This rank's part of the sum over ranks, [n, n m, M + n m^2]: (1 + 2C), float64. (N, C, ...) may be empty."""
-    count, channels = count_of(values), values.shape[1]
+    channels = values.shape[1]
+    count = values.numel() // channels
     sums = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
     if count:
         exact = values.to(computing_dtype(values.dtype))
@@ -86,27 +81,22 @@ def local_sums(values: Tensor) -> Tensor:
     return sums
 
 
-def combine(sums: Tensor) -> Statistics:
-    channels = (sums.numel() - 1) // 2
-    count = sums[0]
-    mean = sums[1 : 1 + channels] / count.clamp(min=1)
-    return Statistics(count, mean, (sums[1 + channels :] - count * mean.square()).clamp(min=0))
-
-
 def reduce_statistics(values: Tensor, name: str, process_set: ProcessSet | None) -> Statistics:
     """The statistics over all ranks of (N, C, ...): one allreduce, two for float64. Collective; blocks."""
     values = values.detach()
     sums = allreduce_(local_sums(values), name=f"{name}.forward", op=Sum, process_set=process_set)
-    statistics = combine(sums)
+    count, channels = sums[0], values.shape[1]
+    mean = sums[1 : 1 + channels] / count.clamp(min=1)
     if values.dtype is torch.float64:
-        squares = (values - per_channel(statistics.mean, values)).square_().sum(channel_dimensions(values))
+        squares = (values - per_channel(mean, values)).square_().sum(channel_dimensions(values))
         squares = allreduce_(squares, name=f"{name}.forward.squares", op=Sum, process_set=process_set)
-        statistics = statistics._replace(squares=squares)
-    return statistics
+    else:
+        squares = (sums[1 + channels :] - count * mean.square()).clamp(min=0)
+    return Statistics(count, mean, squares)
 
 
 class Normalization(torch.autograd.Function):
-    """Normalises by given statistics, which are a function of the values of all ranks. No second derivative."""
+    """Normalises by given statistics, which are a function of the values of all ranks."""
 
     @staticmethod
     def forward(
@@ -266,7 +256,7 @@ class SyncBatchNorm(_BatchNorm):
         name = _name_of(self, set_state)
         statistics = reduce_statistics(values, name, self.process_set)
         # A rank with more than one value need not look: on a GPU that would wait for the device.
-        if count_of(values) <= 1 and int(statistics.total) == 1:
+        if values.numel() <= values.shape[1] and int(statistics.total) == 1:
             raise UsageError(
                 "Expected more than 1 value per channel when training, got 1 over all ranks; input size of this rank "
                 f"is {list(values.shape)}."
@@ -276,7 +266,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, statistics: Statistics) -> None:
-        """Move the running statistics towards those of this batch; an empty one moves nothing."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -332,23 +321,16 @@ def _converted(module: nn.Module, process_set: ProcessSet | None, known: dict[nn
         return known[module]
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, (_InstanceNorm, SyncBatchNorm)):
-        result = _synchronized(module, process_set)
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            raise UsageError(
+                f"convert_sync_batchnorm: {type(module).__name__} does not know its number of features yet. Run the "
+                "model once on a batch before it is converted."
+            )
+        shape = module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+        result = SyncBatchNorm(*shape, process_set, device="meta").train(module.training)
+        result._parameters, result._buffers = dict(module._parameters), dict(module._buffers)
     known[module] = result
     for name, child in list(module._modules.items()):
         if child is not None:
             result._modules[name] = _converted(child, process_set, known)
     return result
-
-
-def _synchronized(old: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
-    if isinstance(old, LazyModuleMixin) and old.has_uninitialized_params():
-        raise UsageError(
-            f"convert_sync_batchnorm: {type(old).__name__} does not know its number of features yet. Run the model "
-            "once on a batch before it is converted."
-        )
-    new = SyncBatchNorm(
-        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_set, device="meta"
-    )
-    new._parameters = dict(old._parameters)
-    new._buffers = dict(old._buffers)
-    return new.train(old.training)

@@ -11,15 +11,23 @@ from hvlike.errors import UsageError
 _MOST_NAMES = 5
 
 DROP = "To drop gradients instead, call optimizer.synchronize() and then optimizer.zero_grad() on every rank."
-
 _CHANGE = "Call optimizer.synchronize() before you change gradients, and step under optimizer.skip_synchronize()."
 
+ZERO_GRAD_WHILE_REDUCING = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    f"This is prohibited as it can cause a race condition. {DROP} A backward pass for another optimizer that comes "
+    "through these parameters too, as in a GAN, runs inside of optimizer.no_sync()."
+)
+NO_SYNC_WHILE_REDUCING = (
+    "optimizer.no_sync() was entered after loss.backward() but before optimizer.step(). Passes that accumulate locally "
+    f"come first, then one outside of no_sync(), then step(). {DROP}"
+)
+# Horovod's warning. The gradients are not reduced again here, so that no run is slower for it.
 STEP_AFTER_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
     "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
     "if you use optimizer.synchronize() in your code."
 )
-"""Horovod's warning. The gradients are not reduced again here, so that no run is slower for it."""
 
 
 def warn_user(text: str, category: type[Warning]) -> None:
@@ -48,14 +56,6 @@ def too_many_passes(name: str, passes: int) -> UsageError:
     )
 
 
-def zero_grad_while_reducing() -> UsageError:
-    return UsageError(
-        "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-        f"optimizer.synchronize(). This is prohibited as it can cause a race condition. {DROP} A backward pass for "
-        "another optimizer that comes through these parameters too, as in a GAN, runs inside of optimizer.no_sync()."
-    )
-
-
 def gradients_disturbed(lost: Sequence[str], replaced: Sequence[str], changed: Sequence[str]) -> UsageError:
     text = "Gradients were changed after loss.backward() but before optimizer.step() or optimizer.synchronize()."
     if lost:
@@ -81,19 +81,5 @@ def inside_no_sync(call: str) -> UsageError:
     )
 
 
-def no_sync_while_reducing() -> UsageError:
-    return UsageError(
-        "optimizer.no_sync() was entered after loss.backward() but before optimizer.step(). Passes that accumulate "
-        f"locally come first, then one outside of no_sync(), then step(). {DROP}"
-    )
-
-
 def changed_while_reducing(call: str) -> UsageError:
     return UsageError(f"{call} was called after loss.backward() but before optimizer.step(). Call it after the step.")
-
-
-def late_parameter(name: str) -> UsageError:
-    return UsageError(
-        f"Parameter {name!r} started to require a gradient between the first loss.backward() and optimizer.step(). "
-        "Change requires_grad after the step, on every rank."
-    )

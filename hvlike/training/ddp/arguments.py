@@ -26,11 +26,9 @@ _TORCH_ONLY = {
     # There is no copy of gradients that could be made in one go.
     "batched_grad_copy": "",
 }
-"""Arguments of torch's that have no counterpart, and what to do instead; "": nothing is needed."""
 
 
 def check_module(module: object, ignored: set[str]) -> dict[str, Tensor]:
-    """Return the parameters of the module that take part, by name."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"DistributedDataParallel expects a torch.nn.Module, got {type(module).__name__}.")
     parameters: dict[str, Tensor] = {
@@ -88,7 +86,6 @@ def check_bucket_cap(bucket_cap_mb: float | None) -> int | None:
 
 
 def check_torch_only(options: Mapping[str, Any]) -> None:
-    """Refuse arguments of torch's that hvlike does not have, but for None and False."""
     for name, value in options.items():
         if name not in _TORCH_ONLY:
             raise WrongTypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")

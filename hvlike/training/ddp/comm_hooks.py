@@ -7,7 +7,9 @@ no copy. A user's hook is called bucket by bucket at the end of backward, by a H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,49 +89,32 @@ def hook_result(returned: Any) -> Any:
     if isinstance(returned, Handle):
         value = returned.result()
     elif isinstance(returned, torch._C.Future):
-        # `then` makes futures of this base class.
-        value = _wait_for(returned)
+        # `then` makes futures of this base class. This rank's loop runs meanwhile.
+        loop = current().fabric.loop
+        if not returned.done():
+            returned.add_done_callback(lambda _: loop.post(lambda: None))
+            loop.wait(returned.done)
+        value = returned.value()
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     return value
 
 
-def _wait_for(future: torch._C.Future[Any]) -> Any:
-    """Return the value of a future or raise its error; this rank's loop runs meanwhile."""
-    loop = current().fabric.loop
-    if not future.done():
-        future.add_done_callback(lambda _: loop.post(lambda: None))
-        loop.wait(future.done)
-    return future.value()
-
-
 Hook = Callable[[Any, GradBucket], "Future[Any] | Handle | Tensor"]
 
 
+@dataclass(eq=False)
 class HookedReducer:
-    """Calls the hook for every bucket, then waits for what it has returned; all ranks alike.
+    """Calls the hook for every bucket, all ranks alike. The buckets follow from the parameters: nothing is agreed."""
 
-    The buckets follow from the parameters, in reverse order: no agreement is needed.
-    """
-
-    wants_marks = False
-    active = 0
-
-    def __init__(
-        self,
-        name: str,
-        parameters: Sequence[Tensor],
-        hook: Hook,
-        state: Any,
-        process_set: ProcessSet | None,
-        bucket_bytes: int | None,
-    ) -> None:
-        self.name = name
-        self._parameters = list(parameters)
-        self._hook = hook
-        self._state = state
-        self._process_set = process_set
-        self._limit = bucket_bytes or 25 << 20
+    wants_marks: ClassVar[bool] = False
+    active: ClassVar[int] = 0
+    name: str
+    parameters: Sequence[Tensor]
+    hook: Hook
+    state: Any
+    process_set: ProcessSet | None
+    bucket_bytes: int | None
 
     def mark_ready(self, index: int, tensor: Tensor) -> None:
         """Do nothing: all hooks are called at the end."""
@@ -139,10 +124,10 @@ class HookedReducer:
 
     def finish(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Reduce the gradients by the hook, and tensors after them as averages; return sparse results by index."""
-        count = len(self._parameters)
+        count = len(self.parameters)
         gradients = [tensor.detach() for tensor in tensors[:count]]
         buckets = self._buckets(gradients)
-        started = [self._hook(self._state, bucket) for _, bucket in buckets]
+        started = [self.hook(self.state, bucket) for _, bucket in buckets]
         replaced: dict[int, Tensor] = {}
         for (indices, bucket), pending in zip(buckets, started, strict=True):
             result = self._result(pending, bucket)
@@ -153,27 +138,21 @@ class HookedReducer:
                     gradients[index].copy_(part)
         for number, tensor in enumerate(tensors[count:]):
             name = f"{self.name}.extra.{number}"
-            tensor.copy_(allreduce(tensor, op=Average, name=name, process_set=self._process_set))
+            tensor.copy_(allreduce(tensor, op=Average, name=name, process_set=self.process_set))
         return replaced
 
     def _buckets(self, gradients: Sequence[Tensor]) -> list[tuple[list[int], GradBucket]]:
         order = range(len(gradients) - 1, -1, -1)
         # Each sparse gradient is a kind of its own: it shares no bucket.
         kinds = [f"sparse {i}" if each.is_sparse else dtype_name(each.dtype) for i, each in enumerate(gradients)]
-        sizes = [parameter.nbytes for parameter in self._parameters]
-        filled = fill_buckets([[index] for index in order], sizes, kinds, self._limit)
-        return [
-            (
-                indices,
-                GradBucket(
-                    number,
-                    [self._parameters[index] for index in indices],
-                    [gradients[index] for index in indices],
-                    last=number == len(filled) - 1,
-                ),
-            )
-            for number, indices in enumerate(filled)
-        ]
+        sizes = [parameter.nbytes for parameter in self.parameters]
+        buckets: list[tuple[list[int], GradBucket]] = []
+        for indices in fill_buckets([[index] for index in order], sizes, kinds, self.bucket_bytes or 25 << 20):
+            last = indices[-1] == 0
+            held = [self.parameters[index] for index in indices]
+            bucket = GradBucket(len(buckets), held, [gradients[index] for index in indices], last=last)
+            buckets.append((indices, bucket))
+        return buckets
 
     def _result(self, pending: Any, bucket: GradBucket) -> Tensor:
         value = hook_result(pending)
@@ -238,8 +217,22 @@ class PowerSGDState:
         return self.compressor.compression_stats()
 
 
-def allreduce_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks, as without a hook. Collective; blocks.
+_COMPRESSION: dict[object, CompressorLike] = {}  # By the hook of this file that stands for it
+
+
+def _averaging_hook(
+    name: str, compression: CompressorLike, form: str
+) -> Callable[[ProcessSet | None, GradBucket], Future[Tensor]]:
+    def hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
+        key = f"communication hook, bucket {bucket.index()}"
+        future: Future[Tensor] = torch.futures.Future()
+        future.set_result(
+            allreduce(bucket.buffer(), op=Average, name=key, compression=compression, process_set=process_set)
+        )
+        return future
+
+    hook.__name__ = hook.__qualname__ = name
+    hook.__doc__ = f"""Average over the ranks; gradients travel {form}. Collective; blocks.
 
     Args:
         process_set: The state of the hook: the ranks; None for all.
@@ -250,33 +243,13 @@ def allreduce_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future
 
     Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
     """
-    return _average(process_set, bucket, Compression.none)
+    _COMPRESSION[hook] = compression
+    return hook
 
 
-def fp16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as float16. Collective; blocks.
-
-    Args:
-        process_set: The state of the hook: the ranks; None for all.
-        bucket: The gradients.
-
-    Returns:
-        A future of the averages, shape (N).
-    """
-    return _average(process_set, bucket, Compression.fp16)
-
-
-def bf16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average over the ranks; gradients travel as bfloat16. Collective; blocks.
-
-    Args:
-        process_set: The state of the hook: the ranks; None for all.
-        bucket: The gradients.
-
-    Returns:
-        A future of the averages, shape (N).
-    """
-    return _average(process_set, bucket, Compression.bf16)
+allreduce_hook = _averaging_hook("allreduce_hook", Compression.none, "as they are")
+fp16_compress_hook = _averaging_hook("fp16_compress_hook", Compression.fp16, "as float16")
+bf16_compress_hook = _averaging_hook("bf16_compress_hook", Compression.bf16, "as bfloat16")
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
@@ -299,7 +272,22 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
 
 def compression_of(state: Any, hook: object) -> CompressorLike | None:
     """Return the compression that a hook of this file, or torch's of the same name, stands for; None for others."""
-    state, hook = ours_for(state, hook)
+    place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    if place.startswith(_OF_TORCH):
+        # Those reduce over a process group of torch.distributed: with one as their state they stay as they are.
+        if name == "powerSGD_hook" and getattr(state, "process_group", hook) is None:
+            options = {each: getattr(state, each) for each in signature(PowerSGD).parameters if each != "random_seed"}
+            # The first word of a generator's state is its seed.
+            state = PowerSGDState(random_seed=int(state.rng.get_state()[1][0]), **options)
+            hook = powerSGD_hook
+        elif name in _SAME_NAMES and state is None:
+            hook = _SAME_NAMES[name]
+        elif name in _NEED_A_GROUP and not torch.distributed.is_initialized():
+            raise UsageError(
+                f"{name} of torch reduces over a process group of torch.distributed, and none is there. Register "
+                f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls "
+                "hvlike, or start torch.distributed over hvlike first (hvlike.integrations.torch_distributed)."
+            )
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)
         if not isinstance(compressor, StatefulCompressor):
@@ -307,55 +295,6 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
         return compressor
     return _COMPRESSION.get(hook)
 
-
-def ours_for(state: Any, hook: object) -> tuple[Any, object]:
-    """Replace a hook of torch's and its state by the hook of this file that does the same; return others as they are.
-
-    Torch's hooks reduce over a process group of torch.distributed: with one as their state they stay as they are.
-    """
-    place, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
-    if not place.startswith(_OF_TORCH):
-        return state, hook
-    if name == "powerSGD_hook" and getattr(state, "process_group", hook) is None:
-        return _power_sgd_state(state), powerSGD_hook
-    if name in _SAME_NAMES and state is None:
-        return None, _SAME_NAMES[name]
-    if name in _NEED_A_GROUP and not torch.distributed.is_initialized():
-        raise UsageError(
-            f"{name} of torch reduces over a process group of torch.distributed, and none is there. Register "
-            f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls hvlike, "
-            "or start torch.distributed over hvlike first (hvlike.integrations.torch_distributed)."
-        )
-    return state, hook
-
-
-def _power_sgd_state(state: Any) -> PowerSGDState:
-    names = (
-        "matrix_approximation_rank",
-        "start_powerSGD_iter",
-        "min_compression_rate",
-        "use_error_feedback",
-        "warm_start",
-        "orthogonalization_epsilon",
-    )
-    # The first word of a generator's state is its seed.
-    seed = int(state.rng.get_state()[1][0])
-    return PowerSGDState(random_seed=seed, **{name: getattr(state, name) for name in names})
-
-
-def _average(process_set: ProcessSet | None, bucket: GradBucket, compression: CompressorLike) -> Future[Tensor]:
-    name = f"communication hook, bucket {bucket.index()}"
-    reduced = allreduce(bucket.buffer(), op=Average, name=name, compression=compression, process_set=process_set)
-    future: Future[Tensor] = torch.futures.Future()
-    future.set_result(reduced)
-    return future
-
-
-_COMPRESSION: dict[object, CompressorLike] = {
-    allreduce_hook: Compression.none,
-    fp16_compress_hook: Compression.fp16,
-    bf16_compress_hook: Compression.bf16,
-}
 
 _OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
 _SAME_NAMES = {str(getattr(hook, "__name__", "")): hook for hook in _COMPRESSION}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,14 @@ from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
 from hvlike.training.gradients.reduction import Reduction
 from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInHook, Joinable, JoinConfig
+from hvlike.training.join.joinable import BuiltInJoinable, JoinConfig
 from hvlike.training.state.broadcast import broadcast_tensors
 from hvlike.training.usage_errors import warn_user
 
 OWNER = "DistributedDataParallel"
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, BuiltInJoinable):
     """A module that is trained on the data of all ranks: `.grad` holds averages when backward() returns.
 
     A backward pass that comes through an output of a forward outside of no_sync() reduces, once, at its end; others
@@ -108,7 +107,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device = check_devices(device_ids, output_device, parameters)
         reduction = Reduction(process_set=ranks, owner=OWNER, bucket_bytes=check_bucket_cap(bucket_cap_mb))
         nn.Module.__init__(self)
-        Joinable.__init__(self)
+        BuiltInJoinable.__init__(self)
         if check_reduction:
             warn_user("The `check_reduction` argument in `DistributedDataParallel` is deprecated.", FutureWarning)
         self.module = module
@@ -129,10 +128,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._gradients = self._new_gradients(reduction)
         self._gradients.take_name()
         self._buffer_sync: BufferSync | None = None
-        self._has_buffers = any(True for _ in self._named_buffers())
+        self._has_buffers = bool(self._named_buffers())
         self._has_hook = False
         if init_sync and not reduction.is_local(context):
-            given = {} if broadcast_buffers is False and forward_sync_buffers is None else dict(self._named_buffers())
+            given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._named_buffers()
             verify_and_broadcast(parameters, given, (self.process_set.ranks or [0])[0], ranks)
         if self._syncs_buffers():
             self._find_buffers(context).agree()
@@ -170,7 +169,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._after_forward(self.module(*inputs, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the module and the arguments; a reduction under way is not copied or pickled."""
         state = self.__dict__.copy()
         state["_join_config"], state["_join_context"] = JoinConfig.construct_disabled_join_config(), None
         gradients = self._gradients
@@ -273,35 +271,26 @@ class DistributedDataParallel(nn.Module, Joinable):
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
-    def join_hook(self, **kwargs: Any) -> BuiltInHook:
-        """Return the hook for one Join context.
+    def _join_begins(self, *, divides_by_active: bool) -> None:
+        self._gradients.join_begins(divides_by_active=divides_by_active)
 
-        Args:
-            kwargs: divide_by_initial_world_size, as for join(); others are ignored.
+    def _join_fails(self) -> None:
+        self._gradients.join_fails()
 
-        Returns:
-            The hook.
-        """
-        gradients, divides_by_active = self._gradients, not kwargs.get("divide_by_initial_world_size", True)
-        begin = partial(gradients.join_begins, divides_by_active=divides_by_active)
-
+    def _unplanned(self) -> Callable[[], object] | None:
         def main() -> None:
             if self._reduces_now(False):
-                gradients.reduce_zeros()
+                self._gradients.reduce_zeros()
 
-        return BuiltInHook(begin, abandon=gradients.join_fails, take_over=self._take_over, main=gradients.hook and main)
+        return self._gradients.hook and main
 
     @property
     def join_device(self) -> torch.device:
         return self.device
 
-    @property
-    def join_process_group(self) -> ProcessSet:
-        return self.process_set
-
-    def _take_over(self, context: JoinContext) -> None:
+    def _join_ends(self, context: JoinContext) -> None:
         self._gradients.divides_by_active = False
-        buffers = dict(self._named_buffers()) if self.forward_sync_buffers else {}
+        buffers = self._named_buffers() if self.forward_sync_buffers else {}
         module, ranks = {**self._parameters_to_train(), **buffers}, self._gradients.reduction.process_set
         broadcast_tensors(OWNER, module, context.authority, ranks)
         # Ranks that have left early do not know what the last forward was.
@@ -342,15 +331,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _find_buffers(self, context: Context) -> BufferSync:
         if self._buffer_sync is None or self._buffer_sync.context is not context:
-            reference = weakref.ref(self)
-
-            def find() -> list[tuple[str, Tensor]]:
-                module = reference()
-                return [] if module is None else list(module._named_buffers())
-
+            find = WeakMethod(self._named_buffers)
             self._buffer_sync = BufferSync(context, self._gradients.reduction.process_set, find)
         return self._buffer_sync
 
-    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_buffers(self) -> dict[str, Tensor]:
         named = self.module.named_buffers()
-        return ((name, buffer) for name, buffer in named if name not in self.parameters_to_ignore)
+        return {name: buffer for name, buffer in named if name not in self.parameters_to_ignore}

@@ -10,31 +10,21 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class _Actions:
-    """Actions for the end of one backward pass."""
-
-    def __init__(self) -> None:
-        self._actions: dict[int, Callable[[], None]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._actions)
-
-    def add(self, number: int, action: Callable[[], None]) -> None:
-        """Run the action; numbers are the same on all ranks, unlike the order in which backward adds."""
-        self._actions[number] = action
+class _Actions(dict[int, Callable[[], None]]):
+    """By numbers that are the same on all ranks, unlike the order in which backward adds."""
 
     def __call__(self) -> None:
-        actions, self._actions = self._actions, {}
+        actions = sorted(self.items(), reverse=True)
+        self.clear()
         # An error of one is raised when all have run: other ranks wait for the rest, too.
         with ExitStack() as calls:
-            for _, action in sorted(actions.items(), reverse=True):
+            for _, action in actions:
                 calls.callback(action)
 
 
@@ -48,8 +38,7 @@ class EndOfBackward:
     _numbers = itertools.count()
 
     def __init__(self, action: weakref.WeakMethod[Callable[[], None]]) -> None:
-        self.number = next(EndOfBackward._numbers)
-        """In the order in which they were made, which is the same on all ranks."""
+        self.number = next(EndOfBackward._numbers)  # The order in which they were made is the same on all ranks
         self._action = action
         self._pass: weakref.ref[_Actions] | None = None
 
@@ -65,7 +54,7 @@ class EndOfBackward:
                 # The engine alone holds them: they are gone when the pass has failed.
                 actions = _passes[task] = _Actions()
                 _engine.queue_callback(actions)
-            actions.add(self.number, self._run)
+            actions[self.number] = self._run
             self._pass = weakref.ref(actions)
 
     def _run(self) -> None:
@@ -76,7 +65,6 @@ class EndOfBackward:
 
 
 _passes: weakref.WeakValueDictionary[int, _Actions] = weakref.WeakValueDictionary()
-"""The actions of the passes under way, by torch's number of the pass."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -90,15 +78,8 @@ class Collected(_Actions):
     """The modules that the parts of one backward pass have come through."""
 
     def __init__(self, gradients: dict[Tensor, Tensor]) -> None:
-        """`gradients` holds those of the leaves when all parts have run."""
         super().__init__()
-        self._gradients = gradients
-
-    def add_module(self, number: int, reduce_in: Callable[[dict[Tensor, Tensor]], None]) -> None:
-        self.add(number, partial(reduce_in, self._gradients))
-
-    def reduce(self) -> None:
-        self()
+        self.gradients = gradients
 
 
 _KEY = "hvlike.training.ddp.end_of_backward"

@@ -10,8 +10,9 @@ No graph is searched for unused parameters: they are those that have not arrived
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,6 @@ from hvlike.training.usage_errors import changed_while_reducing, list_names
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested lists, tuples, mappings and dataclasses, not those in other objects."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple)):
@@ -66,24 +66,18 @@ class ModuleGradients(Gradients):
         """With `find_unused` gradients stay that no rank has used; `static_graph`: every iteration uses the same."""
         self.static_graph = static_graph
         self.find_unused = find_unused or static_graph
-        self._pending = False
-        """A synchronised forward was made, and no backward pass of it has reduced yet."""
-        self._under_way = False
-        """A backward pass that reduces has begun and not ended."""
-        self._collection: Collected | None = None
-        """That of the backward pass under way, where gradients do not go into `.grad`."""
-        self._missing: dict[GradState, None] | None = None
-        """Gradients that no backward pass since the last synchronised forward has reached; None: there was no pass."""
-        self._expected: dict[GradState, int] = {}
-        """With a static graph: how often each gradient arrives in a backward pass."""
+        self._pending = False  # A synchronised forward was made, and no backward pass of it has reduced yet
+        self._under_way = False  # A backward pass that reduces has begun and not ended
+        self._collection: Collected | None = None  # Of the pass under way, unless into `.grad`
+        self._missing: dict[GradState, None] | None = None  # Not reached since the last synchronised forward
+        self._expected: dict[GradState, int] = {}  # How often each arrives in a static graph
         self._twice: list[str] = []
         self._flags = torch.empty(0, device="cpu")
         self._weight = 1
-        self.hook: Hook | None = None
-        """The user's communication hook."""
+        self.hook: Hook | None = None  # The user's communication hook
         self.hook_state: Any = None
         self._end = EndOfBackward(weakref.WeakMethod(self._ended))
-        self._arm = _arming(self)
+        self._arm = partial(_output_is_reached, weakref.ref(self))
         groups = [{"params": list(named_parameters.values())}]
         names = {parameter: name for name, parameter in named_parameters.items()}
         super().__init__(SimpleNamespace(param_groups=groups), reduction, names, 1)
@@ -117,7 +111,6 @@ class ModuleGradients(Gradients):
             )
 
     def after_forward(self, output: Any) -> None:
-        """Let every backward pass that comes through these outputs reduce the gradients. Local."""
         tensor: Any
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -164,7 +157,7 @@ class ModuleGradients(Gradients):
         if elsewhere is None:
             self._end.arm()
         else:
-            elsewhere.add_module(self._end.number, self._reduce_in)
+            elsewhere[self._end.number] = partial(self._reduce_in, elsewhere.gradients)
 
     def _reduce_in(self, gradients: dict[Tensor, Tensor]) -> None:
         parameters: list[Tensor] = self._optimizer.param_groups[0]["params"]
@@ -229,15 +222,15 @@ class ModuleGradients(Gradients):
         slot.wire = slot.nothing() if gradient is None else gradient.detach().clone()
         return slot.wire
 
-    def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
+    def _extra_tensors(self) -> Sequence[Tensor]:
         if not self.find_unused:
-            return super()._finish(reducer, tensors)
+            return ()
         # The average of `weight` from each rank that has used a parameter is the number of these ranks.
         self._flags.fill_(self._weight)
         for index, slot in enumerate(self._slots):
             if not _is_reached(slot):
                 self._flags[index] = 0
-        return super()._finish(reducer, [*tensors, self._flags])
+        return (self._flags,)
 
     def _take_back(self, replacements: Mapping[int, Tensor]) -> None:
         if not self.find_unused:
@@ -290,25 +283,16 @@ class ModuleGradients(Gradients):
     def abandon(self) -> None:
         super().abandon()
         self._missing = None
-        self._pending = False
-
-    def _abandon(self) -> None:
-        super()._abandon()
+        self._pending = self._under_way = False
         self._twice = []
-        self._under_way = False
 
 
 def _is_reached(slot: GradState) -> bool:
     return slot.handed_over is not None or slot.reached or slot.passes > 0
 
 
-def _arming(gradients: ModuleGradients) -> Callable[[Tensor], None]:
-    """Return the hook of outputs. A graph may keep it, so it holds the gradients weakly."""
-    reference = weakref.ref(gradients)
-
-    def output_is_reached(_: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.arm()
-
-    return output_is_reached
+def _output_is_reached(reference: weakref.ref[ModuleGradients], _: Tensor) -> None:
+    """The hook of outputs. A graph may keep it, so it holds the gradients weakly."""
+    owner = reference()
+    if owner is not None:
+        owner.arm()

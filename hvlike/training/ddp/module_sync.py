@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -22,45 +23,42 @@ from hvlike.training.state.packing import Packing
 from hvlike.transport.loop.coroutine import Coroutine
 
 _CALL = "DistributedDataParallel"
+Find = Callable[[], dict[str, Tensor]]
 
 
 def verify_and_broadcast(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root_rank: int, process_set: ProcessSet | None
 ) -> None:
-    """Check that the ranks have the same parameters and buffers, and give them the root's values. Collective."""
-    forms = {f"parameter {name}": _describe(tensor) for name, tensor in parameters.items()}
+    forms = {
+        f"parameter {name}": f"{TensorForm.of(tensor)} strides {list(tensor.stride())}"
+        f"{'' if tensor.requires_grad else ' without gradient'}"
+        for name, tensor in parameters.items()
+    }
     forms |= {f"buffer {name}": str(TensorForm.of(tensor)) for name, tensor in buffers.items()}
     check_same(f"{_CALL} expects same model across all ranks", forms, root_rank, process_set, MismatchError)
     broadcast_tensors(_CALL, {**parameters, **buffers}, root_rank, process_set)
 
 
-def _describe(parameter: Tensor) -> str:
-    frozen = "" if parameter.requires_grad else " without gradient"
-    return f"{TensorForm.of(parameter)} strides {list(parameter.stride())}{frozen}"
-
-
-Find = Callable[[], Sequence[tuple[str, Tensor]]]
-
-
 class BufferSync:
-    """Gives all ranks the buffers of one: the first, or in a Join context the highest active one.
+    """Gives all ranks, joined ones too, the buffers of one: the first, or in a Join context the highest active one."""
 
-    A rank that has joined gets the buffers too.
-    """
-
-    def __init__(self, context: Context, process_set: ProcessSet | None, find: Find) -> None:
+    def __init__(self, context: Context, process_set: ProcessSet | None, find: WeakMethod[Find]) -> None:
         """Local. `find` returns the buffers of now with their names: a module may replace them."""
         group = context.find_set(process_set, "DistributedDataParallel").group
-        self.context = context
-        """Of the hvlike that it was made in."""
+        self.context = context  # Of the hvlike that it was made in
         self._find = find
         self._rank = group.rank
         self._size = group.size
         self._packing: Packing | None = None
-        described = {f"shape and dtype of buffer {name!r}": str(TensorForm.of(each)) for name, each in find()}
-        device = gpu_of(buffer for _, buffer in find())
+        buffers = self._buffers()
+        described = {f"shape and dtype of buffer {name!r}": str(TensorForm.of(each)) for name, each in buffers.items()}
+        device = gpu_of(buffers.values())
         self._queue = PlannedQueue("DistributedDataParallel buffers", process_set, described, device=device)
         self._queue.stand_in = lambda: self._job(active=False, owner=-1)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        find = self._find()
+        return {} if find is None else find()
 
     def agree(self) -> None:
         self._queue.agree()
@@ -70,7 +68,6 @@ class BufferSync:
         self._queue.run(self._job(active=True, owner=self._size - 1 if from_highest else 0))
 
     def _job(self, *, active: bool, owner: int) -> CountingJob:
-        """Return the job of one forward; `owner` sends where all ranks are active."""
 
         def run(backend: Backend) -> Coroutine[int]:
             count = yield from backend.count_active(active)
@@ -84,7 +81,7 @@ class BufferSync:
                     )
                     source = int(highest)
                 # Writing through .data does not count as a change of the buffer.
-                buffers = [buffer.data for _, buffer in self._find()]
+                buffers = [buffer.data for buffer in self._buffers().values()]
                 if self._packing is None or not self._packing.fits(buffers):
                     self._packing = Packing(buffers, [0] * len(buffers), row_by_row=True)
                 operands = self._packing.pack(buffers, home=home_of(backend))

@@ -38,8 +38,6 @@ _UNFINISHED = ".checkpoint-"
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One checkpoint file, with the step and the digest in its name."""
-
     path: Path
     step: int
     digest: str
@@ -149,7 +147,6 @@ def is_stateful(value: object) -> bool:
 
 
 def restore_parts(parts: Mapping[str, Any], saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """Load the states into the parts; return what else was saved. Local."""
     for name, value in parts.items():
         if not is_stateful(value):
             raise UsageError(
@@ -188,14 +185,11 @@ logger = logging.getLogger("hvlike")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What load() has loaded."""
+    """What load() has loaded: the step after which it was saved, its file on rank 0, and the plain values by name."""
 
     step: int
-    """The step after which it was saved."""
     path: str
-    """Its file, on rank 0."""
     values: dict[str, Any]
-    """The plain values that were saved with it, by name."""
 
 
 def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: Any) -> str:

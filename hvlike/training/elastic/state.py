@@ -21,7 +21,6 @@ from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast
 
 
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """The indices 0 .. length - 1 in the order of this epoch; the same on every rank."""
     if not shuffle:
         return list(range(length))
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch), device="cpu").tolist()
@@ -244,47 +243,31 @@ def check_names(state: type, names: Iterable[str]) -> None:
             raise UsageError(f"{state.__name__}: {name!r} cannot be the name of a value; the state uses it itself.")
 
 
-class StatePart:
-    """Saves, restores and synchronises one object that is more than a value, by its state dict."""
+def _sync_part(name: str, value: Any) -> None:
+    # A DistributedOptimizer may say that it is only of the class it wraps.
+    if isinstance(value, (DistributedOptimizer, Optimizer)):
+        broadcast_optimizer_state(value, root_rank=0)
+    elif isinstance(value, ElasticSampler):
+        # What the ranks together have processed in the epoch of rank 0.
+        states = allgather_object(value.state_dict(), name=name)
+        epoch = states[0]["epoch"]
+        processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
+        value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+    elif isinstance(value, nn.Module):
+        # Tensors in place, other entries of the state dict as objects.
+        state = value.state_dict()
+        tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+        broadcast_parameters(tensors, root_rank=0)
+        others = {key: each for key, each in state.items() if key not in tensors}
+        others = broadcast_object(others, root_rank=0, name=name)
+        if others:
+            value.load_state_dict({**tensors, **others})
+    else:
+        value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
 
-    def __init__(self, name: str, value: Any) -> None:
-        self.name = name
-        self.value = value
-        self._saved: Any = None
-        self.save()
 
-    def save(self) -> None:
-        self._saved = deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        if isinstance(self.value, DistributedOptimizer):
-            # Forgets a step that the error has interrupted.
-            self.value.abandon()
-        # Optimizers keep the tensors they are given.
-        self.value.load_state_dict(deepcopy(self._saved))
-
-    def sync(self) -> None:
-        value, name = self.value, f"elastic.{self.name}"
-        # A DistributedOptimizer may say that it is only of the class it wraps.
-        if isinstance(value, (DistributedOptimizer, Optimizer)):
-            broadcast_optimizer_state(value, root_rank=0)
-        elif isinstance(value, ElasticSampler):
-            # What the ranks together have processed in the epoch of rank 0.
-            states = allgather_object(value.state_dict(), name=name)
-            epoch = states[0]["epoch"]
-            processed = {index for each in states if each["epoch"] == epoch for index in each["processed_indices"]}
-            value.load_state_dict({"epoch": epoch, "processed_indices": processed})
-        elif isinstance(value, nn.Module):
-            # Tensors in place, other entries of the state dict as objects.
-            state = value.state_dict()
-            tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
-            broadcast_parameters(tensors, root_rank=0)
-            others = {key: each for key, each in state.items() if key not in tensors}
-            others = broadcast_object(others, root_rank=0, name=name)
-            if others:
-                value.load_state_dict({**tensors, **others})
-        else:
-            value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
+def _copies(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: deepcopy(value.state_dict()) for name, value in parts.items()}
 
 
 class TorchState(ObjectState):
@@ -316,36 +299,40 @@ class TorchState(ObjectState):
         given = {"model": model, "optimizer": optimizer}
         objects = {**{name: value for name, value in given.items() if value is not None}, **objects}
         check_names(type(self), objects)
-        self._parts = {name: StatePart(name, value) for name, value in objects.items() if is_stateful(value)}
+        self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
+        self._states = _copies(self._parts)
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
 
     def save(self) -> None:
-        for part in self._parts.values():
-            part.save()
+        self._states = _copies(self._parts)
         super().save()
 
     def restore(self) -> None:
-        for part in self._parts.values():
-            part.restore()
+        for name, value in self._parts.items():
+            if isinstance(value, DistributedOptimizer):
+                # Forgets a step that the error has interrupted.
+                value.abandon()
+            # Optimizers keep the tensors they are given.
+            value.load_state_dict(deepcopy(self._states[name]))
         super().restore()
 
     def sync(self) -> None:
-        for part in self._parts.values():
-            part.sync()
-            part.save()
+        for name, value in self._parts.items():
+            _sync_part(f"elastic.{name}", value)
+        self._states = _copies(self._parts)
         super().sync()
 
     def reset(self) -> None:
         """Divide what the samplers have left among the ranks of now. Local."""
-        for part in self._parts.values():
-            if isinstance(part.value, ElasticSampler):
-                part.value.reset()
+        for value in self._parts.values():
+            if isinstance(value, ElasticSampler):
+                value.reset()
 
     def __getattr__(self, name: str) -> Any:
-        part = self.__dict__.get("_parts", {}).get(name)
-        if part is None:
+        parts = self.__dict__.get("_parts", {})
+        if name not in parts:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return part.value
+        return parts[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__.get("_parts", {}):
@@ -353,7 +340,8 @@ class TorchState(ObjectState):
             return
         if not is_stateful(value):
             raise UsageError(
-                f"{type(self).__name__}.{name} was a {type(self._parts[name].value).__name__} and cannot become a "
+                f"{type(self).__name__}.{name} was a {type(self._parts[name]).__name__} and cannot become a "
                 f"plain {type(value).__name__}. Use another name for the value."
             )
-        self._parts[name] = StatePart(name, value)
+        self._parts[name] = value
+        self._states |= _copies({name: value})

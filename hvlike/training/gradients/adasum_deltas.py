@@ -29,18 +29,12 @@ from hvlike.training.gradients.reduction import Reducer, Reduction
 
 
 class AdasumDeltas(Gradients):
-    """Gradients that stay this rank's own; the changes of a step are reduced instead.
-
-    The phase is IDLE at all times: nothing is under way between backward and step.
-    """
-
-    allows_one_hook = False
+    """Gradients stay this rank's own, and IDLE; the changes of a step are reduced instead."""
 
     def __init__(
         self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
-        self._starts: list[Tensor] = []
-        """Copies of the parameters, kept from step to step: new memory would cost as much as the copy."""
+        self._starts: list[Tensor] = []  # Copies, kept: new memory would cost as much as the copy
         super().__init__(optimizer, reduction, names, backward_passes_per_step)
 
     def arrived(self, slot: GradState) -> None:
@@ -56,7 +50,7 @@ class AdasumDeltas(Gradients):
         self.refresh()
         if not self._slots or self.reduction.is_local(current()):
             return
-        parameters = [slot.parameter for slot in self._slots]
+        parameters = self._parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flag = torch.tensor(int(not _all_finite(gradients)), dtype=torch.int32, device="cpu")
         if int(allreduce(flag, op=ReduceOp.MAX, process_set=self.reduction.process_set)):
@@ -68,10 +62,7 @@ class AdasumDeltas(Gradients):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the step of the wrapped optimizer: reduce what it changes. Collective over the process set; blocks.
-
-        A rank whose step raises contributes no change, takes over that of the others, and raises then.
-        """
+        """Reduce what a step changes; a rank whose step raises takes over the change of the others, and raises then."""
         self.synchronize("optimizer.step()")
         self.refresh()
         for slot in self._slots:
@@ -101,7 +92,7 @@ class AdasumDeltas(Gradients):
             raise UsageError(f"DistributedOptimizer: parameter {slot.name!r}: {error}") from None
 
     def _values(self) -> list[Tensor]:
-        return [slot.parameter.detach() for slot in self._slots]
+        return [parameter.detach() for parameter in self._parameters]
 
     def _remember(self) -> None:
         values = self._values()
@@ -122,7 +113,7 @@ class AdasumDeltas(Gradients):
             reducer.finish(deltas)
         except BaseException:
             torch._foreach_copy_(deltas, self._starts)
-            self._abandon()
+            self.abandon()
             raise
         torch._foreach_add_(deltas, self._starts)
 

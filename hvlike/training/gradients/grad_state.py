@@ -10,6 +10,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -38,7 +39,6 @@ class GradientHooks:
     """
 
     def __init__(self, owner: Any, on_gradient: Callable[[Any, Any], None]) -> None:
-        """`on_gradient` is called with the owner and the key of the parameter, in backward's thread."""
         self._owner = weakref.ref(owner)
         self._on_gradient = on_gradient
         self._attached: dict[int, tuple[Any, RemovableHandle]] = {}
@@ -53,7 +53,8 @@ class GradientHooks:
         if function is None:
             return
         node: Any = function.next_functions[0][0]
-        self._attached[id(parameter)] = node, node.register_hook(_hook(self._owner, self._on_gradient, key))
+        hook = partial(_gradient_is_done, self._owner, self._on_gradient, key)
+        self._attached[id(parameter)] = node, node.register_hook(hook)
 
     def detach(self, parameter: Tensor) -> None:
         _, handle = self._attached.pop(id(parameter), (None, None))
@@ -67,42 +68,27 @@ class GradientHooks:
         return len(self._attached)
 
 
-def _hook(reference: weakref.ref[Any], on_gradient: Callable[[Any, Any], None], key: Any) -> Callable[..., None]:
-    """Return a function that autograd may keep: it holds nothing that leads back to the node."""
-
-    def gradient_is_done(*_: Any) -> None:
-        # Runs once for every parameter: a weak reference is five times faster to follow than a weak method.
-        owner = reference()
-        if owner is not None:
-            on_gradient(owner, key)
-
-    return gradient_is_done
+def _gradient_is_done(reference: weakref.ref[Any], on_gradient: Callable[[Any, Any], None], key: Any, *_: Any) -> None:
+    """Holds nothing that leads back to the node. A weak reference is five times faster to follow than a weak method."""
+    owner = reference()
+    if owner is not None:
+        on_gradient(owner, key)
 
 
 @dataclass(eq=False, slots=True)
 class GradState:
-    """One parameter and its gradient between two steps."""
-
     name: str
     parameter: Tensor
-    index: int = -1
-    """Its place in the reducer's list; -1 when it is not reduced."""
-    passes: int = 0
-    """Backward passes since the last step that reached it, those under no_sync() left out."""
-    reached: bool = False
-    """Some backward pass since the last reduction has reached it; only DistributedDataParallel sets it."""
-    handed_over: Tensor | None = None
-    """The gradient that is being reduced; it must still be the parameter's when that is done."""
-    version: int = 0
-    """How often torch had changed the gradient in place when it was handed over."""
-    wire: Tensor | None = None
-    """The tensor that is reduced, where that is not the gradient itself."""
-    sparse_dimensions: int = 0
-    """Of the last sparse gradient seen; 0 for none."""
+    index: int = -1  # Its place in the reducer's list; -1 when it is not reduced
+    passes: int = 0  # Backward passes since the last step that reached it, those under no_sync() left out
+    reached: bool = False  # By a pass since the last reduction; only DistributedDataParallel sets it
+    handed_over: Tensor | None = None  # What is being reduced; must still be the parameter's after that
+    version: int = 0  # How often torch had changed the gradient in place when it was handed over
+    wire: Tensor | None = None  # The tensor that is reduced, where that is not the gradient itself
+    sparse_dimensions: int = 0  # Of the last sparse gradient seen; 0 for none
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
-    is_lazy: bool = field(init=False)
-    """Made while the parameter had no shape yet (lazy modules)."""
+    is_lazy: bool = field(init=False)  # Made while the parameter had no shape yet (lazy modules)
 
     def __post_init__(self) -> None:
         self.dtype = self.parameter.dtype
@@ -120,10 +106,7 @@ class GradState:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the gradient was changed in place since it was handed over.
-
-        Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together.
-        """
+        """Unknown, and so not said, of gradients that are views of one tensor: torch counts their changes together."""
         gradient = self.handed_over
         if gradient is None or gradient._version == self.version or gradient._is_view():
             return False
@@ -144,7 +127,6 @@ class GradState:
         return self.wire
 
     def nothing(self) -> Tensor:
-        """Return the gradient of a parameter that no backward pass has reached: zeros, of the layout it usually has."""
         parameter = self.parameter
         if not self.sparse_dimensions:
             return torch.zeros_like(parameter, requires_grad=False)
@@ -186,10 +168,8 @@ class OneHook:
     """
 
     def __init__(self, hooks: GradientHooks) -> None:
-        self.slot: GradState | None = None
-        """The one that has a hook; None while each parameter has one."""
-        self.seen: list[Tensor | None] | None = None
-        """The gradients at the end of the newest backward pass; None before, and once they were taken."""
+        self.slot: GradState | None = None  # The one that has a hook; None while each parameter has one
+        self.seen: list[Tensor | None] | None = None  # Gradients after the newest backward pass, until taken
         self._hooks = hooks
 
     def begin(self, slots: Sequence[GradState], last: int) -> None:
@@ -211,7 +191,7 @@ class OneHook:
 
         def look() -> None:
             if self.slot is not None:
-                self.seen = list(map(_gradient, parameters))
+                self.seen = list(map(gradient_of, parameters))
 
         _engine.queue_callback(look)
 
@@ -220,7 +200,7 @@ class OneHook:
         return seen
 
 
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 _engine: Any = torch.autograd.Variable._execution_engine
 
 

@@ -20,7 +20,7 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
-from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, reset
+from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
 from hvlike.training.gradients.parameters import ParamGroupDiff, check_passes, name_parameters, value_checksums
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 _handed_over: Callable[[GradState], Any] = attrgetter("handed_over")
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Gradients:
@@ -39,24 +38,19 @@ class Gradients:
     The reducer is made for the parameters that require a gradient; when these change, it is replaced.
     """
 
-    allows_one_hook: ClassVar[bool] = True
-    """Nothing but the reducer needs to know when a gradient arrives."""
+    allows_one_hook: ClassVar[bool] = True  # Nothing but the reducer needs to know when a gradient arrives
 
     def __init__(
         self, optimizer: Any, reduction: Reduction, names: Mapping[Tensor, str], backward_passes_per_step: int
     ) -> None:
         self.phase = Phase.IDLE
-        self.keep_local = False
-        """Inside no_sync(): arrivals are not reduced."""
+        self.keep_local = False  # Inside no_sync(): arrivals are not reduced
         self.backward_passes_per_step = check_passes(backward_passes_per_step)
         self.reduction = reduction
-        self.divides_by_active = False
-        """Averages are those over the ranks that have not joined; else the others count as zeros."""
-        self.name: str | None = None
-        """What the ranks match this optimizer by; known from its first reduction on."""
+        self.divides_by_active = False  # In averages; else ranks that have joined count as zeros
+        self.name: str | None = None  # What the ranks match this optimizer by; known from its first reduction on
         self._optimizer = optimizer
-        self.given_names = dict(names)
-        """Names from the user, also of parameters that may be added later."""
+        self.given_names = dict(names)  # Names from the user, also of parameters that may be added later
         self._slots: list[GradState] = []
         self._parameters: list[Tensor] = []
         self._hooks = GradientHooks(self, type(self).arrived)
@@ -64,10 +58,8 @@ class Gradients:
         self.reducer: Reducer | None = None
         self.tuner: Tuner | None = None
         self._waiting: list[GradState] = []
-        self._collects = False
-        """While gradients are reduced: an arrival only has to be noted."""
-        self._watch: ParamGroupDiff | None = None
-        """What the parameters were like; None: look thoroughly before the next reduction."""
+        self._collects = False  # While gradients are reduced: an arrival only has to be noted
+        self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
         self._context: Context | None = None
         self._lock = threading.Lock()
         self.refresh()
@@ -119,7 +111,6 @@ class Gradients:
         self._one_hook.look_at_the_end(self._parameters)
 
     def _try_one_hook(self) -> None:
-        """Have one hook a step where nothing but the reducer needs to know when a gradient arrives."""
         reducer = self.reducer
         if not isinstance(reducer, PlannedReducer) or reducer.wants_marks or not self.allows_one_hook:
             return
@@ -132,7 +123,7 @@ class Gradients:
     def _reduce_seen(self) -> bool:
         """With one hook: reduce all gradients, where they are those that backward has left; False: look closely."""
         seen = self._one_hook.take()
-        gradients = list(map(_gradient, self._parameters))
+        gradients = list(map(gradient_of, self._parameters))
         if seen is None:
             # Backward has not reached that parameter, or there was none.
             self._one_hook.end(self._slots)
@@ -144,20 +135,17 @@ class Gradients:
                 slot.handed_over = gradient
             return False
         try:
-            for index, tensor in self._finish(reducer, cast("list[Tensor]", gradients)).items():
+            for index, tensor in reducer.finish(cast("list[Tensor]", gradients)).items():
                 self._slots[index].take_back(tensor)
             if self.divides_by_active:
                 self._leave_out_joined(reducer)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return True
 
     def synchronize(self, call: str = "optimizer.synchronize()") -> None:
-        """Reduce all gradients, unless that has been done since the last backward pass; missing ones count as zeros.
-
-        Collective over the process set; blocks.
-        """
+        """Reduce all gradients that have not been reduced since the last backward pass. Collective; blocks."""
         if self.phase is Phase.SYNCHRONIZED:
             return
         if self.keep_local:
@@ -176,13 +164,10 @@ class Gradients:
             self.phase = Phase.IDLE
             raise disturbed
 
-    def prepare(self) -> None:
+    def join_begins(self, *, divides_by_active: bool) -> None:
         """Have a name and a reducer before the first reduction, so that this rank can follow others. Local."""
         self.refresh()
         self._ready_reducer()
-
-    def join_begins(self, *, divides_by_active: bool) -> None:
-        self.prepare()
         self.divides_by_active = divides_by_active
 
     def join_fails(self) -> None:
@@ -191,11 +176,8 @@ class Gradients:
 
     def discard(self) -> None:
         if self.phase is Phase.REDUCING:
-            raise usage_errors.zero_grad_while_reducing()
+            raise UsageError(usage_errors.ZERO_GRAD_WHILE_REDUCING)
         self._begin()
-
-    def abandon(self) -> None:
-        self._abandon()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -219,7 +201,7 @@ class Gradients:
     @contextmanager
     def local(self) -> Iterator[None]:
         if self.phase is Phase.REDUCING:
-            raise usage_errors.no_sync_while_reducing()
+            raise UsageError(usage_errors.NO_SYNC_WHILE_REDUCING)
         before, self.keep_local = self.keep_local, True
         try:
             yield
@@ -255,7 +237,10 @@ class Gradients:
         if self.phase is not Phase.REDUCING:
             self._begin_reducing()
         if slot.index < 0:
-            raise usage_errors.late_parameter(slot.name)
+            raise UsageError(
+                f"Parameter {slot.name!r} started to require a gradient between the first loss.backward() and "
+                "optimizer.step(). Change requires_grad after the step, on every rank."
+            )
         slot.handed_over = gradient
         if self.reducer is None:
             slot.version = gradient._version
@@ -324,7 +309,7 @@ class Gradients:
             if reducer is not None:
                 if arrived is None or self.reduction.sparse_as_dense:
                     arrived = [self._contribution(slot) for slot in self._slots]
-                self._take_back(self._finish(reducer, arrived))
+                self._take_back(reducer.finish([*arrived, *self._extra_tensors()]))
                 if self.divides_by_active:
                     self._leave_out_joined(reducer)
                 if self.tuner is not None and isinstance(reducer, PlannedReducer):
@@ -332,12 +317,9 @@ class Gradients:
                 elif not (lost or replaced):
                     self._try_one_hook()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         return usage_errors.gradients_disturbed(lost, replaced, changed) if lost or replaced or changed else None
-
-    def _finish(self, reducer: Reducer, tensors: list[Tensor]) -> Mapping[int, Tensor]:
-        return reducer.finish(tensors)
 
     def _leave_out_joined(self, reducer: Reducer) -> None:
         """Make averages over all ranks, in which those that have joined count as zeros, averages over the others."""
@@ -352,7 +334,7 @@ class Gradients:
 
     def _all_arrived(self) -> list[Tensor] | None:
         arrived = list(map(_handed_over, self._slots))
-        there = all(map(is_, arrived, map(_gradient, self._parameters))) and all(map(is_not, arrived, repeat(None)))
+        there = all(map(is_, arrived, map(gradient_of, self._parameters))) and all(map(is_not, arrived, repeat(None)))
         return arrived if there else None
 
     def _contribution(self, slot: GradState) -> Tensor:
@@ -408,10 +390,13 @@ class Gradients:
         return reducer
 
     def _extra_entries(self) -> Sequence[Entry]:
-        """What is reduced together with the gradients; `_finish` adds the tensors."""
+        """What is reduced together with the gradients."""
         return ()
 
-    def _abandon(self) -> None:
+    def _extra_tensors(self) -> Sequence[Tensor]:
+        return ()
+
+    def abandon(self) -> None:
         self._drop_reducer()
         self._waiting = []
         reset(self._slots)

@@ -49,7 +49,6 @@ def check_named_parameters(named_parameters: object) -> dict[Tensor, str]:
 
 
 def check_all_named(names: Mapping[Tensor, str], parameters: Iterable[Tensor]) -> None:
-    """Raise UsageError, with Horovod's text and the shapes, for parameters without a name."""
     unnamed = [parameter for parameter in parameters if parameter not in names]
     if unnamed:
         raise UsageError(
@@ -64,22 +63,14 @@ def name_parameters(param_groups: Sequence[Mapping[str, Any]], given: Mapping[Te
     """Return a name for each parameter of the groups: the given one, torch's, or `noname.<group>.<index>`."""
     names: dict[Tensor, str] = {}
     taken: set[str] = set()
-    for parameter, proposals in _proposals(param_groups, given):
-        name = next(proposal for proposal in proposals if proposal not in taken)
-        names[parameter] = name
-        taken.add(name)
-    return names
-
-
-def _proposals(
-    param_groups: Sequence[Mapping[str, Any]], given: Mapping[Tensor, str]
-) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield each parameter with its possible names, best first; the last one is always free."""
     for number, group in enumerate(param_groups):
         for index, parameter in enumerate(group["params"]):
             automatic = f"noname.{number}.{index}"
-            known = [given.get(parameter), *group.get("param_names", [])[index : index + 1]]
-            yield parameter, [*(name for name in known if name), automatic, f"{automatic} of {number}.{index}"]
+            proposals = [given.get(parameter), *group.get("param_names", [])[index : index + 1], automatic]
+            free = (each for each in proposals if each and each not in taken)
+            names[parameter] = next(free, f"{automatic} of {number}.{index}")
+            taken.add(names[parameter])
+    return names
 
 
 Groups: TypeAlias = int | list[list[Tensor]] | None
@@ -88,10 +79,7 @@ _EXPECTED_GROUPS = "groups should be a non-negative integer or a list of list of
 
 
 def check_groups(groups: object, num_groups: int = 0) -> Groups:
-    """Return the number of groups, the lists of parameters, or None for the library's own choice (also for 0).
-
-    num_groups is Horovod's older name for a number of groups; `groups` wins if both are given.
-    """
+    """Return the number of groups, the lists of parameters, or None for the library's own choice (also for 0)."""
     if num_groups != 0:
         warn_user(
             "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.", DeprecationWarning
@@ -103,10 +91,6 @@ def check_groups(groups: object, num_groups: int = 0) -> Groups:
         if groups < 0:
             raise UsageError(f"{_EXPECTED_GROUPS} Got {groups}.")
         return groups or None
-    return _check_lists(groups)
-
-
-def _check_lists(groups: object) -> list[list[Tensor]]:
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         raise UsageError(f"{_EXPECTED_GROUPS} Got {type(groups).__name__}.")
     seen: set[Tensor] = set()
@@ -136,6 +120,7 @@ def group_indices(groups: Groups, parameters: Sequence[Tensor]) -> int | list[li
 
 
 GroupOptions = list[dict[str, Any]]
+_OF_PARAMETERS = ("params", "param_names")
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
@@ -149,25 +134,18 @@ def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[st
                 target[key] = value
 
 
-_OF_PARAMETERS = ("params", "param_names")
-
-
 _params_of: Callable[[Mapping[str, Any]], list[Tensor]] = itemgetter("params")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class ParamGroupDiff:
-    """Compares parameter groups with what they were: the parameters and whether they require a gradient.
-
-    It does not notice a parameter that was moved or converted: the gradient of that one does not arrive.
-    """
+    """Whether parameter groups changed. It does not notice a parameter that was moved: its gradient does not arrive."""
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self._parameters = _flat_parameters(param_groups)
         self._flags = list(map(_requires_grad, self._parameters))
 
     def sees_change(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a parameter was added, removed, moved in the list, or changed in requires_grad."""
         parameters = _flat_parameters(param_groups)
         return (
             len(parameters) != len(self._parameters)
@@ -180,8 +158,7 @@ def _flat_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return list(chain.from_iterable(map(_params_of, param_groups)))
 
 
-_SAMPLE = 16
-"""Elements of each parameter in its checksum: initialisation, or a checkpoint loaded on one rank, changes them all."""
+_SAMPLE = 16  # Elements of each in its checksum: initialisation, or a checkpoint on one rank, changes them all
 
 
 def value_checksums(parameters: Sequence[Tensor]) -> tuple[int, ...]:

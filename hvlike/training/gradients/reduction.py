@@ -60,7 +60,7 @@ def registered_set(process_set: object, owner: str) -> ProcessSet | None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The settings; immutable, pickles. Raises UsageError for an op or factors that gradients cannot have."""
+    """The settings; immutable, pickles."""
 
     op: ReduceOp = ReduceOp.AVERAGE
     compression: CompressorLike = field(default_factory=lambda: Compression.none)
@@ -68,10 +68,8 @@ class Reduction:
     groups: Groups = None
     sparse_as_dense: bool = False
     process_set: ProcessSet | None = None
-    owner: str = "DistributedOptimizer"
-    """The class that it belongs to, for names and errors."""
-    bucket_bytes: int | None = None
-    """How much is reduced together; None: what the settings or hvlike choose."""
+    owner: str = "DistributedOptimizer"  # The class that it belongs to, for names and errors
+    bucket_bytes: int | None = None  # How much is reduced together; None: what the settings or hvlike choose
 
     def __post_init__(self) -> None:
         op = reduce_op(self.op)
@@ -109,10 +107,7 @@ class Reduction:
         return (self.process_set and self.process_set.size()) or context.world.size
 
     def automatic_name(self, context: Context) -> str:
-        """Return a name for the next owner that reduces in this set; the same on all its ranks.
-
-        Optimizers count when they first reduce, in one order everywhere: some ranks make copies, for a checkpoint, say.
-        """
+        """Optimizers count when they first reduce, in one order everywhere: some ranks make copies for checkpoints."""
         set_state = context.find_set(self.process_set, self.owner)
         number = set_state.controller.optimizer_names.next(self.owner)
         return f"{self.owner}.{number}"

@@ -35,8 +35,7 @@ from hvlike.training.join.joinable import BuiltInHook, Joinable, JoinConfig, Joi
 from hvlike.training.usage_errors import warn_user
 from hvlike.transport.loop.coroutine import Coroutine
 
-WARN_THRESHOLD = 1000
-"""Iterations that a rank may miss without a warning."""
+WARN_THRESHOLD = 1000  # Iterations that a rank may miss without a warning
 
 
 class JoinContext:
@@ -45,10 +44,8 @@ class JoinContext:
     def __init__(self, hooks: Sequence[JoinHook], process_set: ProcessSet | None, what: str, *, throws: bool) -> None:
         """`what` names the joinables in errors; with `throws` all ranks leave when the first one has no inputs."""
         self.process_set = process_set
-        self.authority = -1
-        """The rank of the job whose state all take over: the highest that has missed no iteration. In post hooks."""
-        self.absent = False
-        """Some rank has missed an iteration. In post hooks."""
+        self.authority = -1  # The rank of the job whose state all take over: the highest that has missed no iteration
+        self.absent = False  # Some rank has missed an iteration. In post hooks.
         self._hooks = list(hooks)
         self._built_in = [each for each in hooks if isinstance(each, BuiltInHook)]
         self._what = what
@@ -66,9 +63,7 @@ class JoinContext:
 
     def begin(self) -> None:
         for hook in self._built_in:
-            hook.context = self
-        for hook in self._built_in:
-            hook.begin()
+            hook.joinable._join_begins(divides_by_active=hook.divides_by_active)
 
     # In the body
 
@@ -107,7 +102,7 @@ class JoinContext:
         if self._thrown:
             raise early_termination()
         for hook in self._built_in:
-            hook.leave()
+            hook.joinable._join_leaves()
         self._contexts.check()
         if self._throws:
             if _sum(self._heartbeat(active=False)):
@@ -125,7 +120,10 @@ class JoinContext:
         self.authority = authority if authority >= 0 else last
         self.absent = bool(absent)
         for each in self._hooks:
-            each.post_hook(is_last_joiner)
+            if isinstance(each, BuiltInHook):
+                each.joinable._join_ends(self)
+            else:
+                each.post_hook(is_last_joiner)
 
     def _stand_in(self) -> tuple[int, int]:
         """Return how many iterations this rank has missed, and the rank that joined last."""
@@ -153,10 +151,7 @@ class JoinContext:
         return missed
 
     def _wait_beside_proxies(self, key: RequestKey, handle: Handle) -> Handle:
-        """Wait for the operation `key`, while this rank's proxies take part in planned steps, in the loop.
-
-        Raises the error of a proxy, as other ranks would wait for this one.
-        """
+        """Wait, while proxies take part in planned steps; raise their errors: other ranks would wait for this one."""
         proxies = self._set_state.proxies
 
         def has_news() -> bool:
@@ -207,9 +202,7 @@ class JoinContext:
             # Only now have all half-done steps ended.
             for hook in self._built_in:
                 if failed:
-                    hook.abandon()
-                # Breaks the reference cycle.
-                del hook.context
+                    hook.joinable._join_fails()
         if error is None and end.error is not None:
             raise JoinError(str(end.error))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hvlike.collectives.requests.process_set import ProcessSet
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from hvlike.training.join.join import JoinContext
@@ -44,33 +44,6 @@ class JoinHook:
             is_last_joiner: This rank never had to run its main hooks. True on several ranks where they have the same
                 number of inputs; on none where each has missed an iteration.
         """
-
-
-def _nothing(*_: object) -> None: ...
-
-
-@dataclass(eq=False)
-class BuiltInHook(JoinHook):
-    """The hook of hvlike's own joinables. Their reductions are planned, so proxies take part without a message."""
-
-    begin: Callable[[], object] = _nothing
-    """The body begins. Local."""
-    leave: Callable[[], object] = _nothing
-    """The body has ended well. Local. Raises UsageError where a step is half done."""
-    abandon: Callable[[], object] = _nothing
-    """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
-    take_over: Callable[[JoinContext], object] = _nothing
-    """All ranks take over one rank's state. Collective; blocks."""
-    main: Callable[[], object] | None = None
-    """What is not planned of an iteration, so that the context needs a heartbeat."""
-    context: JoinContext = field(init=False)
-
-    def main_hook(self) -> None:
-        if self.main is not None:
-            self.main()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.take_over(self.context)
 
 
 class Joinable(ABC):
@@ -111,3 +84,55 @@ class Joinable(ABC):
     @abstractmethod
     def join_process_group(self) -> ProcessSet:
         """The ranks that take part; the same for all joinables of a context."""
+
+
+class BuiltInJoinable(Joinable):
+    """One of hvlike's own. Its reductions are planned, so proxies take part without a message."""
+
+    process_set: Any
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> BuiltInHook:
+        """Return the hook for one Join context. Local.
+
+        Args:
+            divide_by_initial_world_size: Average over all ranks, where those without inputs contribute zeros. False:
+                average over the ranks that have inputs. Only where averages are taken.
+            kwargs: What other joinables of the context are told; ignored.
+
+        Returns:
+            A new hook.
+        """
+        return BuiltInHook(self, not divide_by_initial_world_size, self._unplanned())
+
+    @property
+    def join_process_group(self) -> ProcessSet:
+        return self.process_set or global_process_set
+
+    def _join_begins(self, *, divides_by_active: bool) -> None:
+        """The body begins. Local."""
+
+    def _join_leaves(self) -> None:
+        """The body has ended well. Local. Raises UsageError where a step is half done."""
+
+    def _join_fails(self) -> None:
+        """The context was left in the middle of a step, here or elsewhere: forget that step. Local."""
+
+    def _join_ends(self, context: JoinContext) -> None:
+        """All ranks take over one rank's state. Collective; blocks."""
+
+    def _unplanned(self) -> Callable[[], object] | None:
+        """What is not planned of an iteration, so that the context needs a heartbeat."""
+        return None
+
+
+@dataclass(eq=False)
+class BuiltInHook(JoinHook):
+    """That of a BuiltInJoinable, whose methods the context calls."""
+
+    joinable: BuiltInJoinable
+    divides_by_active: bool
+    main: Callable[[], object] | None
+
+    def main_hook(self) -> None:
+        if self.main is not None:
+            self.main()

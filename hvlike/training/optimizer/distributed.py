@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,13 +32,11 @@ from hvlike.training.gradients.parameters import (
 )
 from hvlike.training.gradients.reduction import Reduction, registered_set
 from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInHook, Joinable
+from hvlike.training.join.joinable import BuiltInJoinable
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 
-# What torch's own optimizers mark their methods with: torch.compile leaves them alone.
 
-
-class DistributedOptimizer(DelegatingOptimizer, Joinable):
+class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     """A torch optimizer whose step() uses gradients that are reduced over all ranks.
 
     It delegates. `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
@@ -144,7 +141,7 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         self._wrap(optimizer, reduction, names, backward_passes_per_step)
 
     def _wrap(self, optimizer: Optimizer, reduction: Reduction, names: Mapping[Tensor, str], passes: int) -> None:
-        Joinable.__init__(self)
+        BuiltInJoinable.__init__(self)
         self._wrapped = optimizer
         self._gradients = (AdasumDeltas if reduction.of_deltas else Gradients)(optimizer, reduction, names, passes)
         self._reduced_by_user = False
@@ -294,30 +291,20 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
         names = gradients.given_names
         return _restore, (self._wrapped, gradients.reduction, names, gradients.backward_passes_per_step)
 
-    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> BuiltInHook:
-        """Return the hook for one Join context. Local.
+    def _join_begins(self, *, divides_by_active: bool) -> None:
+        self._gradients.join_begins(divides_by_active=divides_by_active)
 
-        Args:
-            divide_by_initial_world_size: Average over all ranks, where those without inputs contribute zeros. False:
-                average over the ranks that have inputs. With op=Average only.
-            kwargs: What other joinables of the context are told; ignored.
+    def _join_fails(self) -> None:
+        self._gradients.join_fails()
 
-        Returns:
-            A new hook.
-        """
-        gradients = self._gradients
-        divides = not divide_by_initial_world_size
-        begin = partial(gradients.join_begins, divides_by_active=divides)
-        return BuiltInHook(begin, self._leave_join, gradients.join_fails, self._take_over)
-
-    def _leave_join(self) -> None:
+    def _join_leaves(self) -> None:
         if self._gradients.phase is Phase.REDUCING:
             raise UsageError(
                 "The body of the Join context ended after loss.backward() but before optimizer.step(): some gradients "
                 f"are being reduced. Call optimizer.step() in the same iteration, on every rank. {usage_errors.DROP}"
             )
 
-    def _take_over(self, context: JoinContext) -> None:
+    def _join_ends(self, context: JoinContext) -> None:
         self._gradients.divides_by_active = False
         if not context.absent:
             return
@@ -334,10 +321,6 @@ class DistributedOptimizer(DelegatingOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> ProcessSet:
-        return self.process_set
 
     def _notify_join(self) -> None:
         try:
@@ -390,3 +373,54 @@ def _restore(
     restored = DistributedOptimizer.__new__(DistributedOptimizer)
     restored._wrap(optimizer, reduction, names, backward_passes_per_step)
     return restored
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Reduce the gradients of a DistributedOptimizer and clip their total norm; a plain optimizer.step() follows.
+
+    Also for a ZeroRedundancyOptimizer with reduce_gradients=True, where each rank holds some of the gradients. The norm
+    is taken over all parameters of the optimizer. With a GradScaler call scaler.unscale_(optimizer) before.
+    Collective over the optimizer's process set; blocks. Does not reduce again what is reduced already.
+
+    Args:
+        optimizer: A DistributedOptimizer, or a ZeroRedundancyOptimizer with reduce_gradients=True.
+        max_norm: Gradients are scaled so that their norm is at most this.
+        norm_type: Order of the norm, inf for the largest element.
+        error_if_nonfinite: Raise RuntimeError where the norm is infinite or not a number.
+        foreach: As in torch; a ZeroRedundancyOptimizer does not use it.
+
+    Returns:
+        The total norm before clipping, a 0-dim tensor, the same on every rank of the set. With op=Adasum the gradients
+        are this rank's, and so is the norm.
+
+    Raises:
+        UsageError: The optimizer is not distributed.
+        RuntimeError: On every rank: the norm is not finite, with error_if_nonfinite.
+
+    Example:
+        loss.backward()
+        hvd.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    Source: `torch.nn.utils.clip_grad_norm_`.
+    """
+    # Loaded only here: few programs use it.
+    from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer._clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise UsageError(
+            "hvlike.clip_grad_norm_ expects the optimizer that hvd.DistributedOptimizer returned, got "
+            f"{type(optimizer).__name__}. For one that is not distributed use torch.nn.utils.clip_grad_norm_."
+        )
+    optimizer._synchronize("hvlike.clip_grad_norm_")
+    parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norm.detach()

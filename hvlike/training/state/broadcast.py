@@ -30,8 +30,6 @@ from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a rank must know to receive a tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
@@ -77,7 +75,6 @@ def pack(structure: Any, known: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(data: bytes, known: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return the structure that `pack` was given, with these tensors instead of the packed ones."""
     return _Unpacker(data, known, tensors).load()
 
 
@@ -87,10 +84,7 @@ _MOST = 3
 def check_same(
     what: str, mine: Mapping[str, Any], root_rank: int, process_set: ProcessSet | None, error: type[MismatchError]
 ) -> None:
-    """Check that `mine`, descriptions by name, is the same on all ranks. Collective over the process set; blocks.
-
-    Every rank raises `error`, which names `what`, the ranks, the names and both descriptions.
-    """
+    """Check that `mine`, descriptions by name, is equal on all ranks, or raise `error` on all. Collective; blocks."""
     root: Mapping[str, Any] = broadcast_object(dict(mine), root_rank, process_set=process_set)
     differences = find_differences(root, mine)
     flag = torch.tensor(int(bool(differences)), dtype=torch.int32, device="cpu")
@@ -193,7 +187,9 @@ def broadcast_optimizer_state(
     data, forms = broadcast_object(packed, root_rank, process_set=process_set)
     if not is_root:
         device = next((each.device for each in parameters if each.device.type != "cpu"), torch.device("cpu"))
-        tensors = [_empty(form, device) for form in forms]
+        # On the host if the root's lies there, else where this rank's parameters are.
+        places = ["cpu" if form.device_type == "cpu" else device for form in forms]
+        tensors = [torch.empty(it.shape, dtype=it.dtype, device=place) for it, place in zip(forms, places, strict=True)]
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     broadcast_tensors("broadcast_optimizer_state", numbered, root_rank, process_set)
     if not is_root:
@@ -236,11 +232,6 @@ def broadcast_tensors(call: str, tensors: Mapping[str, Tensor], root_rank: int, 
     ]
     for handle in handles:
         synchronize(handle)
-
-
-def _empty(form: TensorForm, device: torch.device) -> Tensor:
-    """Return memory for a tensor of the root: on the host if it lies there, else where this rank's parameters are."""
-    return torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.device_type == "cpu" else device)
 
 
 def _adopt(optimizer: Optimizer, state: Mapping[Any, Any], options: list[dict[str, Any]]) -> None:

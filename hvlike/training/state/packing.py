@@ -14,8 +14,6 @@ from hvlike.collectives.requests.request import order_in_memory
 
 
 class _Piece(NamedTuple):
-    """A large tensor, or the small ones of one owner with the memory they travel in."""
-
     owner: int
     indices: list[int]
     strides: tuple[int, ...] | None = None
@@ -27,10 +25,7 @@ class Packing:
     """Packs tensors of the same shapes and dtypes again and again: parameters, their gradients, buffers."""
 
     def __init__(self, tensors: Sequence[Tensor], owners: Sequence[int], *, row_by_row: bool = False) -> None:
-        """`owners`: by tensor, the rank that sends it to the others, or gets it from them.
-
-        row_by_row: send elements row by row; else in their order in memory, which is the same on all ranks.
-        """
+        """`owners`: by tensor, the rank that sends or gets it. Elements go row by row, or in their order in memory."""
         self._forms = [(each.shape, each.dtype) for each in tensors]
         self._large: list[_Piece] = []
         small: dict[tuple[int, torch.dtype], list[int]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,6 @@ Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]
 
 
 def check_parameters(params: object) -> Parameters:
-    """Return the parameters, or their groups, as a list."""
     if isinstance(params, Tensor):
         raise WrongTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
     try:
@@ -62,25 +61,16 @@ def check_parameters(params: object) -> Parameters:
 
 def check_type(parameters: list[Tensor]) -> None:
     types = list(dict.fromkeys(map(torch.typename, parameters)))
-    if any(parameter.layout is not torch.strided for parameter in parameters):
+    sparse = next((torch.typename(each) for each in parameters if each.layout is not torch.strided), None)
+    if sparse is not None or len(types) > 1:
         raise UsageError(
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
-            f"{next(torch.typename(each) for each in parameters if each.layout is not torch.strided)}"
-        )
-    if len(types) > 1:
-        raise UsageError(
-            "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
-            f"{types[0]} and {types[1]}. Make one optimizer for each type."
+            + (sparse or f"both {types[0]} and {types[1]}. Make one optimizer for each type.")
         )
 
 
 def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Give each parameter, by its number of elements, an owner so that all ranks hold about as many.
-
-    Group by group, the largest parameter first, each goes to the rank that holds least so far, the first of them where
-    several do. A group that is added later changes nothing before it.
-    Sizes [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]: 12 elements each.
-    """
+    """The largest first, each goes to the rank that holds least: [9, 7, 5, 3] on 2 ranks -> owners [0, 1, 1, 0]."""
     held = [0] * ranks
     result = []
     for sizes in groups:
@@ -94,8 +84,6 @@ def assign_owners(groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]
 
 
 class Partition:
-    """The parameters of all groups in the order of a state dict, and the rank of the set that owns each."""
-
     def __init__(self, groups: Sequence[Mapping[str, Any]], ranks: int) -> None:
         owners = assign_owners([[parameter.numel() for parameter in group["params"]] for group in groups], ranks)
         self.ranks = ranks
@@ -124,10 +112,7 @@ _log = logging.getLogger("hvlike")
 def warn_if_gradients_differ(
     name: str, gradients: Sequence[Tensor | None], process_set: ProcessSet | None, *, warns: bool
 ) -> None:
-    """Warn, on ranks where `warns`, if gradients differ between ranks: only those of the owner would be used.
-
-    Sparse gradients are not compared. Collective over the process set; blocks. For ranks outside of a Join context.
-    """
+    """Compare the dense gradients of the ranks. Collective; blocks. For ranks outside of a Join context."""
     dense = [each for each in gradients if each is not None and not each.is_sparse]
     mine = zlib.crc32(repr(value_checksums(dense)).encode())
     extremes = torch.tensor([mine, -mine], dtype=torch.int64, device="cpu")
@@ -141,53 +126,27 @@ def warn_if_gradients_differ(
         )
 
 
-class FlatParameters:
-    """A flat tensor for each owner and device, and the parameters as views of it; packs as a Packing does."""
-
-    def __init__(self, parameters: Sequence[Tensor], owners: Sequence[int]) -> None:
-        self._parameters = list(parameters)
-        self._owners = list(owners)
-        self.owners: list[int] = []
-        self._flats: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._fill()
-
-    def pack(
-        self, tensors: Sequence[Tensor], *, owner: int | None = None, home: torch.device | None = None
-    ) -> list[Operand]:
-        """Return the flat tensors, on `home`. Parameters that the program has moved or converted become views again."""
-        if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
-            self._fill()
-        return [Operand(flat, None, home=home) for flat in self._flats]
-
-    def unpack(self, tensors: Sequence[Tensor], operands: Sequence[Operand], owners: Collection[int]) -> None:
-        for operand in operands:
-            operand.write_back()
-
-    def _fill(self) -> None:
-        """Move the parameters into new flat tensors; their values stay."""
-        self.owners, self._flats = [], []
-        members: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            members.setdefault((owner, parameter.device, parameter.dtype), []).append(parameter)
-        for (owner, device, dtype), parameters in members.items():
-            with torch.inference_mode(False):
-                flat = torch.empty(sum(each.numel() for each in parameters), dtype=dtype, device=device)
-            start = 0
-            for parameter in parameters:
-                strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else None
-                view = flat.as_strided(parameter.shape, strides or row_by_row(parameter.shape), start)
-                view.copy_(parameter.detach())
-                parameter.data = view
-                start += view.numel()
-            self.owners.append(owner)
-            self._flats.append(flat)
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+def flatten(parameters: Sequence[Tensor], owners: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Make the parameters views of one flat tensor for each owner, device and dtype; return these and their owners."""
+    members: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter, owner in zip(parameters, owners, strict=True):
+        members.setdefault((owner, parameter.device, parameter.dtype), []).append(parameter)
+    flats = []
+    for (_, device, dtype), held in members.items():
+        with torch.inference_mode(False):
+            flat = torch.empty(sum(each.numel() for each in held), dtype=dtype, device=device)
+        start = 0
+        for parameter in held:
+            strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else None
+            view = flat.as_strided(parameter.shape, strides or row_by_row(parameter.shape), start)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            start += view.numel()
+        flats.append(flat)
+    return flats, [owner for owner, _, _ in members]
 
 
 class GradientReduction:
-    """Averages gradients over the ranks, each on the rank that owns its parameter."""
-
     def __init__(self, partition: Partition, rank: int) -> None:
         self._rank = rank
         self._partition = partition
@@ -195,10 +154,7 @@ class GradientReduction:
         self._packing = Packing(self._parameters, partition.owners)
 
     def run(self, backend: Backend, *, active: bool) -> Coroutine[None]:
-        """Reduce the gradients; missing ones, and all of a rank that is not active, count as zeros.
-
-        Afterwards the parameters of this rank have the mean as their gradient, all others have none.
-        """
+        """Give this rank's parameters the mean as gradient, all others none; missing ones count as zeros."""
         gradients = self._contributions(active=active)
         operands = self._packing.pack(gradients, home=home_of(backend))
         size = self._partition.ranks
@@ -228,25 +184,34 @@ class GradientReduction:
 
 
 class ParameterExchange:
-    """Writes each parameter from its owner to the others.
-
-    A parameter that required no gradient when this was made travels only where its owner has a gradient for it, so that
-    a mostly frozen model sends little.
-    """
+    """Writes each parameter from its owner to the others; a frozen one only where its owner has a gradient for it."""
 
     def __init__(self, partition: Partition, rank: int, *, as_buckets: bool) -> None:
         self._rank = rank
         self._others = [other for other in range(partition.ranks) if other != rank]
         moving = [place for place, parameter in enumerate(partition.parameters) if parameter.requires_grad]
-        self._moving: list[Tensor] = [partition.parameters[place] for place in moving]
-        owners = [partition.owners[place] for place in moving]
-        self._packing = (FlatParameters if as_buckets else Packing)(self._moving, owners)
+        self._moving = self._parameters = [partition.parameters[place] for place in moving]
+        self._owners = [partition.owners[place] for place in moving]
+        self._addresses: list[int] | None = None
+        if as_buckets:
+            self._flatten()
+        else:
+            self._packing = Packing(self._moving, self._owners)
         self._frozen: list[list[Tensor]] = [[] for _ in range(partition.ranks)]
         for parameter, owner in zip(partition.parameters, partition.owners, strict=True):
             if not parameter.requires_grad:
                 self._frozen[owner].append(parameter)
 
+    def _flatten(self) -> None:
+        self._moving, owners = flatten(self._parameters, self._owners)
+        self._packing = Packing(self._moving, owners)
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+
     def run(self, backend: Backend) -> Coroutine[None]:
+        addresses = self._addresses
+        if addresses is not None and addresses != [parameter.data_ptr() for parameter in self._parameters]:
+            # The program has moved or converted some.
+            self._flatten()
         operands = self._packing.pack(self._moving, owner=self._rank, home=home_of(backend))
         yield from _gather(backend, operands, self._packing.owners)
         self._packing.unpack(self._moving, operands, self._others)

@@ -9,21 +9,19 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-
-# torch's own optimizers use it, too: torch.compile does not trace such methods.
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
-from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of, temporary_gradients
 from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInHook, Joinable
+from hvlike.training.join.joinable import BuiltInJoinable
 from hvlike.training.zero.exchange import (
     GradientReduction,
     ParameterExchange,
@@ -39,7 +37,7 @@ from hvlike.transport.memory.dtypes import dtype_name
 _log = logging.getLogger("hvlike")
 
 
-class ZeroRedundancyOptimizer(ShardedState, Joinable):
+class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
     """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
 
     Whole tensors are assigned to ranks by size, the same on every rank. In step() each rank updates those it owns, in a
@@ -101,7 +99,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.initialized = False
         self._groups: list[dict[str, Any]] = []
         Optimizer.__init__(self, accepted, defaults)
-        Joinable.__init__(self)
+        BuiltInJoinable.__init__(self)
         self.process_set = process_set or process_group
         self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
@@ -113,16 +111,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.state = self.optim.state
         copy_options(self.optim.param_groups, self._groups)
         self._step = self._version = 0
-        self.is_absent = False
-        """This rank has left the body of a Join context."""
+        self.is_absent = False  # This rank has left the body of a Join context
         self._consolidated = None
         self._changes = StateLock()
-        self._scaled = False
-        """A GradScaler has read the reduced gradients of this step."""
-        self._compared = self.reduces_gradients or self.world_size == 1
-        """Gradients were compared between ranks, or need not be equal."""
-        self._infinity_flag: Tensor | None = None
-        """The gradient in which a GradScaler finds an infinity if any rank has one."""
+        self._scaled = False  # A GradScaler has read the reduced gradients of this step
+        self._compared = self.reduces_gradients or self.world_size == 1  # Gradients were, or need not be
+        self._infinity_flag: Tensor | None = None  # Where a GradScaler finds an infinity if any rank has one
         self._prepare()
         self.initialized = True
 
@@ -238,7 +232,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         super().zero_grad(set_to_none=set_to_none)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Reduce the gradients and clip their norm over all shares. Collective; blocks."""
         if not self.reduces_gradients:
             raise UsageError(
                 "hvlike.clip_grad_norm_ expects a ZeroRedundancyOptimizer with reduce_gradients=True. Where "
@@ -336,7 +329,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what depends on the parameters, and compare them with those of the other ranks."""
         described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
         for number, group in enumerate(self._groups):
             described[f"number of parameters in group {number}"] = len(group["params"])
@@ -366,28 +358,14 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             # Answers must be possible before another rank knows that this one has agreed.
             state_service(current())
             self._queue.agree()
-            state_service(current()).offer((self._group.number, self._queue.name), self._snapshot)
+            state_service(current()).optimizers[self._group.number, self._queue.name] = self
 
     # Join
 
-    def join_hook(self, **kwargs: Any) -> BuiltInHook:
-        """Return the hook for a Join context.
+    def _join_begins(self, *, divides_by_active: bool) -> None:
+        self._steps.divides_by_active = divides_by_active
 
-        Args:
-            kwargs: divide_by_initial_world_size (True): with reduce_gradients, averages divide by the number of all
-                ranks; False: of those that have inputs.
-
-        Returns:
-            The hook.
-        """
-        divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-
-        def begin() -> None:
-            self._steps.divides_by_active = divides_by_active
-
-        return BuiltInHook(begin, self._leave_join, self._end_join, self._take_over)
-
-    def _leave_join(self) -> None:
+    def _join_leaves(self) -> None:
         if self._steps.is_reduced:
             raise UsageError(
                 "ZeroRedundancyOptimizer: the body of the Join context has ended after gradients were reduced (by "
@@ -395,11 +373,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             )
         self.is_absent = True
 
-    def _end_join(self) -> None:
+    def _join_fails(self) -> None:
         self._steps.divides_by_active = self._steps.is_reduced = self.is_absent = False
 
-    def _take_over(self, context: JoinContext) -> None:
-        self._end_join()
+    def _join_ends(self, context: JoinContext) -> None:
+        self._join_fails()
         if context.absent:
             told = broadcast_object(options_of(self._groups), context.authority, process_set=self.process_set)
             copy_options(told, self._groups)
@@ -408,7 +386,3 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     @property
     def join_device(self) -> torch.device:
         return self._partition.parameters[0].device
-
-    @property
-    def join_process_group(self) -> ProcessSet:
-        return self.process_set or global_process_set

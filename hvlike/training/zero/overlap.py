@@ -18,19 +18,11 @@ from hvlike.training.ddp.comm_hooks import GradBucket, Hook, hook_result, split
 from hvlike.training.gradients.parameters import temporary_gradients
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
-WARM_UP = 2
-"""Backward passes without an update, as in torch, which needs them to fix its buckets; one more for a static graph."""
+WARM_UP = 2  # Backward passes without an update, as in torch, which needs them to fix its buckets
 
 
-def hook_with_zero_step(
-    hook: Hook,
-    ddp: torch.nn.Module,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool = False,
-    *,
-    warm_up: int | None = None,
-) -> Hook:
-    """Return a communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
+class hook_with_zero_step:
+    """A communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
 
     Args:
         hook: The hook that reduces a bucket.
@@ -39,48 +31,22 @@ def hook_with_zero_step(
         shard_buckets: Accepted for torch's sake, without effect: parameters are assigned to ranks one by one.
         warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
 
-    Returns:
-        The hook.
-
     Raises:
         UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
 
     Source: torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook.
     """
-    return _Overlap(hook, ddp, zero, warm_up, interleaved=False)
 
-
-def hook_with_zero_step_interleaved(
-    hook: Hook,
-    ddp: torch.nn.Module,
-    zero: ZeroRedundancyOptimizer,
-    shard_buckets: bool = False,
-    *,
-    warm_up: int | None = None,
-) -> Hook:
-    """Do as `hook_with_zero_step`, but update parameters as soon as their own bucket is reduced.
-
-    Args:
-        hook: The hook that reduces a bucket.
-        ddp: The DistributedDataParallel it will be registered with.
-        zero: Made with overlap_with_ddp=True.
-        shard_buckets: Accepted for torch's sake, without effect.
-        warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
-
-    Returns:
-        The hook.
-
-    Raises:
-        UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
-    """
-    return _Overlap(hook, ddp, zero, warm_up, interleaved=True)
-
-
-class _Overlap:
-    """The wrapped hook."""
+    _interleaved = False
 
     def __init__(
-        self, hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, warm_up: int | None, *, interleaved: bool
+        self,
+        hook: Hook,
+        ddp: torch.nn.Module,
+        zero: ZeroRedundancyOptimizer,
+        shard_buckets: bool = False,
+        *,
+        warm_up: int | None = None,
     ) -> None:
         if not zero.overlaps_with_ddp:
             raise UsageError(
@@ -91,7 +57,6 @@ class _Overlap:
         self._hook = hook
         self._zero = zero
         self._passes_left = warm_up
-        self._interleaved = interleaved
         self._started: list[tuple[GradBucket, Any]] = []
         self._reduced: dict[Tensor, Tensor] = {}
 
@@ -118,14 +83,15 @@ class _Overlap:
         return pending
 
     def _update(self) -> Tensor:
-        """Update the parameters of all buckets that were started; return the result of the last bucket."""
         result = torch.empty(0, device="cpu")
         started, self._started = self._started, []
         for bucket, pending in started:
-            result = _wait(pending)
+            result = hook_result(pending)
+            if not isinstance(result, Tensor):
+                got = type(result).__name__
+                raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {got}.")
             parameters = bucket.parameters()
-            shapes = [parameter.shape for parameter in parameters]
-            reduced = dict(zip(parameters, split(result, shapes), strict=True))
+            reduced = dict(zip(parameters, split(result, [each.shape for each in parameters]), strict=True))
             with self._only(reduced):
                 self._zero.step_share(None, {})
             self._reduced |= reduced
@@ -135,8 +101,7 @@ class _Overlap:
         return temporary_gradients({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
 
 
-def _wait(pending: Any) -> Tensor:
-    value = hook_result(pending)
-    if not isinstance(value, Tensor):
-        raise UsageError(f"hook_with_zero_step: the wrapped hook must return a tensor, got {type(value).__name__}.")
-    return value
+class hook_with_zero_step_interleaved(hook_with_zero_step):
+    """As `hook_with_zero_step`, with the same arguments, but updates parameters as soon as their bucket is reduced."""
+
+    _interleaved = True

@@ -12,10 +12,10 @@ where gradients are reduced. A rank that has gone on nevertheless answers so.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,19 +33,13 @@ from hvlike.training.zero.exchange import Partition
 from hvlike.transport.messages.traffic import Topic
 from hvlike.transport.world import Group
 
-States = dict[int, Any]
-"""The state of each parameter, by its index."""
+States = dict[int, Any]  # The state of each parameter, by its index
 
 
 class Consolidated(NamedTuple):
-    """The state of all ranks."""
-
-    version: int
-    """How often it had changed then."""
-    place: int
-    """Position of the rank that has it."""
-    states: States | None
-    """None on the other ranks."""
+    version: int  # How often it had changed then
+    place: int  # Position of the rank that has it
+    states: States | None  # None on the other ranks
 
 
 class Share(NamedTuple):
@@ -61,35 +55,23 @@ BEHIND = "has not come so far"
 AHEAD = "has gone on"
 GONE = "no longer has the optimizer, or does not answer"
 
-CATCH_UP_SECONDS = 10.0
-"""How long a rank that is behind may take to catch up: it may still be loading a state."""
+CATCH_UP_SECONDS = 10.0  # How long a rank that is behind may take to catch up: it may still be loading a state
 _ANSWER_SECONDS = 120.0
 _PAUSE_SECONDS = 0.02
 
-Key = tuple[int, str]
-"""Number of the process set, and name of the optimizer in it."""
-
-Snapshot = Callable[["int | None"], Share]
+Key = tuple[int, str]  # Number of the process set, and name of the optimizer in it
 
 
 class StateService:
-    """Asks and answers for all optimizers of one rank."""
-
     def __init__(self, context: Context) -> None:
         self._channel = context.fabric.channel
         self._loop = context.fabric.loop
-        self._snapshots: dict[Key, WeakMethod[Snapshot]] = {}
+        self.optimizers: WeakValueDictionary[Key, ShardedState] = WeakValueDictionary()
         self._number = 0
         self._answers: dict[int, tuple[str, States]] = {}
         self._lost: set[int] = set()
         context.when_lost.append(self._lost.update)
         self._channel.listen(Topic.ZERO_STATE, self._on_message)
-
-    def offer(self, key: Key, snapshot: Snapshot) -> None:
-        """Answer for an optimizer as long as it lives. Local; from any thread."""
-        for each in [each for each, method in self._snapshots.items() if method() is None]:
-            del self._snapshots[each]
-        self._snapshots[key] = WeakMethod(snapshot)
 
     def fetch(self, rank: int, key: Key, version: int | None) -> tuple[str, States]:
         """Ask a rank of the job for its share, of this version. Blocks, but needs no call on that rank."""
@@ -112,10 +94,9 @@ class StateService:
         what, *rest = message
         if what == "ask":
             key, number, version = rest
-            method = self._snapshots.get(key)
-            snapshot = method() if method is not None else None
+            optimizer = self.optimizers.get(key)
             try:
-                share = Share(GONE) if snapshot is None else snapshot(version)
+                share = Share(GONE) if optimizer is None else optimizer._snapshot(version)
             except Exception as error:  # __reduce__ of any class may raise anything
                 share = Share(f"has a state that cannot be pickled ({type(error).__name__}: {error})")
             answer = ("answer", number, share.status, share.structure)
@@ -144,7 +125,6 @@ class StateLock:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Around a change; waits for a copy."""
         with self._lock:
             self.under_way = True
             try:
@@ -172,10 +152,7 @@ def make_shard(state: Mapping[str, Any], rank: int, size: int, step: int) -> dic
 
 
 def merge_shards(shards: Iterable[Mapping[str, Any]], wanted: Collection[int]) -> tuple[dict[str, Any], int]:
-    """Return the state dict of the parameters `wanted`, by index, and its step.
-
-    The shards of all ranks come in any order, one at a time, so that they can be read as they are needed.
-    """
+    """Return the state dict of the parameters `wanted`, by index, and its step; reads one shard at a time."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] | None = None
     seen: dict[int, tuple[int, int]] = {}
@@ -218,10 +195,8 @@ class ShardedState(Optimizer):
     _group: Group
     _groups: list[dict[str, Any]]
     _queue: PlannedQueue
-    _step: int
-    """How many steps were made, also those in which this rank was absent."""
-    _version: int
-    """How often the state has changed."""
+    _step: int  # How many steps were made, also those in which this rank was absent
+    _version: int  # How often the state has changed
     _changes: StateLock
     _consolidated: Consolidated | None
 
@@ -246,7 +221,7 @@ class ShardedState(Optimizer):
         return {**state, "state": dict(sorted(consolidated.states.items()))}
 
     def _collect(self, version: int | None) -> States:
-        """Return copies of the states of all shares, in host memory; asks the other ranks for theirs."""
+        """Return copies of the states of all shares, in host memory."""
         with self._changes.copy(wait=True) as allowed:
             if not allowed:
                 raise self._not_consolidated("It is changing: a step is under way.")
@@ -282,16 +257,11 @@ class ShardedState(Optimizer):
             return self._share(copy=True)
 
     def _share(self, *, copy: bool) -> Share:
-        structure, tensors = pack(self._own_states(), [])
+        parameters, kept = self._partition.parameters, self.optim.state
+        owned = ((place, parameters[place]) for place in self._partition.owned(self.rank))
+        structure, tensors = pack({place: kept[each] for place, each in owned if each in kept}, [])
         form = torch.contiguous_format
         return Share(HERE, structure, [each.detach().to("cpu", copy=copy, memory_format=form) for each in tensors])
-
-    def _own_states(self) -> States:
-        kept = self.optim.state
-        parameters = self._partition.parameters
-        return {
-            place: kept[parameters[place]] for place in self._partition.owned(self.rank) if parameters[place] in kept
-        }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks to one, in host memory, where `state_dict()` returns it then.
@@ -374,7 +344,6 @@ class ShardedState(Optimizer):
         self._step = step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set loaded groups and state, for Optimizer.load_state_dict."""
         self._groups = state.pop("param_groups")
         super().__setstate__(state)
 

@@ -38,20 +38,15 @@ class StepCommand(NamedTuple):
     """What comes next, from the highest active rank."""
 
     kind: str
-    arguments: dict[str, Any]
-    """Keywords of the wrapped step(), or of `_clip`."""
+    arguments: dict[str, Any]  # Keywords of the wrapped step(), or of `_clip`
     options: GroupOptions
-    without_gradient: frozenset[int] = frozenset()
-    """Indices of parameters."""
+    without_gradient: frozenset[int] = frozenset()  # Indices of parameters
 
 
 StepShare = Callable[[GroupOptions, dict[str, Any], Mapping[Tensor, Tensor | None]], None]
-"""Updates the share of a rank with these options, keywords and gradients."""
 
 
 class Steps:
-    """The jobs of one rank."""
-
     def __init__(
         self,
         queue: PlannedQueue,
@@ -62,10 +57,8 @@ class Steps:
         step_share: WeakMethod[StepShare],
     ) -> None:
         """The queue runs the jobs, and keeps this object alive. `step_share` is for while this rank is absent."""
-        self.divides_by_active = False
-        """Gradients are divided by the number of active ranks, not of all."""
-        self.is_reduced = False
-        """Gradients have been reduced and not been used yet."""
+        self.divides_by_active = False  # Gradients are divided by the number of active ranks, not of all
+        self.is_reduced = False  # Gradients have been reduced and not been used yet
         self._queue = ref(queue)
         self._partition = partition
         self._rank = rank
@@ -74,8 +67,7 @@ class Steps:
         self._step_share = step_share
         self._own = [partition.parameters[place] for place in partition.owned(rank)]
         self._norm = torch.empty(0, device="cpu")
-        self._incomplete: int | None = None
-        """The serial number of the queue in which a rank is known to be absent."""
+        self._incomplete: int | None = None  # The serial number of the queue in which a rank is known to be absent
 
     # On an active rank: collective; blocks
 
@@ -90,7 +82,6 @@ class Steps:
         return self._norm
 
     def update(self, options: GroupOptions, arguments: dict[str, Any]) -> int:
-        """Give all ranks the updated parameters; absent ranks update their shares. Return how many were active."""
         active = self._run(StepCommand(UPDATE, arguments, options))
         self.is_reduced = False
         return active
@@ -148,7 +139,6 @@ class Steps:
         return present
 
     def _catch_up(self, backend: Backend, present: Sequence[int], command: StepCommand) -> Coroutine[None]:
-        """Absent ranks update their shares, and all parameters are gathered."""
         if self._reduction is None:
             shares: list[list[Tensor]] = [
                 []
@@ -238,7 +228,6 @@ def send_gradients(
 
 
 def _flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """The gradients one after the other, row by row, dense, as bytes."""
     flats = []
     for parameter in parameters:
         gradient = parameter.grad

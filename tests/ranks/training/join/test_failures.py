@@ -12,11 +12,10 @@ from torch import nn
 
 from hvlike.backends.base import Backend
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
-from hvlike.collectives.requests.process_set import global_process_set
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import JoinError, MismatchError
 from hvlike.join import Join, Joinable, JoinHook
-from hvlike.training.join.joinable import BuiltInHook
+from hvlike.training.join.joinable import BuiltInJoinable
 from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -247,12 +246,13 @@ def test_a_hook_that_fails(hvd: ModuleType, part: str) -> None:
     assert counter.tensor.item() == AFTER
 
 
-class Planner(Joinable):
+class Planner(BuiltInJoinable):
     """What it does is planned; a rank that has left stands in for it once, and not a second time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stood_in = 0
+        self.process_set = None
         self.queue = PlannedQueue("Planner")
         self.queue.stand_in = self.stand_in
         self.queue.agree()
@@ -272,16 +272,9 @@ class Planner(Joinable):
             raise KeyError("here")
         return self.count(active=False)
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return BuiltInHook()
-
     @property
     def join_device(self) -> torch.device:
         return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return global_process_set
 
 
 @pytest.mark.parametrize("counted", [False, True])
