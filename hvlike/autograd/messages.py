@@ -9,32 +9,24 @@ import torch
 from torch import Tensor
 
 from hvlike.autograd.protocol import BackwardMessage, Gradients, Mode
-from hvlike.rpc.wire import single_tensor
 from hvlike.rpc.wire.message import Packed
 from hvlike.rpc.wire.pickler import Incoming, Outgoing, pack, unpack
-from hvlike.rpc.wire.single_tensor import Body, as_buffer, join_parts, pack_tensor, unpack_tensor
-from hvlike.rpc.wire.tensors import NAMES, SHORT_BYTES, ReceivedMemory, Row, build, lay_out
+from hvlike.rpc.wire.tensors import SHORT_BYTES, SHORT_RECORD_BYTES, Body, join_parts, pack_tensor, unpack_tensor
 
-BACKWARD_MESSAGE = 52
-"""The kind of these notices."""
+BACKWARD_MESSAGE = 52  # The kind of these notices
 
 _ASKS, _DONE, _ABORT, _RETAIN = 1, 2, 4, 8
 _MODE_SHIFT = 4
 _NONE = -1
 
-_Simple = tuple[Any, int, bool]
-"""A tensor by single_tensor.pack_tensor: the buffer, where the record begins in it, whether its memory is apart."""
-
-Tensors = list[_Simple] | tuple[list[Row | None], list[bytes]] | Body
-"""Simple ones; or rows of dense ones and their short pieces of memory; or, for all others, a pickler.pack."""
+Tensors = list[tuple[Any, int, bool]] | Body
+"""By tensors.pack_tensor: buffers, where the records begin in them, whether the memory is apart. Or by pickler.pack."""
 
 
 class Heading(NamedTuple):
     context: int
-    number: int
-    """The id of the backward, made by its root."""
-    oldest: int
-    """The number of the root's oldest backward in this context that runs."""
+    number: int  # The id of the backward, made by its root
+    oldest: int  # The number of the root's oldest backward in this context that runs
     mode: Mode
     retain_graph: bool
 
@@ -96,31 +88,29 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
 
 
 def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors | PickleBuffer, list[Tensor]]:
-    if not all(type(each) is Tensor and each.layout is torch.strided and each.dtype in NAMES for each in tensors):
-        packed = pack(tensors, Outgoing(rank))
-        return as_buffer(packed.body), packed.storages
-    simple: list[_Simple] = []
-    short_bytes = single_tensor.SHORT_RECORD_BYTES if len(tensors) == 1 else SHORT_BYTES
+    simple: list[tuple[Any, int, bool]] = []
+    short_bytes = SHORT_RECORD_BYTES if len(tensors) == 1 else SHORT_BYTES
     storages: list[Tensor] = []
     for each in tensors:
-        # Gradients share nothing that anybody relies on.
-        if not each.is_cpu or (found := pack_tensor(each, 0, short_bytes)) is None:
-            rows, cargo = lay_out([(tensor, 0) for tensor in tensors])
-            return (rows, cargo.short), cargo.storages
+        is_plain = type(each) is Tensor and each.layout is torch.strided
+        if not is_plain or (found := pack_tensor(each, 0, short_bytes)) is None:
+            packed = pack(tensors, Outgoing(rank))
+            return _as_buffer(packed.body), packed.storages
         record, elements, storage = found
-        simple.append((as_buffer(join_parts((elements, record))), len(elements), storage is not None))
+        simple.append((_as_buffer(join_parts((elements, record))), len(elements), storage is not None))
         if storage is not None:
             storages.append(storage)
     return simple, storages
 
 
 def _unpack(tensors: Tensors, storages: list[Tensor], source: int) -> list[Tensor]:
-    if isinstance(tensors, Body):
-        received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
-        return received
     if isinstance(tensors, list):
         memory = iter(storages)
         return [unpack_tensor(body, start, next(memory) if apart else None) for body, start, apart in tensors]
-    rows, short = tensors
-    hold = ReceivedMemory(short, storages)
-    return [build(row, hold) for row in rows if row is not None]
+    received: list[Tensor] = unpack(Packed(tensors, storages), Incoming(source))
+    return received
+
+
+def _as_buffer(body: Body) -> Body | PickleBuffer:
+    """Return a body as Channel.send takes it: a long one is sent out of band, without a copy into the pickle."""
+    return PickleBuffer(body) if type(body) is bytearray else body

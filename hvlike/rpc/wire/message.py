@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, Note
-from hvlike.rpc.wire.single_tensor import Body
+from hvlike.rpc.wire.tensors import Body
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ stream says how to build that sequence:
     table, its length, b"T"     only if there are items: one row each (tensors.Row; None: the Incoming; _Ahead;
                                 tensors.SparseRow, after the rows of its parts), the lengths of the short pieces, and
                                 which rows go to which device
-    record, its length, b"S"    instead of both if there is one simple tensor (single_tensor.py)
+    record, its length, b"S"    instead of both if there is one simple tensor (tensors.pack_tensor)
     record, its length, b"B"    the same without a stream: the value is the tensor
 
 RRefs stand in the table itself: a worker that cannot open the stream, or does not want it any more, still takes over
@@ -28,22 +28,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from hvlike.rpc.wire import single_tensor
+from hvlike.rpc.wire import tensors
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, autograd_hooks
 from hvlike.rpc.wire.message import Packed
 from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickler, describe_subject, missing_name
-from hvlike.rpc.wire.single_tensor import Body, join_parts, pack_tensor, unpack_tensor
-from hvlike.rpc.wire.tensors import (
-    PARAMETER,
-    RAW_MEMORY,
-    REQUIRES_GRAD,
-    SPARSE_PART,
-    ReceivedMemory,
-    SparseRow,
-    assemble_sparse,
-    build,
-    lay_out,
-)
+from hvlike.rpc.wire.tensors import PARAMETER, RAW_MEMORY, Body, SparseRow, join_parts, pack_tensor, unpack_tensor
 
 T = TypeVar("T")
 _Ahead: TypeAlias = tuple[str, tuple[int, ...]]
@@ -162,7 +151,7 @@ def _pack_bare(tensor: Tensor, outgoing: Outgoing) -> Packed | None:
     """Pack a message that is one simple tensor, without a pickler; None if the tensor is not simple."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    found = pack_tensor(tensor, 0, single_tensor.SHORT_RECORD_BYTES)
+    found = pack_tensor(tensor, 0, tensors.SHORT_RECORD_BYTES)
     if found is None:
         return None
     record, elements, storage = found
@@ -236,7 +225,7 @@ class MessagePickler:
             only = items[0] if len(items) == 1 and not self.targets else None
             simple = None
             if only is not None and only[1] in (0, PARAMETER):
-                simple = pack_tensor(*only, single_tensor.SHORT_RECORD_BYTES)
+                simple = pack_tensor(*only, tensors.SHORT_RECORD_BYTES)
             if only is None or simple is None:
                 storages = self._add_table()
             else:
@@ -260,7 +249,7 @@ class MessagePickler:
             tensor = self.originals.get(place) if item is None or place in self.originals else item[0]
             if tensor is not None and tensor.requires_grad:
                 self.outgoing.graded.append(tensor)
-        rows, memory = lay_out(self.items)
+        rows, memory = tensors.lay_out(self.items)
         mixed = [self.ahead.get(place, row) for place, row in enumerate(rows)] if self.ahead else rows
         table = pickle.dumps((mixed, [len(piece) for piece in memory.short], self.targets or None), _PROTOCOL)
         self._chunks += (*memory.short, table, _END.pack(len(table), _TABLE))
@@ -298,7 +287,7 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
         return _single_arrival(packed, incoming)
     rows, pieces, targets = table_of(packed.body)
     ahead = _restore_ahead(rows, incoming)
-    memory = ReceivedMemory(pieces, packed.storages)
+    memory = tensors.ReceivedMemory(pieces, packed.storages)
     arrivals: list[Any] = []
     parts: list[Tensor] = []
     graded: list[int] = []
@@ -307,14 +296,14 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
             arrivals.append(ahead.get(place, incoming))
             continue
         if isinstance(row[0], str):
-            arrival = assemble_sparse(parts, row)
+            arrival = tensors.assemble_sparse(parts, row)
             parts.clear()
         else:
-            arrival = build(row, memory, targets.get(place) if targets else None)
-            if row[-1] & SPARSE_PART:
+            arrival = tensors.build(row, memory, targets.get(place) if targets else None)
+            if row[-1] & tensors.SPARSE_PART:
                 parts.append(arrival)
                 continue
-        if row[-1] & REQUIRES_GRAD:
+        if row[-1] & tensors.REQUIRES_GRAD:
             graded.append(len(arrivals))
         arrivals.append(arrival)
     incoming.graded = [arrivals[place] for place in graded]

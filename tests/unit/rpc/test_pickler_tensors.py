@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies
 from support.rpc.parcels import memory_bytes, received, same_memory, travel
 
-from hvlike.rpc.wire import single_tensor, tensors
+from hvlike.rpc.wire import tensors
 from hvlike.rpc.wire.pickler import Incoming, MessagePickler, Outgoing, Pickler, pack, unpack
 from hvlike.rpc.wire.reducers import reduce_tensor
 from hvlike.rpc.wire.tensors import NAMES
@@ -38,11 +38,11 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module", params=[single_tensor.SHORT_RECORD_BYTES, 0], ids=["short", "long"])
+@pytest.fixture(autouse=True, scope="module", params=[tensors.SHORT_RECORD_BYTES, 0], ids=["short", "long"])
 def limit(request: pytest.FixtureRequest) -> Iterator[int]:
     """Everything once as short memory, which goes in the body, and once as long memory, which goes by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_tensor, "SHORT_RECORD_BYTES", request.param)
+        patch.setattr(tensors, "SHORT_RECORD_BYTES", request.param)
         patch.setattr(tensors, "SHORT_BYTES", min(request.param, tensors.SHORT_BYTES))
         yield request.param
 
