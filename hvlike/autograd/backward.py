@@ -43,10 +43,8 @@ _MODES = {mode.name.lower(): mode for mode in Mode}
 
 @dataclass
 class _OfContext:
-    passes: dict[int, BackwardPass] = field(default_factory=dict)
-    """By number."""
-    oldest: dict[int, int] = field(default_factory=dict)
-    """By root: its backwards with lower numbers are over."""
+    passes: dict[int, BackwardPass] = field(default_factory=dict)  # By number
+    oldest: dict[int, int] = field(default_factory=dict)  # By root: its backwards with lower numbers are over
 
 
 class BackwardTable:
@@ -133,27 +131,21 @@ class BackwardPass:
         """roots: empty where another worker is the root."""
         self.heading = heading
         self.context = context
-        self.cause: BaseException | None = None
-        """At the root: what was raised on this worker, where that has ended the backward."""
+        self.cause: BaseException | None = None  # At the root: what was raised on this worker and has ended it
         self._table = table
         self._agent = agent = table.agent
         recorder = agent.fabric.recorder
         self._trace = BackwardTrace(recorder, heading) if recorder.on else None
         machine = LocalBackward(
-            context,
-            roots,
-            lambda *emitted: self.state.emit(*emitted),
-            listener=self,
-            retain_graph=heading.retain_graph,
+            context, roots, lambda *emitted: self.state.emit(*emitted), listener=self, retain_graph=heading.retain_graph
         )
+        # None when the backward is over: the machine refers to a part of the graph.
         self._machine: LocalBackward | None = machine
-        """None when the backward is over: the machine refers to a part of the graph."""
         self.state = BackwardState(agent.rank, heading.mode, machine)
         self._events: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._is_root = False
-        self._has_thread = False
-        """A thread handles the events, or will."""
+        self._has_thread = False  # A thread handles the events, or will
 
     def receive(self, source: int, wire: Wire, storages: list[Tensor]) -> None:
         self._put(partial(self._decode, source, wire, storages))
@@ -174,7 +166,6 @@ class BackwardPass:
         self._table.forget(self)
 
     def fail(self, error: str) -> None:
-        """Something outside of the backward ends it."""
         self._put(partial(self.state.fail, error), wake_root=True)
 
     def complete(self, seconds: float | None) -> None:
@@ -409,4 +400,4 @@ def _edges(tensors: list[Tensor]) -> Roots:
 
 
 contexts.new_backwards = BackwardTable
-contexts.run_backward = backward
+contexts.backward = backward

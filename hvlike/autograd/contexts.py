@@ -8,6 +8,7 @@ worker remembers released contexts only from that number on, for messages that a
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,32 +24,24 @@ from hvlike.rpc.wire.autograd_hooks import (
     NO_CONTEXT,
     NO_MESSAGE,
     Note,
-    current_context,
     in_context,
     install_autograd_hooks,
+    this_thread,
     unknown_context,
 )
 from hvlike.rpc.wire.devices import follow
 
-RELEASE, WITHDRAW = 50, 51
-"""Kinds of notices.
-
-RELEASE     the context is over; the oldest of the same creator that is not  (context, oldest)
-WITHDRAW    receiver -> sender: this message was dropped unopened  (context, message)
-"""
-
-MESSAGES_ROW = "autograd messages"
-"""The row of the timeline for messages whose tensors require grad, and for gradients."""
+RELEASE = 50  # Notice: the context is over; the oldest of the same creator that is not (context, oldest)
+WITHDRAW = 51  # Notice, receiver -> sender: this message was dropped unopened (context, message)
+MESSAGES_ROW = "autograd messages"  # Row of the timeline for messages whose tensors require grad, and for gradients
 
 
 class _Released:
-    """The released contexts of one creator."""
+    """The released contexts of one creator: all with ids below `oldest`, and some of the later ones."""
 
     def __init__(self) -> None:
         self.oldest = 0
-        """All with lower ids are released."""
         self.later: set[int] = set()
-        """The released ones from `oldest` on."""
 
     def add(self, context: int, oldest: int) -> bool:
         """Note a release. Returns whether `oldest` has moved."""
@@ -69,18 +62,14 @@ class Contexts:
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        self.backwards: Any = None
-        """The BackwardTable of the session."""
-        self.new_backwards: Callable[[Agent], Any] = lambda agent: None
-        self.run_backward: Callable[[int, list[Tensor], bool], None]
-        """Set by hvlike.autograd.backward, both."""
+        self.backwards: Any = None  # The BackwardTable of the session
+        self.new_backwards: Callable[[Agent], Any] = lambda agent: None  # Set by hvlike.autograd.backward, like:
+        self.backward: Callable[[int, list[Tensor], bool], None]
         self._rank = -1
         self._lock = threading.Lock()
         self._contexts: dict[int, DistributedContext] = {}
-        self._own: dict[int, None] = {}
-        """Those created here that are not released, in order."""
-        self._released: dict[int, _Released] = {}
-        """By creator."""
+        self._own: dict[int, None] = {}  # Those created here that are not released, in order
+        self._released: defaultdict[int, _Released] = defaultdict(_Released)  # By creator
 
     def begin(self, agent: Agent) -> None:
         """A session of RPC begins. Called before the agent takes messages."""
@@ -149,9 +138,6 @@ class Contexts:
         follow(found.gradients_ready)
         return dict(found.gradients)
 
-    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
-        self.run_backward(context, roots, retain_graph)
-
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
         with self._lock:
             found = self._contexts.get(context)
@@ -195,14 +181,13 @@ class Contexts:
         return creator == self._rank or context in self._released.get(creator, ())
 
     def _hear_release(self, source: int, value: tuple[int, int], _: object = None) -> None:
-        """In the loop."""
         context, oldest = value
         creator = rank_of_id(context)
         if creator == self._rank:
             return
         with self._lock:
             over = [context]
-            if self._released.setdefault(creator, _Released()).add(context, oldest):
+            if self._released[creator].add(context, oldest):
                 # The worker that was to tell of these may have left the session.
                 over += self._older(creator, oldest)
             found = [self._contexts.pop(each) for each in over if each in self._contexts]
@@ -214,7 +199,7 @@ class Contexts:
         """A worker is gone, and with it the contexts that it has created. In the loop."""
         end = ids_end(rank)
         with self._lock:
-            self._released.setdefault(rank, _Released()).add(end - 1, end)
+            self._released[rank].add(end - 1, end)
             found = [self._contexts.pop(each) for each in self._older(rank, end)]
         for each in found:
             each.release()
@@ -230,7 +215,6 @@ class Contexts:
             self.agent.submit(found.clear)
 
     def _hear_withdrawal(self, source: int, value: Note, _: object = None) -> None:
-        """In the loop."""
         found = self._contexts.get(value[0])
         if found is not None and self.agent is not None:
             self.agent.submit(partial(found.withdraw, value[1]))
@@ -253,8 +237,6 @@ def _scan_ahead(context: ref[DistributedContext]) -> None:
 
 
 contexts = Contexts()
-"""Those of this process."""
-
 install_autograd_hooks(contexts)
 
 
@@ -279,10 +261,9 @@ def context() -> Iterator[int]:
     Source: torch.distributed.autograd.context.
     """
     current_agent()
-    if current_context() != NO_CONTEXT:
-        raise RpcError(
-            f"Already have an autograd context id for this thread: {current_context()}. Leave that one first."
-        )
+    current = this_thread.context
+    if current != NO_CONTEXT:
+        raise RpcError(f"Already have an autograd context id for this thread: {current}. Leave that one first.")
     made = contexts.create()
     try:
         with in_context(made.id):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_CONTEXT = -1
-NO_MESSAGE = 0
-"""Stands for the id of a message in which no tensor requires grad."""
-
-Note = tuple[int, int]
-"""What a message says about autograd: (context id, message id)."""
+NO_MESSAGE = 0  # Stands for the id of a message in which no tensor requires grad
+Note = tuple[int, int]  # What a message says about autograd: (context id, message id)
 
 
 class AutogradHooks(Protocol):
@@ -36,9 +33,7 @@ class AutogradHooks(Protocol):
     def begin(self, agent: Agent) -> None:
         """A session begins; the agent does not receive messages yet."""
 
-    def end(self) -> None:
-        """The session has ended on this worker."""
-
+    def end(self) -> None: ...
     def sent(self, context: int, rank: int, about: str, graded: Sequence[Tensor]) -> Note | None:
         """A message to `rank` is packed. Returns None if the context does not exist any more.
 
@@ -57,7 +52,7 @@ class AutogradHooks(Protocol):
     def gradients(self, context: int) -> dict[Tensor, Tensor]:
         """Return the gradients of this worker's leaves. Raises: RuntimeError for an unknown context."""
 
-    def backward(self, context: int, roots: list[Tensor], retain_graph: bool) -> None:
+    def backward(self, context: int, roots: list[Tensor], retain_graph: bool, /) -> None:
         """Run hvlike.autograd.backward from these tensors. Blocks."""
 
 
@@ -66,11 +61,10 @@ class _Process:
 
 
 class _ThisThread(threading.local):
-    context = NO_CONTEXT
+    context = NO_CONTEXT  # The id of the context in which the calling thread is
 
 
 this_thread = _ThisThread()
-"""`this_thread.context` is the context id of the calling thread."""
 
 
 def install_autograd_hooks(hooks: AutogradHooks) -> None:
@@ -79,10 +73,6 @@ def install_autograd_hooks(hooks: AutogradHooks) -> None:
 
 def autograd_hooks() -> AutogradHooks:
     return _Process.hooks
-
-
-def current_context() -> int:
-    return this_thread.context
 
 
 class in_context:
@@ -108,7 +98,7 @@ def context_note(rank: int, about: str) -> Note | None:
 
 def bind_context(context: int, work: Callable[[], None]) -> Callable[[], None]:
     """Return `work` bound to a context id, for whichever thread runs it."""
-    return work if context == NO_CONTEXT else partial(_run_in_context, context, work)
+    return work if context == NO_CONTEXT else partial(_run_as_caller, context, True, work)
 
 
 def bind_caller(work: Callable[[T], None]) -> Callable[[T], None]:
@@ -116,14 +106,9 @@ def bind_caller(work: Callable[[T], None]) -> Callable[[T], None]:
     return partial(_run_as_caller, this_thread.context, torch.is_grad_enabled(), work)
 
 
-def _run_in_context(context: int, work: Callable[[], None]) -> None:
-    with in_context(context):
-        work()
-
-
-def _run_as_caller(context: int, grad_enabled: bool, work: Callable[[T], None], value: T) -> None:
+def _run_as_caller(context: int, grad_enabled: bool, work: Callable[..., None], *values: Any) -> None:
     with in_context(context), torch.set_grad_enabled(grad_enabled):
-        work(value)
+        work(*values)
 
 
 def unknown_context(context: int) -> RuntimeError:

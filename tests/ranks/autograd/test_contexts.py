@@ -13,7 +13,7 @@ from support.rpc.doors import await_promise, keep_promise, open_door, pass_door
 import hvlike.autograd
 import hvlike.rpc
 from hvlike.rpc.functions import async_execution
-from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, current_context
+from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, this_thread
 
 NESTED = "Already have an autograd context id for this thread"
 UNKNOWN = "Could not find autograd context with id: "
@@ -28,7 +28,7 @@ def open_a_context() -> int:
 def context_of_a_value(rref: Any) -> int:
     """The context of a function whose argument has to be confirmed first."""
     assert rref.confirmed_by_owner()
-    return current_context()
+    return this_thread.context
 
 
 class Asked:
@@ -39,7 +39,7 @@ class Asked:
             pass_door(door)
 
     def here(self) -> int:
-        return current_context()
+        return this_thread.context
 
     @async_execution
     def later(self) -> Any:
@@ -137,8 +137,8 @@ def test_callbacks_of_a_future_are_in_the_context_of_its_call(
     with autograd.context() as context:
         # The callbacks are there before the answer is, so that they run in another thread than this.
         future = rpc.rpc_async(peer, pass_door, (door,))
-        seen = future.then(lambda done: (current_context(), rpc.rpc_sync(peer, here))).then(
-            lambda done: (*done.wait(), current_context())
+        seen = future.then(lambda done: (this_thread.context, rpc.rpc_sync(peer, here))).then(
+            lambda done: (*done.wait(), this_thread.context)
         )
         in_another_thread(lambda: rpc.rpc_sync(peer, open_door, (door,)))
         assert seen.wait() == (context, context, context)
@@ -150,13 +150,13 @@ def test_callbacks_of_a_call_that_fails_are_in_its_context_too(
     door = f"failing {hvd.rank()}"
     with autograd.context() as context:
         future = rpc.rpc_async(peer, pass_door, (door, None, "one argument too many"))
-        assert future.then(lambda done: current_context()).wait() == context
+        assert future.then(lambda done: this_thread.context).wait() == context
         future = rpc.rpc_async(peer, pass_door, (door,), timeout=0.05)
         seen: list[int] = []
         told = threading.Event()
 
         def tell(done: Any) -> None:
-            seen.append(current_context())
+            seen.append(this_thread.context)
             told.set()
 
         future.add_done_callback(tell)
@@ -226,7 +226,7 @@ def test_a_future_that_another_call_completes_answers_in_the_context_of_its_own(
 ) -> None:
     promise = f"promise {hvd.rank()}"
     with autograd.context() as context:
-        answer = rpc.rpc_async(peer, await_promise, (promise,)).then(lambda done: (done.wait(), current_context()))
+        answer = rpc.rpc_async(peer, await_promise, (promise,)).then(lambda done: (done.wait(), this_thread.context))
 
         def keep_in_another() -> None:
             with autograd.context():

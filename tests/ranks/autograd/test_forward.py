@@ -16,7 +16,7 @@ from torch.autograd import profiler_legacy
 import hvlike.autograd
 import hvlike.rpc
 from hvlike.autograd.contexts import contexts
-from hvlike.rpc.wire.autograd_hooks import current_context
+from hvlike.rpc.wire.autograd_hooks import this_thread
 
 Pair = namedtuple("Pair", ["first", "second"])
 legacy_profile: Any = profiler_legacy.profile
@@ -108,7 +108,7 @@ def fail(tensor: Tensor) -> None:
 def relay(tensor: Tensor, to: int) -> tuple[list[str], dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
     """What the next worker gets of a tensor as it has come, and this worker's messages."""
     there = hvlike.rpc.rpc_sync(to, kinds, (tensor, tensor * 2))
-    return there, sends(current_context()), recvs(current_context())
+    return there, sends(this_thread.context), recvs(this_thread.context)
 
 
 def through_an_rref(rref: Any, tensor: Tensor) -> list[str]:
@@ -294,7 +294,7 @@ def test_where_grad_mode_is_off_nothing_is_recorded(rpc: ModuleType, autograd: M
 
 
 def is_context(context: int) -> bool:
-    return current_context() == context
+    return this_thread.context == context
 
 
 def test_a_worker_that_calls_itself_has_the_same_pair(hvd: ModuleType, rpc: ModuleType, autograd: ModuleType) -> None:
@@ -396,7 +396,7 @@ def test_a_profiler_changes_nothing(
         assert rpc.rpc_sync(peer, kinds, (leaf(), torch.ones(1))) == ["attached", "constant"]
         assert is_attached(rpc.rpc_async(peer, torch.add, (leaf(), 1)).wait())
         assert rpc.rpc_async(peer, is_context, (context,)).then(
-            lambda done: (done.wait(), current_context())
+            lambda done: (done.wait(), this_thread.context)
         ).wait() == (
             True,
             context,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hvlike.autograd
 import hvlike.rpc
 from hvlike.rpc.functions import async_execution
-from hvlike.rpc.wire.autograd_hooks import current_context
+from hvlike.rpc.wire.autograd_hooks import this_thread
 
 WEIGHT = torch.ones(2, requires_grad=True)
 
@@ -185,7 +185,7 @@ def test_a_value_that_is_still_made_comes_in_the_context_of_who_fetches_it(
     def fetch() -> tuple[int, bool, int]:
         with autograd.context() as context:
             arrived = rref.to_here()
-            return current_context(), is_attached(arrived), len(recvs(context))
+            return this_thread.context, is_attached(arrived), len(recvs(context))
 
     threads: list[threading.Thread] = []
     fetched: list[tuple[int, bool, int]] = []

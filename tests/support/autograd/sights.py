@@ -13,14 +13,14 @@ from hvlike.autograd.contexts import contexts
 from hvlike.autograd.local_graph import recv_of
 from hvlike.rpc.agent.agent import current_agent as agent
 from hvlike.rpc.functions import async_execution
-from hvlike.rpc.wire.autograd_hooks import current_context
+from hvlike.rpc.wire.autograd_hooks import this_thread
 
 _SECONDS = 60.0
 
 
 def here() -> int:
     """The context of the thread that runs this."""
-    return current_context()
+    return this_thread.context
 
 
 def is_known(context: int) -> bool:
@@ -40,7 +40,7 @@ def recvs(context: int) -> dict[int, tuple[int, int]]:
 
 def here_and_there(to: int) -> tuple[int, int]:
     """The context here, and that of a call from here to another worker."""
-    return current_context(), hvlike.rpc.rpc_sync(to, here)
+    return this_thread.context, hvlike.rpc.rpc_sync(to, here)
 
 
 def is_answered(door: str, source: int) -> bool:
@@ -58,9 +58,9 @@ def answers(context: int, request: int) -> list[int]:
 @async_execution
 def here_and_later(to: int) -> Any:
     """The context here, that of a call, and that of the call's callback here, where another call is made."""
-    first = current_context()
+    first = this_thread.context
     return hvlike.rpc.rpc_async(to, here).then(
-        lambda future: (first, future.wait(), current_context(), hvlike.rpc.rpc_sync(to, here))
+        lambda future: (first, future.wait(), this_thread.context, hvlike.rpc.rpc_sync(to, here))
     )
 
 
