@@ -31,8 +31,7 @@ _PythonNode: Any = torch._C._FunctionBase
 _attach: Callable[[Tensor, Recv, Sequence[Tensor]], Sequence[Tensor]] = Receive.apply
 
 
-_COUNTER_BITS = 48
-"""Of an id; the rank is above them."""
+_COUNTER_BITS = 48  # Of an id; the rank is above them
 
 
 def new_ids(rank: int, first: int = 0) -> Iterator[int]:
@@ -58,14 +57,11 @@ class Send:
     """A message of this worker whose tensors include some that require grad."""
 
     id: int
-    rank: int
-    """The receiver."""
-    about: str
-    """The function that the message calls or answers."""
+    rank: int  # The receiver
+    about: str  # The function that the message calls or answers
     edges: list[GradientEdge]
     """Where the gradients of these tensors go: as the tensors were when the message was packed."""
-    owners: list[object]
-    """Keeps the nodes of the edges alive."""
+    owners: list[object]  # Keeps the nodes of the edges alive
     devices: Sequence[torch.device] = ()
     """Where the tensors are, and their gradients have to be. Empty where all are on the CPU."""
 
@@ -75,14 +71,10 @@ class Recv:
     """The same message at its receiver."""
 
     id: int
-    rank: int
-    """The sender."""
-    count: int
-    """The number of its tensors that require grad."""
-    dummy: Tensor
-    """A leaf without elements, the input of the Receive function; every message has its own."""
-    has_hooks: bool = False
-    """The node of the function has hooks, which the engine runs only where it runs the node."""
+    rank: int  # The sender
+    count: int  # The number of its tensors that require grad
+    dummy: Tensor  # A leaf without elements, the input of the Receive function; every message has its own
+    has_hooks: bool = False  # The node of the function has hooks, which the engine runs only where it runs the node
     deliver: Callable[[Recv, Sequence[Tensor | None]], None] | None = None
     """Takes the gradients from the function while the engine runs. Set under the context's lock."""
 
@@ -125,12 +117,9 @@ class DistributedContext:
     recvs: dict[int, Recv] = field(default_factory=dict)
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     """Of the leaves of this worker, summed over all backwards; changed under `lock`."""
-    gradients_ready: ReadyEvents | None = None
-    """When the gradients that are on GPUs are there."""
-    reached: set[int] = field(default_factory=set)
-    """The workers that this one has sent a message of the context to."""
-    segments: Sequence[SegmentRecord] = ()
-    """What the last backward has run on this worker, in this order; for `draw`."""
+    gradients_ready: ReadyEvents | None = None  # When the gradients that are on GPUs are there
+    reached: set[int] = field(default_factory=set)  # The workers that this one has sent a message of the context to
+    segments: Sequence[SegmentRecord] = ()  # What the last backward has run on this worker, in this order; for `draw`
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while torch's engine runs over a part of the graph. Never taken in the loop."""
     backwards: list[ContextListener] = field(default_factory=list)

@@ -91,8 +91,7 @@ class BoundaryNode:
         self._edges = edges
         self._places = places
         self._catch = catch
-        self._early: dict[int, Tensor | None] = {}
-        """What a node of C++ has computed for these children before it runs."""
+        self._early: dict[int, Tensor | None] = {}  # What a node of C++ has computed for these children before it runs
         self._others: dict[int, Callable[..., Any]] = {}
         """The node's other hooks, which `_after` calls: they would not see what is computed early."""
         self._handles: list[Any] = []
@@ -153,20 +152,13 @@ _uses_devices: Callable[[], bool] = torch.cuda.is_initialized
 class SegmentRecord(NamedTuple):
     """A segment that has run, for the timeline and `draw`."""
 
-    kind: str
-    """"plain", "selective" (it had boundary nodes) or "final"."""
-    nodes: int
-    """The number of its nodes, with those of leaves and recvs."""
-    sends: tuple[int, ...]
-    """The sends that were answered since the segment before."""
-    recvs: tuple[int, ...]
-    """The recvs whose gradients it has computed."""
-    leaves: int
-    """The number of leaves whose gradients it has completed."""
-    start: int
-    """perf_counter_ns."""
-    end: int
-    """perf_counter_ns."""
+    kind: str  # "plain", "selective" (it had boundary nodes) or "final"
+    nodes: int  # The number of its nodes, with those of leaves and recvs
+    sends: tuple[int, ...]  # The sends that were answered since the segment before
+    recvs: tuple[int, ...]  # The recvs whose gradients it has computed
+    leaves: int  # The number of leaves whose gradients it has completed
+    start: int  # perf_counter_ns
+    end: int  # perf_counter_ns
 
 
 Values = dict[Node, dict[int, Tensor]]

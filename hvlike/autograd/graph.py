@@ -28,10 +28,8 @@ class Scan(Generic[N]):
     def __init__(self, edges_of: Callable[[N], Edges[N]]) -> None:
         """edges_of: returns the children of a node; called once for each node."""
         self._edges_of = edges_of
-        self.edges: dict[N, Edges[N]] = {}
-        """The children of each node that was reached."""
-        self.waits: dict[N, int] = {}
-        """For each node the number of edges that lead to it from nodes that were reached."""
+        self.edges: dict[N, Edges[N]] = {}  # The children of each node that was reached
+        self.waits: dict[N, int] = {}  # For each node the number of edges that lead to it from nodes that were reached
 
     def reach(self, starts: Iterable[N]) -> list[N]:
         """Go on from these nodes and return the nodes without children that were not reached before."""
@@ -105,10 +103,8 @@ def crossing(edges: Mapping[N, Edges[N]], nodes: Iterable[N], inside: Collection
 class Plan(Generic[N]):
     """One segment."""
 
-    nodes: list[N]
-    """The nodes that run, each before its children."""
-    later: list[N]
-    """The nodes that could run and do not, in the same order."""
+    nodes: list[N]  # The nodes that run, each before its children
+    later: list[N]  # The nodes that could run and do not, in the same order
     boundaries: dict[N, list[int]] = field(default_factory=dict)
     """The nodes with children that do not run, and the places of these among their children."""
     partial: list[N] = field(default_factory=list)

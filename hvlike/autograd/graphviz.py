@@ -75,8 +75,7 @@ class Cluster:
 
     rank: int
     label: str
-    statements: list[str] = field(default_factory=list)
-    """Nodes and edges in DOT."""
+    statements: list[str] = field(default_factory=list)  # Nodes and edges in DOT
     sends: dict[int, str] = field(default_factory=dict)
     """Message -> the node of what was sent: gradients of the message arrive there."""
     recvs: dict[int, str] = field(default_factory=dict)
@@ -122,8 +121,7 @@ class LocalPicture:
     """The cluster of this worker for a context, drawn piece by piece."""
 
     def __init__(self, agent: Agent, context: DistributedContext) -> None:
-        self.reached = set(context.reached)
-        """The workers that may have more of the graph."""
+        self.reached = set(context.reached)  # The workers that may have more of the graph
         self._agent = agent
         self._context = context
         self._segments = list(enumerate(context.segments, 1))

@@ -24,9 +24,7 @@ from hvlike.autograd.protocol import Gradients
 from hvlike.rpc.wire.devices import ReadyEvents
 from hvlike.training.ddp.end_of_backward import Collected, collecting
 
-Roots = Sequence[tuple[GradientEdge, Tensor]]
-"""Where backward begins, and with which gradients."""
-
+Roots = Sequence[tuple[GradientEdge, Tensor]]  # Where backward begins, and with which gradients
 Emit = Callable[[int, int, "Gradients | None"], None]
 """Takes a recv, its sender and the gradients of its tensors; see BackwardState.emit."""
 
@@ -54,8 +52,7 @@ class LocalBackward:
         does, and no gradient came.
         listener: what the context tells what happens.
         """
-        self.segments: list[SegmentRecord] = []
-        """What has run, in this order."""
+        self.segments: list[SegmentRecord] = []  # What has run, in this order
         self._context = context
         self._roots = roots
         self._emit = emit
@@ -67,18 +64,14 @@ class LocalBackward:
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Recv] = {}
         self._graph: LocalGraph | None = None
-        self._pending: dict[int, Send] = {}
-        """The sends whose gradients are missing."""
-        self._silent: dict[int, Recv] = {}
-        """The recvs that were not emitted."""
+        self._pending: dict[int, Send] = {}  # The sends whose gradients are missing
+        self._silent: dict[int, Recv] = {}  # The recvs that were not emitted
         self._values: Values = {}
-        self._answered: list[int] = []
-        """The sends that were resolved since the last segment."""
+        self._answered: list[int] = []  # The sends that were resolved since the last segment
         self._starts: list[Node] = []
         self._order: list[Node] | None = None
         """The nodes that can run and have not, each before its children. None before they are needed."""
-        self._cleared: set[Node] = set()
-        """These nodes, and those that have run."""
+        self._cleared: set[Node] = set()  # These nodes, and those that have run
 
     @property
     def finished(self) -> bool:

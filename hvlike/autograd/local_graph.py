@@ -97,12 +97,9 @@ class LocalGraph:
     def __init__(self, recvs: Mapping[int, Recv]) -> None:
         # A node's Python object stays the same only while it is referred to: the scan does so.
         self.scan: Scan[Node] = Scan(attrgetter("next_functions"))
-        self.leaves: dict[Node, Tensor] = {}
-        """The leaves that were reached, by the nodes that would add to their .grad."""
-        self.recvs: dict[Node, Recv] = {}
-        """The recvs that were reached, by their nodes."""
-        self._hooks: dict[Node, tuple[Hooks, Hooks]] = {}
-        """Of the nodes of leaves, where they were looked up."""
+        self.leaves: dict[Node, Tensor] = {}  # The leaves that were reached, by the nodes that would add to their .grad
+        self.recvs: dict[Node, Recv] = {}  # The recvs that were reached, by their nodes
+        self._hooks: dict[Node, tuple[Hooks, Hooks]] = {}  # Of the nodes of leaves, where they were looked up
         self._of_context = recvs
 
     def reach(self, nodes: Iterable[Node]) -> list[Recv]:

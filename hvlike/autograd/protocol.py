@@ -30,8 +30,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Gradients = Sequence[Any]
-"""Of the tensors of one send, in order. None stands for a tensor that got no gradient."""
+Gradients = Sequence[Any]  # Of the tensors of one send, in order. None stands for a tensor that got no gradient.
 
 
 @dataclass(slots=True)
@@ -40,18 +39,13 @@ class BackwardMessage:
 
     gradients: dict[int, Gradients | None] = field(default_factory=dict)
     """By send of the receiver. None: this backward does not lead to that send."""
-    asks: bool = False
-    """The receiver shall take part, and report when it is done."""
-    done: bool = False
-    """The sender has finished, and so have all workers that it has asked."""
+    asks: bool = False  # The receiver shall take part, and report when it is done
+    done: bool = False  # The sender has finished, and so have all workers that it has asked
     marks: list[int] = field(default_factory=list)
     """Sends of the receiver that this backward leads to. To be acknowledged."""
-    acknowledged: int = 0
-    """How many messages with marks have been followed to the end."""
-    error: str | None = None
-    """What has failed at the sender, which the receiver has asked."""
-    abort: bool = False
-    """This backward has failed."""
+    acknowledged: int = 0  # How many messages with marks have been followed to the end
+    error: str | None = None  # What has failed at the sender, which the receiver has asked
+    abort: bool = False  # This backward has failed
 
     @property
     def is_of_run(self) -> bool:
@@ -109,24 +103,18 @@ class BackwardState:
         self.phase = Phase.OUTSIDE
         self.error: str | None = None
         self._takes_part = False
-        self._parent: int | None = None
-        """The worker that has asked first; None at the root."""
-        self._asked: set[int] = set()
-        """The workers that this one has asked and that have not reported."""
-        self._known: set[int] = set()
-        """The workers that take part or have been asked to."""
+        self._parent: int | None = None  # The worker that has asked first; None at the root
+        self._asked: set[int] = set()  # The workers that this one has asked and that have not reported
+        self._known: set[int] = set()  # The workers that take part or have been asked to
         self._is_marking = False
-        self._mark_parent: int | None = None
-        """The worker whose marks are acknowledged at the end; None at the root."""
-        self._unacknowledged: Counter[int] = Counter()
-        """This worker's own messages with marks, by receiver."""
+        self._mark_parent: int | None = None  # The worker whose marks are acknowledged at the end; None at the root
+        self._unacknowledged: Counter[int] = Counter()  # This worker's own messages with marks, by receiver
         self._mode = mode
         self._machine: Machine | None = machine
         self._marked: set[int] = set()
         self._waits: dict[int, int] = {}
         self._emitted: deque[tuple[int, int, Gradients | None]] = deque()
-        self._late: list[tuple[int, int]] = []
-        """Recvs that were opened after this worker had finished, and their ranks."""
+        self._late: list[tuple[int, int]] = []  # Recvs that were opened after this worker had finished, and their ranks
         self._outgoing: defaultdict[int, BackwardMessage] = defaultdict(BackwardMessage)
         """What is sent after this event, by receiver."""
         self._sent_to: set[int] = set()

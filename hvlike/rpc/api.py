@@ -49,8 +49,7 @@ __all__ = [
     "shutdown",
 ]
 
-_Key = tuple[int, tuple[str, ...], int]
-"""Session, names of the workers, and how often these workers have gathered."""
+_Key = tuple[int, tuple[str, ...], int]  # Session, names of the workers, and how often these workers have gathered
 
 
 _Round = tuple[dict[str, Any], list[torch.futures.Future[dict[str, Any]]]]

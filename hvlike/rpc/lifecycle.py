@@ -27,16 +27,13 @@ logger = logging.getLogger("hvlike")
 
 _REPORT_SECONDS = 60.0
 
-ANSWER_SECONDS = 1.0
-"""How long a shutdown waits for the status of the other workers before it reports."""
+ANSWER_SECONDS = 1.0  # How long a shutdown waits for the status of the other workers before it reports
 
 
 class _Sessions:
     fabric: Fabric | None = None
-    early: list[Any]
-    """Messages that have come over this fabric for sessions which have not begun here."""
-    number = 0
-    """Number of the last session; the same on all workers."""
+    early: list[Any]  # Messages that have come over this fabric for sessions which have not begun here
+    number = 0  # Number of the last session; the same on all workers
     running: Context
     """hvlike's context in which the last session began; it is not the current one any more while hvlike ends."""
 

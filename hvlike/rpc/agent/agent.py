@@ -55,20 +55,14 @@ _autograd: Any = torch.autograd
 class Call:
     """A request on the worker that sends it, and later its reply."""
 
-    rank: int
-    """The worker that serves it."""
+    rank: int  # The worker that serves it
     kind: int
-    timeout: float
-    """Seconds; 0: none."""
-    then: Callable[[Call], None] | None
-    """Runs in a pool thread when the call has ended."""
+    timeout: float  # Seconds; 0: none
+    then: Callable[[Call], None] | None  # Runs in a pool thread when the call has ended
     done: bool = False
-    reply: Packed | None = None
-    """The result, if the function returned."""
-    failure: Any = None
-    """The Description of the exception, if the function raised."""
-    error: Exception | None = None
-    """Why there is no reply: the time limit, a lost worker, a shutdown."""
+    reply: Packed | None = None  # The result, if the function returned
+    failure: Any = None  # The Description of the exception, if the function raised
+    error: Exception | None = None  # Why there is no reply: the time limit, a lost worker, a shutdown
 
 
 class PendingCalls(dict[int, Call]):
@@ -137,8 +131,7 @@ class Agent:
         self._handlers: dict[int, tuple[Handler, bool]] = {}
         self._notice_handlers: dict[int, NoticeHandler] = {}
         self._outbox: deque[tuple[int, int, tuple[Any, ...], list[torch.Tensor]]] = deque()
-        self.lost: dict[int, str] = {}
-        """The workers that are known to be gone, with the reason."""
+        self.lost: dict[int, str] = {}  # The workers that are known to be gone, with the reason
         self._ended: str | None = None
         self._lock = threading.Lock()
         self._works = 0
@@ -146,8 +139,7 @@ class Agent:
         self.open: dict[tuple[int, int], Request] = {}
         """Requests that have come and are not answered, by caller and number."""
         self.sent = [0] * self.size
-        self.received = [0] * self.size
-        """How many messages were sent to each worker, and have come from each."""
+        self.received = [0] * self.size  # How many messages were sent to each worker, and have come from each
         self.shutdown = SessionShutdown(self)
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
         """Calls `then` when the owners of all RRefs of a message know of them. Set by the RRefs."""

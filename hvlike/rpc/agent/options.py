@@ -73,8 +73,7 @@ class RpcBackendOptions:
         self.cloudpickle = cloudpickle
         self.device_maps: dict[str, DeviceMap] = {}
         """Where this worker's GPU tensors go, by the name of the receiving worker."""
-        self.devices: list[torch.device] = []
-        """GPUs that functions called on this worker use, beside those in the maps."""
+        self.devices: list[torch.device] = []  # GPUs that functions called on this worker use, beside those in the maps
         self.check()
 
     def check(self) -> None:

@@ -22,13 +22,11 @@ _LONGEST_PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    has_begun: bool
-    """It has called shutdown."""
+    has_begun: bool  # It has called shutdown
     serving: tuple[tuple[int, str, float], ...]
     """The oldest requests that it has not answered: caller's rank, function, seconds since it arrived."""
     serving_in_all: int
-    waiting: tuple[tuple[int, int], ...]
-    """Its own calls without a reply: rank of the callee, how many."""
+    waiting: tuple[tuple[int, int], ...]  # Its own calls without a reply: rank of the callee, how many
 
 
 def worker_status(agent: Agent) -> WorkerStatus:
@@ -65,8 +63,7 @@ def status_report(names: dict[int, str], statuses: dict[int, WorkerStatus]) -> s
 class Report(NamedTuple):
     sent: int
     received: int
-    present: frozenset[int]
-    """The workers it counts: those that it has not seen leave."""
+    present: frozenset[int]  # The workers it counts: those that it has not seen leave
 
 
 class Wave(NamedTuple):
@@ -182,8 +179,7 @@ class SessionShutdown:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._termination = Termination(agent, self._tell, self._later)
-        self.begun = False
-        """True once graceful shutdown was called."""
+        self.begun = False  # True once graceful shutdown was called
         self._statuses: dict[int, WorkerStatus] = {}
 
     def begin(self, phase: str, ended: Callable[[], None]) -> None:

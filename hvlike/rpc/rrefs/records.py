@@ -12,10 +12,8 @@ from hvlike.rpc.wire.devices import ReadyEvents
 class GlobalId(NamedTuple):
     """Name of an RRef or a fork, unique in a session. It travels as a plain tuple, which is equal to it."""
 
-    created_on: int
-    """Rank of the worker that made the name."""
-    local_id: int
-    """Counter of that worker."""
+    created_on: int  # Rank of the worker that made the name
+    local_id: int  # Counter of that worker
 
     def __str__(self) -> str:
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
@@ -76,8 +74,7 @@ class Effects:
     """What follows from an event of the protocol: collected under the lock, carried out without it."""
 
     notices: list[Notice] = field(default_factory=list)
-    answers: list[Callable[[], None]] = field(default_factory=list)
-    """What waited for a value: quick, holds no lock."""
+    answers: list[Callable[[], None]] = field(default_factory=list)  # What waited for a value: quick, holds no lock
     starts: list[Callable[[], None]] = field(default_factory=list)
     """Functions of callers that waited for the confirmation of their arguments."""
     freed: list[Any] = field(default_factory=list)
@@ -92,13 +89,10 @@ class KnownFork:
     is over when it was registered and deleted, and every fetch that the deletion counts has come.
     """
 
-    rank: int
-    """The worker that has the fork."""
+    rank: int  # The worker that has the fork
     registered: bool = False
-    fetches: int = 0
-    """How many fetches through it have come."""
-    deleted: int | None = None
-    """How many fetches were made through it, once it was deleted."""
+    fetches: int = 0  # How many fetches through it have come
+    deleted: int | None = None  # How many fetches were made through it, once it was deleted
 
     @property
     def is_over(self) -> bool:
@@ -116,21 +110,15 @@ class OwnedValue:
     """
 
     id: GlobalId
-    what: str = ""
-    """The function that makes the value; empty for RRef(value)."""
-    created: bool = False
-    """False while the owner has only heard of it from others."""
+    what: str = ""  # The function that makes the value; empty for RRef(value)
+    created: bool = False  # False while the owner has only heard of it from others
     settled: bool = False
     value: Any = None
-    events: ReadyEvents | None = None
-    """When the value is ready in the streams of this worker's GPUs."""
-    failure: Any = None
-    """The Description of the exception, or an exception to raise as it is."""
+    events: ReadyEvents | None = None  # When the value is ready in the streams of this worker's GPUs
+    failure: Any = None  # The Description of the exception, or an exception to raise as it is
     holders: dict[GlobalId, KnownFork] = field(default_factory=dict)
-    reserved: set[GlobalId] = field(default_factory=set)
-    """Messages of the owner to itself that carry this RRef."""
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-    """Called by the thread that settles it."""
+    reserved: set[GlobalId] = field(default_factory=set)  # Messages of the owner to itself that carry this RRef
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # Called by the thread that settles it
 
     @property
     def is_needed(self) -> bool:
@@ -156,23 +144,16 @@ class Fork:
 
     rref: GlobalId
     id: GlobalId
-    owner: int
-    """Rank."""
+    owner: int  # Rank
     confirmed: bool = False
-    dropped: bool = False
-    """True when no RRef object holds it any more, or shutdown has taken it away."""
-    deleted: bool = False
-    """True when the owner has been told."""
-    fetches: int = 0
-    """How often the value was asked for through it."""
+    dropped: bool = False  # True when no RRef object holds it any more, or shutdown has taken it away
+    deleted: bool = False  # True when the owner has been told
+    fetches: int = 0  # How often the value was asked for through it
     children: dict[GlobalId, int] = field(default_factory=dict)
     """Forks sent on that the owner may not know yet, with the rank that they were sent to."""
-    sender: int | None = None
-    """Rank that sent it, if that is a user: to be told when the owner knows this fork."""
-    parent: GlobalId | None = None
-    """The sender's fork."""
-    waiting: list[ConfirmationWait] = field(default_factory=list)
-    """What starts when it is confirmed."""
+    sender: int | None = None  # Rank that sent it, if that is a user: to be told when the owner knows this fork
+    parent: GlobalId | None = None  # The sender's fork
+    waiting: list[ConfirmationWait] = field(default_factory=list)  # What starts when it is confirmed
 
     def __str__(self) -> str:
         return f"UserRRef(rref_id={self.rref}, fork_id={self.id})"

@@ -33,8 +33,7 @@ class Creation:
 
     def __init__(self) -> None:
         self.ended = False
-        self.error: Exception | None = None
-        """Why the owner has not acknowledged it."""
+        self.error: Exception | None = None  # Why the owner has not acknowledged it
         self._lock = threading.Lock()
         self._promise: Promise | None = None
 
@@ -96,8 +95,7 @@ class RRef(Generic[T]):
 
     session: RRefSession
     held: OwnedValue | Fork
-    creation: Creation | None
-    """The call that makes the value, on the worker that called remote()."""
+    creation: Creation | None  # The call that makes the value, on the worker that called remote()
     type_future: torch.futures.Future[Any] | None
 
     def __init__(self, value: T, type_hint: Any = None) -> None:

@@ -66,8 +66,7 @@ class RRefSession:
         self.agent = agent
         self.rank = agent.rank
         self.lifetime = Lifetime(agent.rank)
-        self.is_over = False
-        """True from shutdown on: RRefs of this session cannot be used any more."""
+        self.is_over = False  # True from shutdown on: RRefs of this session cannot be used any more
         self._lock = threading.RLock()
         for kind in (REGISTER, REGISTERED, ACCEPTED, DELETE, DROPPED):
             agent.hear(kind, partial(self._hear, kind))
@@ -216,12 +215,8 @@ def checks_leaks() -> bool:
     return _Process.checks_leaks
 
 
-NAMES = struct.Struct("<iqiq")
-"""The names of an RRef and of a fork in a request."""
-
-NO_FORK = GlobalId(-1, -1)
-"""In a request of the owner to itself."""
-
+NAMES = struct.Struct("<iqiq")  # The names of an RRef and of a fork in a request
+NO_FORK = GlobalId(-1, -1)  # In a request of the owner to itself
 _DONE = Packed(b"", [])
 
 

@@ -18,17 +18,14 @@ from torch import Tensor
 from hvlike.backends.cuda.runtime import runtime_of
 from hvlike.errors import RpcError, UsageError
 
-DeviceMap: TypeAlias = dict[torch.device, torch.device]
-"""Devices of the sender -> devices of the receiver, one to one."""
+DeviceMap: TypeAlias = dict[torch.device, torch.device]  # Devices of the sender -> devices of the receiver, one to one
 
 
 class DeviceOffer(NamedTuple):
     """What a worker tells the others about its GPUs."""
 
-    gpus: int
-    """How many it has."""
-    maps: dict[str, DeviceMap]
-    """Its device map for each worker that it calls, by name."""
+    gpus: int  # How many it has
+    maps: dict[str, DeviceMap]  # Its device map for each worker that it calls, by name
 
 
 def device_of(what: str, given: object) -> torch.device:

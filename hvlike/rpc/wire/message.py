@@ -55,10 +55,8 @@ class Description(NamedTuple):
     name: str
     module: str
     qualname: str
-    family: str
-    """The class that the caller gets: a key of KEPT, or "RuntimeError"."""
-    obstacle: str
-    """Why the class cannot be called with one text; empty if it can."""
+    family: str  # The class that the caller gets: a key of KEPT, or "RuntimeError"
+    obstacle: str  # Why the class cannot be called with one text; empty if it can
     text: str
 
 
@@ -159,19 +157,16 @@ REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
 """Message types of calls. Each is counted, for the detection of the session's end."""
 STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
 """Message types of the shutdown, which are not counted; see shutdown.py."""
-CALL, REMOTE, FETCH = 1, 2, 3
-"""Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here."""
+CALL, REMOTE, FETCH = 1, 2, 3  # Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here
 
 
 class Packed(NamedTuple):
     """A value as it travels."""
 
-    body: Body
-    """A pickle stream of protocol 5 and what follows it; see pickler.py."""
+    body: Body  # A pickle stream of protocol 5 and what follows it; see pickler.py
     storages: list[torch.Tensor]
     """1-dimensional contiguous uint8 CPU tensors, sent out of band and received straight into new memory."""
-    note: Note | None = None
-    """What the message says about autograd, if it was packed inside a context."""
+    note: Note | None = None  # What the message says about autograd, if it was packed inside a context
 
     @property
     def context(self) -> int:
@@ -183,17 +178,13 @@ class Packed(NamedTuple):
 class Request:
     """A request on the worker that serves it."""
 
-    source: int
-    """Rank of the caller."""
-    number: int
-    """The caller's number of this call."""
+    source: int  # Rank of the caller
+    number: int  # The caller's number of this call
     kind: int
     packed: Packed
-    came: float
-    """When it arrived, in seconds of time.monotonic()."""
+    came: float  # When it arrived, in seconds of time.monotonic()
     respond: Callable[[Request, Packed | BaseException | Description], None]
-    about: object = ""
-    """The requested function, once it is known, or words; for reports (see describe_subject)."""
+    about: object = ""  # The requested function, once it is known, or words; for reports (see describe_subject)
     answers_last: bool = False
     """True if answering is the last thing the handler does in its thread.
 

@@ -35,9 +35,7 @@ from hvlike.rpc.wire.reducers import REDUCERS, THE_TENSOR, arrived, cloud_pickle
 from hvlike.rpc.wire.tensors import PARAMETER, RAW_MEMORY, Body, SparseRow, join_parts, pack_tensor, unpack_tensor
 
 T = TypeVar("T")
-_Ahead: TypeAlias = tuple[str, tuple[int, ...]]
-"""The name of a class of carry_ahead, and the numbers of an object."""
-
+_Ahead: TypeAlias = tuple[str, tuple[int, ...]]  # The name of a class of carry_ahead, and the numbers of an object
 _PROTOCOL = 5
 _END = struct.Struct("<Ic")
 _STOP = pickle.STOP[0]
@@ -48,40 +46,30 @@ _KEEP_BYTES = 1 << 12
 """A pickler is used again after streams up to this size. A longer stream leaves it a large memo that is wiped after
 every later message: 50 us each time after 100 KiB of small objects."""
 
-_THE_INCOMING = pickle.PickleBuffer(bytearray(1))
-"""Stands for the message's Incoming in the stream; see THE_TENSOR."""
+_THE_INCOMING = pickle.PickleBuffer(bytearray(1))  # Stands for the message's Incoming in the stream; see THE_TENSOR
 
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
     """One message being packed."""
 
-    destination: int
-    """Rank of the receiver."""
-    cloudpickle: bool = False
-    """Send lambdas and local functions too, with the package cloudpickle."""
-    context: int = NO_CONTEXT
-    """Id of the autograd context that the message belongs to."""
-    about: object = ""
-    """The function that it calls or answers, or words; for reports."""
-    records: bool = True
-    """Whether gradients may come back for its tensors."""
-    device_map: Mapping[torch.device, torch.device] = field(default_factory=dict)
-    """Where GPU tensors go."""
-    what: str = "Message"
-    """The message in words, for the error about a GPU tensor that has nowhere to go."""
+    destination: int  # Rank of the receiver
+    cloudpickle: bool = False  # Send lambdas and local functions too, with the package cloudpickle
+    context: int = NO_CONTEXT  # Id of the autograd context that the message belongs to
+    about: object = ""  # The function that it calls or answers, or words; for reports
+    records: bool = True  # Whether gradients may come back for its tensors
+    device_map: Mapping[torch.device, torch.device] = field(default_factory=dict)  # Where GPU tensors go
+    what: str = "Message"  # The message in words, for the error about a GPU tensor that has nowhere to go
     graded: list[Tensor] = field(default_factory=list)
     """The tensors of the message that require grad, each once, in order of appearance."""
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    """Called in reverse order if packing fails."""
+    undo: list[Callable[[], None]] = field(default_factory=list)  # Called in reverse order if packing fails
 
 
 @dataclass(eq=False, slots=True)
 class Incoming:
     """One message being opened."""
 
-    source: int
-    """The sender's rank."""
+    source: int  # The sender's rank
     graded: Sequence[Tensor] = ()
     """The received copies of `Outgoing.graded`: leaves, or in an autograd context what replaces them."""
     rrefs: list[Any] = field(default_factory=list)
@@ -192,18 +180,14 @@ class MessagePickler:
     """A pickler, and what it finds in a message that travels beside the stream. Packs one message at a time."""
 
     outgoing: Outgoing
-    streamed: int
-    """Bytes of the last stream, without what travels beside it."""
+    streamed: int  # Bytes of the last stream, without what travels beside it
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.items: list[tuple[Tensor, int] | None] = []
         """The dense tensors with their flags, in order; None in the place of anything else."""
-        self.ahead: dict[int, _Ahead | SparseRow] = {}
-        """The rows of items that are no dense tensors, by place."""
-        self.originals: dict[int, Tensor] = {}
-        """The sparse tensors and GPU tensors, which travel as others, by place."""
-        self.targets: dict[int, str] = {}
-        """The devices that the receiver moves tensors to, by place."""
+        self.ahead: dict[int, _Ahead | SparseRow] = {}  # The rows of items that are no dense tensors, by place
+        self.originals: dict[int, Tensor] = {}  # The sparse tensors and GPU tensors, which travel as others, by place
+        self.targets: dict[int, str] = {}  # The devices that the receiver moves tensors to, by place
         self._chunks: list[bytes | memoryview] = []
         self._pickler = pickler(
             SimpleNamespace(write=self._chunks.append), _PROTOCOL, buffer_callback=self._keep_in_band
@@ -277,8 +261,7 @@ class MessagePickler:
         return False
 
 
-_idle: list[MessagePickler] = []
-"""Picklers to be used again, by any thread."""
+_idle: list[MessagePickler] = []  # Picklers to be used again, by any thread
 
 
 def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:

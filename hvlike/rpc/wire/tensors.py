@@ -68,12 +68,9 @@ class _Span:
     memory: torch.UntypedStorage
     start: int
     stop: int
-    used: int
-    """Bytes of its tensors' elements."""
-    tensors: int = 1
-    """How many tensors it holds."""
-    place: int | None = None
-    """Its place in the message, once that is known."""
+    used: int  # Bytes of its tensors' elements
+    tensors: int = 1  # How many tensors it holds
+    place: int | None = None  # Its place in the message, once that is known
 
     @property
     def scattered(self) -> bool:
@@ -86,10 +83,8 @@ class SentMemory:
     __slots__ = ("short", "storages")
 
     def __init__(self) -> None:
-        self.short: list[bytes] = []
-        """Copies of short spans."""
-        self.storages: list[Tensor] = []
-        """Long spans: views of the tensors' memory as bytes."""
+        self.short: list[bytes] = []  # Copies of short spans
+        self.storages: list[Tensor] = []  # Long spans: views of the tensors' memory as bytes
 
     def add(self, memory: torch.UntypedStorage, start: int, length: int) -> int:
         """Add bytes of a storage, from `start` on; return their place."""
@@ -238,9 +233,7 @@ def _template(name: str) -> Tensor:
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
-SparseRow: TypeAlias = tuple[str, tuple[int, ...], bool, bool]
-"""Layout, shape, is coalesced (COO only), requires grad."""
-
+SparseRow: TypeAlias = tuple[str, tuple[int, ...], bool, bool]  # Layout, shape, is coalesced (COO only), requires grad
 _COO = "sparse_coo"
 SPARSE_LAYOUTS = {getattr(torch, name): name for name in (_COO, "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")}
 """The sparse layouts that travel, and their names in a message."""
@@ -279,9 +272,7 @@ SHORT_RECORD_BYTES = 1 << 16
 itself 304; 64 KiB 227 and 223, and a step of distributed autograd with such messages 5 to 10 % shorter; 256 KiB 358
 and 239. Several tensors in one message use the limit of tensors.py, because the body is copied several times."""
 
-_LONG_BYTES = 1 << 12
-"""From this size on, avoiding a copy saves more than it costs."""
-
+_LONG_BYTES = 1 << 12  # From this size on, avoiding a copy saves more than it costs
 Body = bytes | bytearray | memoryview
 """A short body is bytes; a long one is a bytearray on the sender and a view of the message on the receiver."""
 
