@@ -84,8 +84,7 @@ def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
 
 
 _Hook = Callable[..., Any]
-Hooks = Mapping[int, _Hook]
-"""All Python hooks of a kind that a node has, now and later, in the order of their registration."""
+Hooks = Mapping[int, _Hook]  # All Python hooks of a kind that a node has, now and later, in order of registration
 
 
 def accumulate_with_hooks(

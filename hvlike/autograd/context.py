@@ -39,10 +39,6 @@ def new_ids(rank: int, first: int = 0) -> Iterator[int]:
     return count((rank << _COUNTER_BITS) + first)
 
 
-def ids_end(rank: int) -> int:
-    return (rank + 1) << _COUNTER_BITS
-
-
 def rank_of_id(identifier: int) -> int:
     return identifier >> _COUNTER_BITS
 
@@ -59,11 +55,9 @@ class Send:
     id: int
     rank: int  # The receiver
     about: str  # The function that the message calls or answers
-    edges: list[GradientEdge]
-    """Where the gradients of these tensors go: as the tensors were when the message was packed."""
+    edges: list[GradientEdge]  # Where the gradients of the tensors go: as these were when the message was packed
     owners: list[object]  # Keeps the nodes of the edges alive
-    devices: Sequence[torch.device] = ()
-    """Where the tensors are, and their gradients have to be. Empty where all are on the CPU."""
+    devices: Sequence[torch.device] = ()  # Of the tensors and their gradients. Empty where all are on the CPU.
 
 
 @dataclass(eq=False)
@@ -126,8 +120,7 @@ class DistributedContext:
     ahead: LocalGraph | None = None
     """What was scanned of the graph before a backward asks for it; at most what the sends lead to."""
     _unscanned: list[Send] = field(default_factory=list)
-    _records: threading.Lock = field(default_factory=threading.Lock)
-    """Held for moments: sends, recvs, backwards and what was scanned change together."""
+    _records: threading.Lock = field(default_factory=threading.Lock)  # For sends, recvs, backwards, what was scanned
 
     def record_send(self, send: Send) -> None:
         with self._records:

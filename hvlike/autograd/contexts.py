@@ -17,7 +17,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from hvlike.autograd.context import DistributedContext, ids_end, new_ids, new_send, rank_of_id
+from hvlike.autograd.context import DistributedContext, new_ids, new_send, rank_of_id
 from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.wire.autograd_hooks import (
@@ -197,7 +197,7 @@ class Contexts:
 
     def _lose(self, rank: int, error: Exception) -> None:
         """A worker is gone, and with it the contexts that it has created. In the loop."""
-        end = ids_end(rank)
+        end = next(new_ids(rank + 1))  # Above all ids of that rank
         with self._lock:
             self._released[rank].add(end - 1, end)
             found = [self._contexts.pop(each) for each in self._older(rank, end)]

@@ -161,8 +161,7 @@ class SegmentRecord(NamedTuple):
     end: int  # perf_counter_ns
 
 
-Values = dict[Node, dict[int, Tensor]]
-"""Gradients that have come to nodes that have not run, by node and number of the input."""
+Values = dict[Node, dict[int, Tensor]]  # Gradients that came to nodes that have not run, by number of the input
 
 
 def add_value(values: Values, node: Node, number: int, gradient: Tensor) -> None:

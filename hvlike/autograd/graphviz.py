@@ -76,10 +76,9 @@ class Cluster:
     rank: int
     label: str
     statements: list[str] = field(default_factory=list)  # Nodes and edges in DOT
+    # By message: the node of what was sent, where its gradients arrive, or was received, where they leave.
     sends: dict[int, str] = field(default_factory=dict)
-    """Message -> the node of what was sent: gradients of the message arrive there."""
     recvs: dict[int, str] = field(default_factory=dict)
-    """Message -> the node of what was received: gradients of the message leave there."""
     nodes: int = 0
 
     def add_node(self, kind: str, text: str, segments: Sequence[int] = ()) -> str:

@@ -25,8 +25,7 @@ from hvlike.rpc.wire.devices import ReadyEvents
 from hvlike.training.ddp.end_of_backward import Collected, collecting
 
 Roots = Sequence[tuple[GradientEdge, Tensor]]  # Where backward begins, and with which gradients
-Emit = Callable[[int, int, "Gradients | None"], None]
-"""Takes a recv, its sender and the gradients of its tensors; see BackwardState.emit."""
+Emit = Callable[[int, int, "Gradients | None"], None]  # Takes recv, sender, gradients; see BackwardState.emit
 
 
 class LocalBackward:
@@ -58,8 +57,7 @@ class LocalBackward:
         self._emit = emit
         self._listener = listener
         self._retain_graph = retain_graph
-        self._through_modules = Collected(context.gradients)
-        """The data-parallel modules that the backward has come through."""
+        self._through_modules = Collected(context.gradients)  # The data-parallel modules on the way
         self._has_run = False
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Recv] = {}

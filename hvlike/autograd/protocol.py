@@ -37,12 +37,10 @@ Gradients = Sequence[Any]  # Of the tensors of one send, in order. None stands f
 class BackwardMessage:
     """What one worker sends to another one after one event. Fields at their defaults say nothing."""
 
-    gradients: dict[int, Gradients | None] = field(default_factory=dict)
-    """By send of the receiver. None: this backward does not lead to that send."""
+    gradients: dict[int, Gradients | None] = field(default_factory=dict)  # By send of the receiver. None: not reached.
     asks: bool = False  # The receiver shall take part, and report when it is done
     done: bool = False  # The sender has finished, and so have all workers that it has asked
-    marks: list[int] = field(default_factory=list)
-    """Sends of the receiver that this backward leads to. To be acknowledged."""
+    marks: list[int] = field(default_factory=list)  # Sends of the receiver that this leads to. To be acknowledged.
     acknowledged: int = 0  # How many messages with marks have been followed to the end
     error: str | None = None  # What has failed at the sender, which the receiver has asked
     abort: bool = False  # This backward has failed
@@ -115,12 +113,10 @@ class BackwardState:
         self._waits: dict[int, int] = {}
         self._emitted: deque[tuple[int, int, Gradients | None]] = deque()
         self._late: list[tuple[int, int]] = []  # Recvs that were opened after this worker had finished, and their ranks
-        self._outgoing: defaultdict[int, BackwardMessage] = defaultdict(BackwardMessage)
-        """What is sent after this event, by receiver."""
+        self._outgoing: defaultdict[int, BackwardMessage] = defaultdict(BackwardMessage)  # Sent after this event
         self._sent_to: set[int] = set()
         self._is_root = False
-        self._origin: int | None = None
-        """The sender of the first message: it is told of an error while there is no parent."""
+        self._origin: int | None = None  # Sender of the first message, told of an error while there is no parent
 
     @property
     def is_over(self) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,8 @@ from hvlike.errors import RpcError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.agent import current_agent as _get_current_rpc_agent
 from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
-from hvlike.rpc.agent.calls import gather_futures, rpc_async, rpc_sync
+from hvlike.rpc.agent.calls import rpc_async, rpc_sync
+from hvlike.rpc.agent.calls import wait_all as _wait_all
 from hvlike.rpc.agent.futures import async_execution
 from hvlike.rpc.agent.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, checked_timeout
 from hvlike.rpc.lifecycle import init_rpc, shutdown
@@ -99,20 +99,6 @@ def _barrier(worker_names: Sequence[str] | None = None) -> None:
     Source: torch.distributed.rpc.api._barrier.
     """
     _all_gather(None, worker_names)
-
-
-@contextmanager
-def _wait_all() -> Iterator[None]:
-    """Context manager: wait at its end for all calls that this thread started in it with rpc_async.
-
-    Raises:
-        Exception: The error of the first call that failed.
-
-    Source: torch.distributed.rpc.api._wait_all.
-    """
-    with gather_futures() as futures:
-        yield
-    torch.futures.wait_all(futures)
 
 
 @async_execution

@@ -16,7 +16,7 @@ from hvlike.errors import HorovodInternalError, RpcError, UsageError
 from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
-from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session, live_rrefs, set_session
+from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session, live_rrefs
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
 from hvlike.rpc.wire.message import WorkerInfo
@@ -193,9 +193,7 @@ def _end(agent: Agent, *, tell: bool) -> None:
     running.before_close.remove(_end_with_hvlike)
     running.when_lost[:] = [each for each in running.when_lost if getattr(each, "args", ()) != (agent,)]
     agent.end(f"RPC has been shut down on {agent.me.name} (rank {agent.rank}) while this was in flight.", tell=tell)
-    session = current_session()
-    set_session(None)
-    session.end()
+    current_session().end()
     autograd_hooks().end()
     set_agent(None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,17 +17,8 @@ from hvlike.rpc.wire.pickler import Incoming, carry
 FORMS = "'<worker>', '<worker>/cpu', '<worker>/cuda:<number>', or 'rank:<rank>' in the place of the worker"
 
 
-class Placement(NamedTuple):
-    on: str | int
-    device: str
-
-
-def parse_placement(text: str) -> Placement:
-    """Parse a remote device; the worker may not exist.
-
-    Raises: UsageError for any other form, for a device without a worker, and for a device that is no CPU or GPU.
-    Source: the forms that torch.distributed.nn.RemoteModule takes.
-    """
+def parse_placement(text: str) -> tuple[str | int, str]:
+    """Return the worker, which may not exist, and the device of a remote device. Raises: UsageError for other forms."""
     if not isinstance(text, str):
         raise UsageError(f"a remote device is a string such as {FORMS}, got {text!r}")
     worker, slash, device = text.partition("/")
@@ -40,7 +31,7 @@ def parse_placement(text: str) -> Placement:
     device = device or "cpu"
     if torch.device(device).type not in ("cpu", "cuda"):
         raise UsageError(f"remote device {text!r}: modules are placed on a CPU or a GPU; write {FORMS}")
-    return Placement(int(rank) if by_rank else worker, device)
+    return int(rank) if by_rank else worker, device
 
 
 def is_device(text: str) -> bool:
@@ -255,10 +246,10 @@ def _restore(args: tuple[str | int, str, RRef[nn.Module]], incoming: Incoming) -
 carry(RemoteModule, lambda module, outgoing: (module.on, module.device, module.module_rref), _restore)
 
 
+# The following functions run on the owner.
 def _create(
     module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
-    """Runs on the owner."""
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -269,7 +260,6 @@ def _create(
 
 
 def _call(module_rref: RRef[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], device: str, to_cpu: bool) -> Any:
-    """Runs on the owner."""
     if device != "cpu":
         args, kwargs = _moved(args, device), _moved(kwargs, device)
     result = module_rref.local_value()(*args, **kwargs)
@@ -290,10 +280,8 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def _parameters(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
-    """Runs on the owner."""
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
 def _change(module_rref: RRef[nn.Module], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Call train or to of the module. Runs on the owner."""
     getattr(module_rref.local_value(), method)(*args, **kwargs)

@@ -136,17 +136,15 @@ class Agent:
         self._lock = threading.Lock()
         self._works = 0
         self.pending = PendingCalls()
-        self.open: dict[tuple[int, int], Request] = {}
-        """Requests that have come and are not answered, by caller and number."""
+        self.open: dict[tuple[int, int], Request] = {}  # Requests not yet answered, by caller and number
         self.sent = [0] * self.size
         self.received = [0] * self.size  # How many messages were sent to each worker, and have come from each
         self.shutdown = SessionShutdown(self)
+        # Set by the RRefs. Calls `then` when the owners of all RRefs of a message know of them.
         self.when_confirmed: Callable[[Sequence[Any], Callable[[], None]], None] = lambda rrefs, then: then()
-        """Calls `then` when the owners of all RRefs of a message know of them. Set by the RRefs."""
+        # Set by the RRefs. Gets kind, sender and reply of a call that has ended without it, in a pool thread.
         self.unwanted: Callable[[int, int, Packed], None] = lambda kind, source, packed: None
-        """Gets kind, sender and reply of a call that has ended without it, in a pool thread. Set by the RRefs."""
-        self.when_lost: list[Callable[[int, Exception], None]] = []
-        """Called for every worker that is gone, with the reason. In the loop."""
+        self.when_lost: list[Callable[[int, Exception], None]] = []  # For a worker that is gone, and why. In the loop.
 
     def begin(self) -> None:
         """Receive messages from now on, those that came early at once."""

@@ -108,14 +108,21 @@ def rpc_async(
 
 
 @contextmanager
-def gather_futures() -> Iterator[list[torch.futures.Future[Any]]]:
-    """Yield a list that collects the futures which rpc_async gives this thread inside the block."""
+def wait_all() -> Iterator[None]:
+    """Context manager: wait at its end for all calls that this thread started in it with rpc_async.
+
+    Raises:
+        Exception: The error of the first call that failed.
+
+    Source: torch.distributed.rpc.api._wait_all.
+    """
     futures: list[torch.futures.Future[Any]] = []
     before, _gathered.futures = _gathered.futures, futures
     try:
-        yield futures
+        yield
     finally:
         _gathered.futures = before
+    torch.futures.wait_all(futures)
 
 
 def serve_calls(agent: Agent) -> None:
@@ -150,10 +157,7 @@ def prepare_call(
     kwargs: Mapping[str, Any] | None,
     timeout: float,
 ) -> tuple[int, Packed, float]:
-    """Return the rank of a call's destination, the call as it travels, and its time limit.
-
-    Raises: RuntimeError for an unknown worker, ValueError, TypeError, and what pickle raises.
-    """
+    """Return the rank of a call's destination, the call as it travels, and its time limit. Raises: see rpc_async."""
     rank = agent.worker(to).id
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else time_limit(agent, timeout)
     if not callable(func):

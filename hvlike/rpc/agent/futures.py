@@ -28,8 +28,7 @@ logger = logging.getLogger("hvlike")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_MARK = "_wrapped_async_rpc_function"
-"""The attribute with which torch's decorator marks a function, so its functions are served too."""
+_MARK = "_wrapped_async_rpc_function"  # As torch's decorator marks a function: its functions are served too
 
 
 class Promise:

@@ -14,20 +14,11 @@ import torch
 from hvlike.errors import UsageError
 from hvlike.rpc.wire.devices import DeviceMap, DeviceOffer, device_of, parse_map
 
-DEFAULT_RPC_TIMEOUT_SEC = 60.0
-"""Seconds after which a call without a timeout of its own fails."""
-
-UNSET_RPC_TIMEOUT = -1.0
-"""As the timeout of a call: use the default of the moment the call is made."""
-
-DEFAULT_NUM_WORKER_THREADS = 16
-"""How many functions of callers run at a time on one worker."""
-
-DEFAULT_INIT_METHOD = "env://"
-"""Accepted for compatibility with torch and ignored: MPI has connected the ranks."""
-
-DEFAULT_SHUTDOWN_TIMEOUT = 0.0
-"""Seconds that a graceful shutdown waits; 0: no limit."""
+DEFAULT_RPC_TIMEOUT_SEC = 60.0  # After which a call without a timeout of its own fails
+UNSET_RPC_TIMEOUT = -1.0  # As the timeout of a call: use the default of the moment the call is made
+DEFAULT_NUM_WORKER_THREADS = 16  # How many functions of callers run at a time on one worker
+DEFAULT_INIT_METHOD = "env://"  # Accepted for compatibility with torch and ignored: MPI has connected the ranks
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0  # Seconds that a graceful shutdown waits; 0: no limit
 
 
 class BackendType(enum.Enum):
@@ -71,8 +62,7 @@ class RpcBackendOptions:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
         self.cloudpickle = cloudpickle
-        self.device_maps: dict[str, DeviceMap] = {}
-        """Where this worker's GPU tensors go, by the name of the receiving worker."""
+        self.device_maps: dict[str, DeviceMap] = {}  # Where this worker's GPU tensors go, by name of the receiver
         self.devices: list[torch.device] = []  # GPUs that functions called on this worker use, beside those in the maps
         self.check()
 

@@ -102,7 +102,8 @@ def recorded_async(agent: Agent, call: Callable[..., Any], to: object, func: Any
     recorded = _RecordedCall(agent, "async", to, func)
     with recorded.range() as range_:
         # A range of kineto must not outlast its profile: if it ends in the next one, torch writes to freed memory.
-        outlasts = range_ is not None and _is_legacy_profiler()
+        legacy = torch._C._profiler.ActiveProfilerType.LEGACY
+        outlasts = range_ is not None and torch._C._autograd._profiler_type() == legacy
         promise = Promise(range_._call_end_callbacks_on_future if outlasts else None, agent.devices)
         try:
             call(agent, promise, recorded.end, to, func, *more)
@@ -111,11 +112,6 @@ def recorded_async(agent: Agent, call: Callable[..., Any], to: object, func: Any
             promise.set_error(error)
             raise
     return promise.future
-
-
-def _is_legacy_profiler() -> bool:
-    legacy = torch._C._profiler.ActiveProfilerType.LEGACY
-    return bool(_autograd._profiler_enabled()) and torch._C._autograd._profiler_type() == legacy
 
 
 def recorded_request(agent: Agent, request: Request, func: Any) -> Any:

@@ -26,7 +26,6 @@ from hvlike.rpc.rrefs.records import (
     Fork,
     GlobalId,
     KnownFork,
-    Notice,
     OwnedValue,
     Ticket,
 )
@@ -211,7 +210,7 @@ class ForkTable:
             self._tell(fork.owner, DELETE, (tuple(fork.rref), tuple(fork.id), fork.fetches))
 
     def _tell(self, rank: int, kind: int, value: tuple[object, ...]) -> None:
-        self.effects.notices.append(Notice(rank, kind, value))
+        self.effects.notices.append((rank, kind, value))
 
 
 class Lifetime:
@@ -264,7 +263,7 @@ class Lifetime:
         if ticket.parent is None:
             return self.owned.claim(ticket.rref, ticket.child)
         entry = self.owned.find(ticket.rref)
-        self._effects.notices.append(Notice(source, ACCEPTED, (tuple(ticket.parent), tuple(ticket.child))))
+        self._effects.notices.append((source, ACCEPTED, (tuple(ticket.parent), tuple(ticket.child))))
         return entry
 
     def hear(self, kind: int, source: int, value: tuple[Any, ...]) -> None:
@@ -274,7 +273,7 @@ class Lifetime:
         fork = self.used.forks.get(first)
         if kind == REGISTER:
             self.owned.note(first, second, source)
-            self._effects.notices.append(Notice(source, REGISTERED, (tuple(second),)))
+            self._effects.notices.append((source, REGISTERED, (tuple(second),)))
         elif kind == DELETE:
             self.owned.note(first, second, source, deleted=value[2])
         elif kind == ACCEPTED:

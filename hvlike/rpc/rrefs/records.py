@@ -61,12 +61,7 @@ DROPPED     user -> itself      from the finalizer of the RRef object           
 """
 
 
-class Notice(NamedTuple):
-    """A message without a reply, for Agent.notify."""
-
-    rank: int
-    kind: int
-    value: tuple[Any, ...]
+Notice = tuple[int, int, tuple[Any, ...]]  # A message without a reply, for Agent.notify: rank, kind, value
 
 
 @dataclass
@@ -75,10 +70,8 @@ class Effects:
 
     notices: list[Notice] = field(default_factory=list)
     answers: list[Callable[[], None]] = field(default_factory=list)  # What waited for a value: quick, holds no lock
-    starts: list[Callable[[], None]] = field(default_factory=list)
-    """Functions of callers that waited for the confirmation of their arguments."""
-    freed: list[Any] = field(default_factory=list)
-    """OwnedValues: a user's finalizer runs where the last reference is dropped."""
+    starts: list[Callable[[], None]] = field(default_factory=list)  # Functions of callers whose arguments are confirmed
+    freed: list[Any] = field(default_factory=list)  # OwnedValues: users' finalizers run where these are dropped
 
 
 @dataclass(eq=False, slots=True)
@@ -149,8 +142,7 @@ class Fork:
     dropped: bool = False  # True when no RRef object holds it any more, or shutdown has taken it away
     deleted: bool = False  # True when the owner has been told
     fetches: int = 0  # How often the value was asked for through it
-    children: dict[GlobalId, int] = field(default_factory=dict)
-    """Forks sent on that the owner may not know yet, with the rank that they were sent to."""
+    children: dict[GlobalId, int] = field(default_factory=dict)  # Sent on, maybe unknown to the owner, and where to
     sender: int | None = None  # Rank that sent it, if that is a user: to be told when the owner knows this fork
     parent: GlobalId | None = None  # The sender's fork
     waiting: list[ConfirmationWait] = field(default_factory=list)  # What starts when it is confirmed

@@ -31,8 +31,6 @@ from hvlike.rpc.wire.reducers import function_name
 
 R = TypeVar("R")
 
-NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-
 
 @dataclass(frozen=True)
 class LiveRRef:
@@ -138,6 +136,7 @@ class RRefSession:
     def end(self) -> None:
         """From now on RRefs of this session raise, and values that are not computed will never be."""
         self.is_over = True
+        _Process.session = None
         failure = RpcError(f"RPC has been shut down on {self.agent.me.name} before the value of this RRef was there.")
         for entry in list(self.lifetime.owned.entries.values()):
             self.perform(self.lifetime.owned.settle, entry, None, failure)
@@ -190,15 +189,13 @@ class _Process:
     checks_leaks = False
 
 
-def set_session(session: RRefSession | None) -> None:
-    _Process.session = session
-
-
 def current_session() -> RRefSession:
     """Return the running session. Raises: RuntimeError before init_rpc and after shutdown."""
     session = _Process.session
     if session is None:
-        raise RpcError(NO_AGENT)
+        raise RpcError(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+        )
     return session
 
 
@@ -226,7 +223,7 @@ def begin_rrefs(agent: Agent) -> None:
     agent.serve(REMOTE, partial(_create, session))
     # Not limited, because no function of a caller runs: workers whose threads all wait for values still get them.
     agent.serve(FETCH, partial(_look_up, session), limited=False)
-    set_session(session)
+    _Process.session = session
 
 
 def _create(session: RRefSession, request: Request) -> None:

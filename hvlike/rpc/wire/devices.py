@@ -107,14 +107,13 @@ class DeviceMaps:
         me = names[rank]
         maps = offers[rank].maps
         itself = {torch.device("cuda", index): torch.device("cuda", index) for index in range(offers[rank].gpus)}
+        # Where tensors in arguments go, by the callee's rank, and those in results, by the caller's.
         self.requests: dict[int, DeviceMap] = {other: maps[name] for other, name in enumerate(names) if name in maps}
-        """Where tensors in arguments go, by the callee's rank."""
         self.replies: dict[int, DeviceMap] = {
             other: {there: here for here, there in offer.maps[me].items()}
             for other, offer in enumerate(offers)
             if me in offer.maps
         }
-        """Where tensors in results go, by the caller's rank."""
         # Tensors that a worker sends to itself stay on their device, unless its maps say otherwise.
         self.requests.setdefault(rank, itself)
         self.replies.setdefault(rank, itself)
@@ -122,8 +121,7 @@ class DeviceMaps:
         for device_map in (*self.requests.values(), *self.replies.values()):
             if device_map is not itself:
                 used.update(dict.fromkeys(device_map))
-        self.used = tuple(used)
-        """The devices of this worker on which values may still be computed when they are handed over."""
+        self.used = tuple(used)  # Where values may still be computed when they are handed over
 
     def ready_events(self) -> ReadyEvents | None:
         """Record events on the used devices; None if there are no such devices."""

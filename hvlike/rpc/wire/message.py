@@ -42,8 +42,7 @@ class WorkerInfo:
 
 logger = logging.getLogger("hvlike")
 
-KEPT = {"ValueError": ValueError, "TypeError": TypeError}
-"""The exception classes that a caller gets as they are; every other one becomes a RuntimeError."""
+KEPT = {"ValueError": ValueError, "TypeError": TypeError}  # A caller gets these as they are, others as RuntimeError
 
 _ESCAPE = re.compile(r"""\\(?:([\\'"abfnrtv\n])|([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))""")
 _MEANING = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
@@ -153,10 +152,9 @@ def _find(description: Description) -> type[Exception] | None:
     return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
+# Message types: of calls, counted for the detection of the session's end; of the shutdown, not counted (shutdown.py).
 REQUEST, ANSWER, FAILURE, REFUSAL, NOTICE = range(5)
-"""Message types of calls. Each is counted, for the detection of the session's end."""
 STATUS_QUERY, STATUS, LEAVING, IDLE_REPORT, WAVE_RESULT = range(5, 10)
-"""Message types of the shutdown, which are not counted; see shutdown.py."""
 CALL, REMOTE, FETCH = 1, 2, 3  # Kinds of requests: rpc_sync and rpc_async; remote; RRef.to_here
 
 
@@ -164,8 +162,7 @@ class Packed(NamedTuple):
     """A value as it travels."""
 
     body: Body  # A pickle stream of protocol 5 and what follows it; see pickler.py
-    storages: list[torch.Tensor]
-    """1-dimensional contiguous uint8 CPU tensors, sent out of band and received straight into new memory."""
+    storages: list[torch.Tensor]  # 1-dimensional contiguous uint8 CPU tensors, out of band and received into new memory
     note: Note | None = None  # What the message says about autograd, if it was packed inside a context
 
     @property
@@ -185,11 +182,9 @@ class Request:
     came: float  # When it arrived, in seconds of time.monotonic()
     respond: Callable[[Request, Packed | BaseException | Description], None]
     about: object = ""  # The requested function, once it is known, or words; for reports (see describe_subject)
+    # True if the handler answers last: its thread sends the reply when it drives the loop again, and is there for the
+    # caller's next message.
     answers_last: bool = False
-    """True if answering is the last thing the handler does in its thread.
-
-    The thread then sends the reply when it drives the loop again, and is there for the caller's next message.
-    """
 
     def answer(self, result: Packed | BaseException | Description) -> None:
         """Send the result or an exception, once. From any thread. Storages must not change until they are sent."""

@@ -40,8 +40,7 @@ _PROTOCOL = 5
 _END = struct.Struct("<Ic")
 _STOP = pickle.STOP[0]
 _TABLE, _SINGLE, _BARE = b"T", b"S", b"B"
-_ARRAY_BYTES = 4096
-"""Smaller memory of arrays stays in the stream: sending it by itself would cost more than two copies."""
+_ARRAY_BYTES = 4096  # Smaller arrays stay in the stream: sending one by itself costs more than two copies
 _KEEP_BYTES = 1 << 12
 """A pickler is used again after streams up to this size. A longer stream leaves it a large memo that is wiped after
 every later message: 50 us each time after 100 KiB of small objects."""
@@ -60,8 +59,7 @@ class Outgoing:
     records: bool = True  # Whether gradients may come back for its tensors
     device_map: Mapping[torch.device, torch.device] = field(default_factory=dict)  # Where GPU tensors go
     what: str = "Message"  # The message in words, for the error about a GPU tensor that has nowhere to go
-    graded: list[Tensor] = field(default_factory=list)
-    """The tensors of the message that require grad, each once, in order of appearance."""
+    graded: list[Tensor] = field(default_factory=list)  # Its tensors that require grad, each once, in order
     undo: list[Callable[[], None]] = field(default_factory=list)  # Called in reverse order if packing fails
 
 
@@ -70,10 +68,8 @@ class Incoming:
     """One message being opened."""
 
     source: int  # The sender's rank
-    graded: Sequence[Tensor] = ()
-    """The received copies of `Outgoing.graded`: leaves, or in an autograd context what replaces them."""
-    rrefs: list[Any] = field(default_factory=list)
-    """The RRefs in the message; the function that restores them adds them."""
+    graded: Sequence[Tensor] = ()  # Copies of `Outgoing.graded`: leaves, or in a context what replaces them
+    rrefs: list[Any] = field(default_factory=list)  # The RRefs in the message; what restores them adds them
 
 
 def pack(value: Any, outgoing: Outgoing) -> Packed:
@@ -183,8 +179,7 @@ class MessagePickler:
     streamed: int  # Bytes of the last stream, without what travels beside it
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
-        self.items: list[tuple[Tensor, int] | None] = []
-        """The dense tensors with their flags, in order; None in the place of anything else."""
+        self.items: list[tuple[Tensor, int] | None] = []  # Dense tensors with flags, in order; None for the others
         self.ahead: dict[int, _Ahead | SparseRow] = {}  # The rows of items that are no dense tensors, by place
         self.originals: dict[int, Tensor] = {}  # The sparse tensors and GPU tensors, which travel as others, by place
         self.targets: dict[int, str] = {}  # The devices that the receiver moves tensors to, by place
@@ -332,5 +327,4 @@ def _restore_ahead(rows: list[Any], incoming: Incoming) -> dict[int, Any]:
     }
 
 
-_AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}
-"""How to restore the objects that stand in the table, by the name of their class."""
+_AHEAD: dict[str, Callable[[tuple[int, ...], Incoming], Any]] = {}  # How to restore what stands in the table, by class

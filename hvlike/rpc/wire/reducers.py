@@ -23,9 +23,8 @@ from hvlike.rpc.wire.tensors import NAMES, PARAMETER, REQUIRES_GRAD, SPARSE_LAYO
 if TYPE_CHECKING:
     from hvlike.rpc.wire.pickler import MessagePickler
 
+# Stands for "the next buffer" in the stream. Writable: for read-only memory pickle adds an opcode.
 THE_TENSOR = pickle.PickleBuffer(bytearray(1))
-"""Stands for "the next buffer" in the stream. Writable: for read-only memory pickle adds an opcode."""
-
 _known: dict[Any, Any] = {}  # The reduced form of each function of the module torch that was sent
 _find_operator: Callable[[Any], str | None] = getattr(torch.jit._builtins, "_find_builtin", lambda func: None)
 

@@ -47,16 +47,13 @@ itself 272; 64 KiB 372 and 297; 100 tensors of 256 bytes 2.1 ms and 4.8."""
 
 _COPY_ABOVE = 2
 _COPY_SAVES = 4096
-_ALIGNMENT = 16
-"""A span of several tensors begins at a multiple of the longest element (complex128): their dtypes may differ."""
+_ALIGNMENT = 16  # Of a span of several tensors: that of the longest element, complex128, as their dtypes may differ
 
-NAMES = {
+NAMES = {  # Of the dtypes that travel, in a message
     dtype: str(dtype).removeprefix("torch.")
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
-"""The dtypes that travel, and their names in a message."""
-
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -270,12 +267,10 @@ def assemble_sparse(parts: Sequence[Tensor], row: SparseRow) -> Tensor:
 SHORT_RECORD_BYTES = 1 << 16
 """Elements up to this size go in the body. Echo between two ranks of one node, median: 16 KiB in the body 194 us, by
 itself 304; 64 KiB 227 and 223, and a step of distributed autograd with such messages 5 to 10 % shorter; 256 KiB 358
-and 239. Several tensors in one message use the limit of tensors.py, because the body is copied several times."""
+and 239. Several tensors in one message use SHORT_BYTES, because the body is copied several times."""
 
 _LONG_BYTES = 1 << 12  # From this size on, avoiding a copy saves more than it costs
-Body = bytes | bytearray | memoryview
-"""A short body is bytes; a long one is a bytearray on the sender and a view of the message on the receiver."""
-
+Body = bytes | bytearray | memoryview  # A long one: bytearray on the sender, view of the message on the receiver
 _COMMON = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _TEMPLATES = [_template(name) for name in _COMMON]
 _NUMBERS = {template.dtype: number for number, template in enumerate(_TEMPLATES)}  # A message holds this number.
