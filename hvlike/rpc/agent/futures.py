@@ -58,6 +58,16 @@ class Promise:
             self.future._set_unwrap_func(lambda _: events.follow())
         self._complete()
 
+    def complete_with(self, compute: Callable[[], Any]) -> None:
+        """Complete the future with what `compute` returns or raises."""
+        try:
+            value = compute()
+        except Exception as error:
+            # Its frames may hold this promise, and the garbage collector does not see into torch futures.
+            self.set_error(error.with_traceback(None))
+        else:
+            self.set_result(value)
+
     def set_error(self, error: Exception) -> None:
         """Fail the future, once, from any thread; runs its callbacks."""
         if isinstance(error, RuntimeError):

@@ -57,16 +57,9 @@ def _call_later(
     """Return a future that completes with the future which `call` returns for the type."""
     promise = Promise(devices=rref.session.agent.devices)
 
-    # Without tracebacks: their frames hold the promise, and the garbage collector does not see into torch futures.
-    def copy(result: torch.futures.Future[Any]) -> None:
-        try:
-            promise.set_result(result.value())
-        except Exception as error:
-            promise.set_error(error.with_traceback(None))
-
     def begin(done: torch.futures.Future[Any]) -> None:
         try:
-            call(done.value()).add_done_callback(copy)
+            call(done.value()).add_done_callback(lambda result: promise.complete_with(result.value))
         except Exception as error:
             promise.set_error(error.with_traceback(None))
 
@@ -131,16 +124,9 @@ def _forget_failure(rref: RRef[Any], found: torch.futures.Future[Any]) -> None:
 def _rref_typeof_on_owner(rref: RRef[Any]) -> torch.futures.Future[Any]:
     """Runs on the owner; no thread waits while the value is computed."""
     promise = Promise()
-
-    def answer() -> None:
-        try:
-            promise.set_result(type(rref.local_value()))
-        except Exception as error:
-            promise.set_error(error.with_traceback(None))
-
     if not isinstance(rref.held, OwnedValue):
         raise RpcError(f"{rref.name} has come to a worker that does not own it.")
-    rref.session.when_settled(rref.held, answer)
+    rref.session.when_settled(rref.held, partial(promise.complete_with, lambda: type(rref.local_value())))
     return promise.future
 
 

@@ -277,7 +277,7 @@ def _arrivals(packed: Packed, incoming: Incoming) -> list[Any]:
             arrival = tensors.assemble_sparse(parts, row)
             parts.clear()
         else:
-            arrival = tensors.build(row, memory, targets.get(place) if targets else None)
+            arrival = memory.build(row, targets.get(place) if targets else None)
             if row[-1] & tensors.SPARSE_PART:
                 parts.append(arrival)
                 continue

@@ -178,7 +178,7 @@ class ReceivedMemory:
         self._short = short
         self._memories = {place: storage.untyped_storage() for place, storage in enumerate(storages)}
 
-    def memory(self, place: int) -> torch.UntypedStorage:
+    def _memory(self, place: int) -> torch.UntypedStorage:
         """Return the storage of a place, the same one each time."""
         memory = self._memories.get(place)
         if memory is None:
@@ -188,34 +188,28 @@ class ReceivedMemory:
             self._memories[place] = memory
         return memory
 
-    def elements(self, row: Row, template: Tensor) -> Tensor:
-        """Return a tensor on the memory of its row; `template` is any tensor of its dtype."""
-        place, _, offset, shape, stride, flags = row
-        if place == NOWHERE:
-            return template.new_empty_strided(shape, stride)
-        if place < NOWHERE and flags & OWN_MEMORY:
-            tensor = template.new_empty_strided(shape, stride)
-            span = self._short[NOWHERE - 1 - place]
-            ctypes.memmove(tensor.data_ptr(), span, len(span))
-            return tensor
-        return template.new_empty(0).set_(self.memory(place), offset, shape, stride)
+    def build(self, row: Row, device: str | None = None) -> Any:
+        """Return what a row stands for: a tensor or Parameter (on `device`, if given), or a memoryview."""
+        place, name, offset, shape, stride, flags = row
+        if place >= 0 or not (place == NOWHERE or flags & OWN_MEMORY):
+            tensor = _template(name).new_empty(0).set_(self._memory(place), offset, shape, stride)
+        else:
+            tensor = _template(name).new_empty_strided(shape, stride)
+            if place < NOWHERE:
+                span = self._short[NOWHERE - 1 - place]
+                ctypes.memmove(tensor.data_ptr(), span, len(span))
+        if device is not None:
+            tensor = tensor.to(device)
+        if flags & RAW_MEMORY:
+            return tensor.numpy().data
+        if flags & CONJUGATE:
+            tensor = tensor.conj()
+        if flags & NEGATIVE:
+            tensor = torch._neg_view(tensor)
+        return _with_flags(tensor, flags)
 
 
-def build(row: Row, memory: ReceivedMemory, device: str | None = None) -> Any:
-    """Return what a row stands for: a tensor or Parameter (on `device`, if given), or a memoryview."""
-    _, name, _, _, _, flags = row
-    tensor = memory.elements(row, _template(name))
-    if device is not None:
-        tensor = tensor.to(device)
-    flags &= ~(OWN_MEMORY | SPARSE_PART)
-    if not flags:
-        return tensor
-    if flags & RAW_MEMORY:
-        return tensor.numpy().data
-    if flags & CONJUGATE:
-        tensor = tensor.conj()
-    if flags & NEGATIVE:
-        tensor = torch._neg_view(tensor)
+def _with_flags(tensor: Tensor, flags: int) -> Tensor:
     if flags & PARAMETER:
         return torch.nn.Parameter(tensor, bool(flags & REQUIRES_GRAD))
     return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
@@ -334,6 +328,4 @@ def unpack_tensor(body: Body, start: int, storage: Tensor | None) -> Tensor:
             ctypes.memmove(tensor.data_ptr(), elements, nbytes)
     else:
         tensor = template.new_empty(0).set_(storage.untyped_storage(), 0, shape)
-    if flags & PARAMETER:
-        return torch.nn.Parameter(tensor, bool(flags & REQUIRES_GRAD))
-    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
+    return _with_flags(tensor, flags) if flags else tensor

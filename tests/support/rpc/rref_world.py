@@ -176,9 +176,8 @@ class World:
 
     def _carry_out(self, rank: int) -> None:
         effects = self.workers[rank].take_effects()
-        for notice in effects.notices:
-            hear = partial(self._hear, notice.rank, notice.kind, rank, notice.value)
-            if notice.rank != self.lost:
-                self.flying.append(Step(rank, notice.rank, hear))
+        for to, kind, value in effects.notices:
+            if to != self.lost:
+                self.flying.append(Step(rank, to, partial(self._hear, to, kind, rank, value)))
         for ready in effects.answers + effects.starts:
             ready()
