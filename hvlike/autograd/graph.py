@@ -105,7 +105,8 @@ class Plan(Generic[N]):
 
     nodes: list[N]  # The nodes that run, each before its children
     later: list[N]  # The nodes that could run and do not, in the same order
-    boundaries: dict[N, list[int]] = field(default_factory=dict)  # Nodes with children that do not run, and their places
+    # The nodes with children that do not run, and the places of these.
+    boundaries: dict[N, list[int]] = field(default_factory=dict)
     partial: list[N] = field(default_factory=list)  # Children that do not run, captured with a part of their gradient
 
 
