@@ -93,6 +93,9 @@ def _pack(tensors: list[Tensor], rank: int) -> tuple[Tensors | PickleBuffer, lis
     storages: list[Tensor] = []
     for each in tensors:
         is_plain = type(each) is Tensor and each.layout is torch.strided
+        if is_plain and each.nbytes <= short_bytes:
+            # The gradient of a sum is an expanded number.
+            each = each.contiguous()
         if not is_plain or (found := pack_tensor(each, 0, short_bytes)) is None:
             packed = pack(tensors, Outgoing(rank))
             return _as_buffer(packed.body), packed.storages
