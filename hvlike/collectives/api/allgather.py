@@ -65,7 +65,10 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `allgather`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: At once, as `allgather`. All other errors of `allgather` come from `synchronize`.
     """
     return start_gather(begin("allgather", name, process_set), [tensor])
 
@@ -73,7 +76,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors at once, all or none of them. Collective; blocks; raises as `allgather`.
+    """`allgather` of several tensors at once, all or none of them. Collective; blocks.
 
     Args:
         tensors: A non-empty sequence of tensors as in `allgather`; dtypes and shapes may be mixed.
@@ -86,6 +89,9 @@ def grouped_allgather(
 
     Gradient: As `allgather`, grouped.
     Source: horovod.torch.grouped_allgather.
+
+    Raises:
+        HorovodInternalError, UsageError: As `allgather`.
     """
     return gather_rows(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
 
@@ -101,7 +107,10 @@ def grouped_allgather_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors or raises as `allgather`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: At once, as `allgather`. All other errors of `allgather` come from `synchronize`.
     """
     return start_gather(begin("grouped_allgather", name, process_set), listed("grouped_allgather", tensors))
 

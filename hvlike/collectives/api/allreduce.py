@@ -95,7 +95,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """`allreduce` in place, without compression and gradient. Collective; blocks; raises as `allreduce`.
+    """`allreduce` in place, without compression and gradient. Collective; blocks.
 
     Args:
         tensor: As in `allreduce`; it is overwritten with the result.
@@ -108,6 +108,9 @@ def allreduce_(
 
     Returns:
         `tensor`.
+
+    Raises:
+        HorovodInternalError, UsageError: As `allreduce`.
     """
     way = inline_allreduces.get(0 if process_set is None else getattr(process_set, "process_set_id", None))
     tried = None
@@ -143,7 +146,10 @@ def allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `allreduce`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: At once, as `allreduce`. All other errors of `allreduce` come from `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [copy_of(tensor)])
@@ -170,7 +176,10 @@ def allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor` or raises as `allreduce`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns `tensor`.
+
+    Raises:
+        UsageError: At once, as `allreduce`. All other errors of `allreduce` come from `synchronize`.
     """
     call = _begin("allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, [tensor])
@@ -225,7 +234,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place, without compression and gradient. Collective; blocks; raises as `allreduce`.
+    """`grouped_allreduce` in place, without compression and gradient. Collective; blocks.
 
     Args:
         tensors: As in `grouped_allreduce`; they are overwritten with the results.
@@ -238,6 +247,9 @@ def grouped_allreduce_(
 
     Returns:
         A list of the same tensors.
+
+    Raises:
+        HorovodInternalError, UsageError: As `allreduce`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     handle = _start(*call, listed("grouped_allreduce", tensors), wake=False)
@@ -266,7 +278,10 @@ def grouped_allreduce_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of new tensors or raises as `allreduce`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the list of new tensors.
+
+    Raises:
+        UsageError: At once, as `allreduce`. All other errors of `allreduce` come from `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     copies = [copy_of(tensor) for tensor in listed("grouped_allreduce", tensors)]
@@ -294,7 +309,10 @@ def grouped_allreduce_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the list of tensors or raises as `allreduce`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the list of tensors.
+
+    Raises:
+        UsageError: At once, as `allreduce`. All other errors of `allreduce` come from `synchronize`.
     """
     call = _begin("grouped_allreduce", name, process_set, average, op, prescale_factor, postscale_factor)
     return _start(*call, listed("grouped_allreduce", tensors))

@@ -83,7 +83,10 @@ def alltoall_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the rows and the counts or raises as `alltoall`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the rows and the counts.
+
+    Raises:
+        UsageError: At once, as `alltoall`. All other errors of `alltoall` come from `synchronize`.
     """
     return _start(_begin(tensor, splits, name, process_set), tensor)
 

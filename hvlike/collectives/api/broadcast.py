@@ -58,7 +58,7 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
-    """`broadcast` into `tensor` on every rank. No gradient. Collective; blocks; raises as `broadcast`.
+    """`broadcast` into `tensor` on every rank. No gradient. Collective; blocks.
 
     Args:
         tensor: As in `broadcast`; it is overwritten on all ranks but the root.
@@ -68,6 +68,9 @@ def broadcast_(
 
     Returns:
         `tensor`.
+
+    Raises:
+        HorovodInternalError, UsageError: As `broadcast`.
     """
     result: torch.Tensor = synchronize(_start(tensor, root_rank, name, process_set, wake=False))
     return result
@@ -85,7 +88,10 @@ def broadcast_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `broadcast`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: At once, as `broadcast`. All other errors of `broadcast` come from `synchronize`.
     """
     return _start(copy_of(tensor), root_rank, name, process_set)
 
@@ -102,7 +108,10 @@ def broadcast_async_(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns `tensor` or raises as `broadcast`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns `tensor`.
+
+    Raises:
+        UsageError: At once, as `broadcast`. All other errors of `broadcast` come from `synchronize`.
     """
     return _start(tensor, root_rank, name, process_set)
 

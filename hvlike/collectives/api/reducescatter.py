@@ -76,7 +76,10 @@ def reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns the new tensor or raises as `reducescatter`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns the new tensor.
+
+    Raises:
+        UsageError: At once, as `reducescatter`. All other errors of `reducescatter` come from `synchronize`.
     """
     call = begin("reducescatter", name, process_set)
     return start_reduce(call, [tensor], _reduction(op, prescale_factor, postscale_factor))
@@ -91,7 +94,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors at once, all or none of them. Collective; blocks; raises as `reducescatter`.
+    """`reducescatter` of several tensors at once, all or none of them. Collective; blocks.
 
     Args:
         tensors: A non-empty sequence of tensors as in `reducescatter`; dtypes and shapes may be mixed.
@@ -108,6 +111,9 @@ def grouped_reducescatter(
 
     Gradient: As `reducescatter`, grouped.
     Source: horovod.torch.grouped_reducescatter.
+
+    Raises:
+        HorovodInternalError, UsageError: As `reducescatter`.
     """
     call = begin("grouped_reducescatter", name, process_set)
     compressor = check_compressor(compression)
@@ -136,7 +142,10 @@ def grouped_reducescatter_async(
         process_set: The ranks to run among. Default: all ranks.
 
     Returns:
-        A handle; `synchronize(handle)` returns a list of new tensors or raises as `reducescatter`; UsageErrors at once.
+        A handle; `synchronize(handle)` returns a list of new tensors.
+
+    Raises:
+        UsageError: At once, as `reducescatter`. All other errors of `reducescatter` come from `synchronize`.
     """
     call = begin("grouped_reducescatter", name, process_set)
     return start_reduce(
