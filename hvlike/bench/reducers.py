@@ -11,7 +11,12 @@ Where hvlike misses a goal, the bare loop says whether the library or the machin
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
+import os
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +36,8 @@ from hvlike.transport.memory.doorbell import X86
 from hvlike.transport.memory.dtypes import Array
 
 GLOO_BACKEND, NCCL_BACKEND = "gloo", "nccl"
+_LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # Asks Linux for the address of an interface
 BARE = "bare loop"
 _CHUNK_BYTES = 128 << 10
 _WORDS_BYTES = 4096
@@ -69,24 +76,49 @@ def backend_for(device: torch.device) -> str:
 
 def torch_unavailable(backend: str) -> str | None:
     distributed: Any = torch.distributed
-    if hvlike.local_size() != hvlike.size():
-        return "the ranks are on several nodes, its rendezvous here is on loopback"
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         return "this torch was built without it"
     return None
 
 
 def start_torch_group(backend: str) -> None:
-    """Make torch's default process group over all ranks. Collective."""
+    """Make torch's default process group over all ranks, over the network that joins their hosts. Collective."""
     distributed: Any = torch.distributed
     rank, size = hvlike.rank(), hvlike.size()
     timeout = datetime.timedelta(seconds=60)
-    store = distributed.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    place, several = _LOOPBACK, hvlike.local_size() != size
+    if several:
+        names = addresses()
+        place = names.get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or next(iter(names.values()), _LOOPBACK)
+        place = hvlike.broadcast_object(place, 0, name=f"{backend}'s address")
+    store = distributed.TCPStore(place, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([store.port if store else 0])
     hvlike.broadcast_(port, 0, name=f"{backend}'s port")
     if store is None:
-        store = distributed.TCPStore("127.0.0.1", int(port), size, False, timeout)
+        store = distributed.TCPStore(place, int(port), size, False, timeout)
+    if several:
+        # gloo would look up the name of the host, which need not have an address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(place, int(port)))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each network interface of this host that has one, but for loopback."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as each:
+        for name in (name for _, name in socket.if_nameindex() if name != "lo"):
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(each.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def interface_to(address: str, port: int) -> str:
+    """The name of this host's interface from which packets to an address leave."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as each:
+        each.connect((address, port))
+        mine = each.getsockname()[0]
+    return next(name for name, own in addresses().items() if own == mine)
 
 
 class BareLoop:

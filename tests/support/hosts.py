@@ -1,4 +1,6 @@
-"""Several hosts on one machine, for tests: network namespaces joined by a switch, a launch agent in place of ssh.
+"""Several hosts on one machine: network namespaces joined by a switch, a launch agent in place of ssh.
+
+scripts/hosts runs a command on such hosts; the tests start jobs there.
 
     namespace SWITCH    bridge br0    ports p0 p1 ...
                                             |  |
@@ -9,6 +11,7 @@ mpirun runs on the first host and starts its daemon on the others through the ag
 MPI_Comm_split_type(SHARED) separates them and their traffic goes over TCP. Needs root and iproute2.
 """
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -77,19 +80,24 @@ class Hosts:
         args: Sequence[str] = (),
     ) -> RunningJob:
         """Start the same and return at once."""
-        ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
         if isinstance(program, str):
             path = folder / "program.py"
             path.write_text(program)
         else:
             path = program
+        launch = self.launch([sys.executable, str(path), *args], ranks_per_host, folder)
+        return RunningJob(launch, self.environment(env or {}), folder)
+
+    def launch(self, command: Sequence[str], ranks_per_host: int | Sequence[int], folder: Path) -> list[str]:
+        """The command line that runs `command` on so many ranks of each host; folder: for the file of hosts."""
+        ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         launch = self._open_mpi(ranks, folder) if IS_OPEN_MPI else self._mpich(ranks)
-        command = shlex.join([*launch, sys.executable, str(path), *args])
-        settings = job_environment(
-            {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": NETWORK, **(env or {})}
-        )
-        return RunningJob([str(self._enter), self.names[0], command], settings, folder)
+        return [str(self._enter), self.names[0], shlex.join([*launch, *command])]
+
+    def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a job on these hosts."""
+        return job_environment({"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": NETWORK, **extra})
 
     def _open_mpi(self, ranks: Sequence[int], folder: Path) -> list[str]:
         hostfile = folder / "hosts"
@@ -177,3 +185,35 @@ def _script(path: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+def main() -> int:
+    """Run a command on hosts of this machine; see scripts/hosts."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/hosts", description="Run a command on several hosts of this machine."
+    )
+    parser.add_argument("hosts", type=int, help="how many hosts")
+    parser.add_argument("ranks", type=int, help="ranks on each host")
+    parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
+    parser.add_argument("--delay", help="each way, as tc says it: 1ms")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: a command, or the arguments of python")
+    options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command or min(options.hosts, options.ranks) < 1:
+        parser.error("expected a number of hosts, a number of ranks on each, and a command after --")
+    shape = None
+    if options.delay:
+        shape = f"netem delay {options.delay} limit 100000" + (f" rate {options.rate}" if options.rate else "")
+    elif options.rate:
+        shape = f"tbf rate {options.rate} burst 128kb latency 50ms"
+    try:
+        with hosts(options.hosts, shape=shape) as made, tempfile.TemporaryDirectory(prefix="hvlike-job-") as folder:
+            launch = made.launch(command, options.ranks, Path(folder))
+            return subprocess.run(launch, env={**made.environment({}), "TMPDIR": folder}, check=False).returncode
+    except pytest.skip.Exception as reason:
+        print(f"scripts/hosts: {reason}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
