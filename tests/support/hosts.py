@@ -190,15 +190,19 @@ def _script(path: Path, text: str) -> Path:
 def main() -> int:
     """Run a command on hosts of this machine; see scripts/hosts."""
     parser = argparse.ArgumentParser(
-        prog="scripts/hosts", description="Run a command on several hosts of this machine."
+        prog="scripts/hosts",
+        usage="%(prog)s HOSTS RANKS [--rate RATE] [--delay DELAY] -- COMMAND",
+        description="Run a command on several hosts of this machine.",
     )
     parser.add_argument("hosts", type=int, help="how many hosts")
     parser.add_argument("ranks", type=int, help="ranks on each host")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
     parser.add_argument("--delay", help="each way, as tc says it: 1ms")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: a command, or the arguments of python")
-    options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    ours, command = sys.argv[1:], list[str]()
+    if "--" in ours:
+        cut = ours.index("--")
+        ours, command = ours[:cut], ours[cut + 1 :]
+    options = parser.parse_args(ours)
     if not command or min(options.hosts, options.ranks) < 1:
         parser.error("expected a number of hosts, a number of ranks on each, and a command after --")
     shape = None

@@ -1,7 +1,10 @@
 """Jobs on several hosts: real TCP between them, no shared memory, different host names."""
 
 import contextlib
+import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +161,30 @@ def test_places_collectives_calls_and_training(ranks_per_host: tuple[int, ...]) 
 def test_a_slow_link_changes_nothing_but_the_time(shape: str) -> None:
     with hosts(shape=shape) as machines:
         machines.run(COLLECTIVES, 1).check()
+
+
+def test_the_benchmark_meets_gloo_over_the_network_of_the_hosts() -> None:
+    """By the command of scripts/hosts, on a link as slow as asked for."""
+    sizes = "1KiB,4MiB"
+    bench = [
+        "python",
+        "-m",
+        "hvlike",
+        "bench",
+        "allreduce",
+        "--json",
+        "--no-horovod",
+        "--sizes",
+        sizes,
+        "--repetitions",
+        "3",
+    ]
+    command = [sys.executable, "-m", "support.hosts", "2", "1", "--rate", "1gbit", "--", *bench]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    small, large = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))["results"]
+    assert {"hvlike", "gloo", "MPI_Allreduce"} <= set(small["seconds"])
+    # Either way 4 MiB leave each host.
+    assert min(large["seconds"][name]["median"] for name in ("hvlike", "gloo", "MPI_Allreduce")) > 30e-3
