@@ -217,22 +217,17 @@ class PowerSGDState:
         return self.compressor.compression_stats()
 
 
-_COMPRESSION: dict[object, CompressorLike] = {}  # By the hook of this file that stands for it
+def _averages(process_set: ProcessSet | None, bucket: GradBucket, compression: CompressorLike) -> Future[Tensor]:
+    key = f"communication hook, bucket {bucket.index()}"
+    future: Future[Tensor] = torch.futures.Future()
+    future.set_result(
+        allreduce(bucket.buffer(), op=Average, name=key, compression=compression, process_set=process_set)
+    )
+    return future
 
 
-def _averaging_hook(
-    name: str, compression: CompressorLike, form: str
-) -> Callable[[ProcessSet | None, GradBucket], Future[Tensor]]:
-    def hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
-        key = f"communication hook, bucket {bucket.index()}"
-        future: Future[Tensor] = torch.futures.Future()
-        future.set_result(
-            allreduce(bucket.buffer(), op=Average, name=key, compression=compression, process_set=process_set)
-        )
-        return future
-
-    hook.__name__ = hook.__qualname__ = name
-    hook.__doc__ = f"""Average over the ranks; gradients travel {form}. Collective; blocks.
+def allreduce_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
+    """Average over the ranks; gradients travel as they are. Collective; blocks.
 
     Args:
         process_set: The state of the hook: the ranks; None for all.
@@ -243,13 +238,37 @@ def _averaging_hook(
 
     Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
     """
-    _COMPRESSION[hook] = compression
-    return hook
+    return _averages(process_set, bucket, Compression.none)
 
 
-allreduce_hook = _averaging_hook("allreduce_hook", Compression.none, "as they are")
-fp16_compress_hook = _averaging_hook("fp16_compress_hook", Compression.fp16, "as float16")
-bf16_compress_hook = _averaging_hook("bf16_compress_hook", Compression.bf16, "as bfloat16")
+def fp16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
+    """Average over the ranks; gradients travel as float16. Collective; blocks.
+
+    Args:
+        process_set: The state of the hook: the ranks; None for all.
+        bucket: The gradients.
+
+    Returns:
+        A future of the averages, shape (N).
+
+    Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
+    """
+    return _averages(process_set, bucket, Compression.fp16)
+
+
+def bf16_compress_hook(process_set: ProcessSet | None, bucket: GradBucket) -> Future[Tensor]:
+    """Average over the ranks; gradients travel as bfloat16. Collective; blocks.
+
+    Args:
+        process_set: The state of the hook: the ranks; None for all.
+        bucket: The gradients.
+
+    Returns:
+        A future of the averages, shape (N).
+
+    Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
+    """
+    return _averages(process_set, bucket, Compression.bf16)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
@@ -296,8 +315,13 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
     return _COMPRESSION.get(hook)
 
 
+_COMPRESSION: dict[object, CompressorLike] = {
+    allreduce_hook: Compression.none,
+    fp16_compress_hook: Compression.fp16,
+    bf16_compress_hook: Compression.bf16,
+}
 _OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
-_SAME_NAMES = {str(getattr(hook, "__name__", "")): hook for hook in _COMPRESSION}
+_SAME_NAMES = {hook.__name__: hook for hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)}
 _NEED_A_GROUP = {
     *_SAME_NAMES,
     "powerSGD_hook",
