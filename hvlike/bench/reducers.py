@@ -75,9 +75,12 @@ def backend_for(device: torch.device) -> str:
 
 
 def torch_unavailable(backend: str) -> str | None:
+    """Why this run leaves torch's group out; None: it can take part. Collective."""
     distributed: Any = torch.distributed
     if not distributed.is_available() or not distributed.is_backend_available(backend):
         return "this torch was built without it"
+    if hvlike.local_size() != hvlike.size() and not all(hvlike.allgather_object(bool(addresses()))):
+        return "the ranks are on several hosts, and one of these has no IPv4 address"
     return None
 
 
@@ -89,7 +92,7 @@ def start_torch_group(backend: str) -> None:
     place, several = _LOOPBACK, hvlike.local_size() != size
     if several:
         names = addresses()
-        place = names.get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or next(iter(names.values()), _LOOPBACK)
+        place = names.get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or next(iter(names.values()))
         place = hvlike.broadcast_object(place, 0, name=f"{backend}'s address")
     store = distributed.TCPStore(place, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([store.port if store else 0])

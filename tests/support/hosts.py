@@ -187,8 +187,8 @@ def _script(path: Path, text: str) -> Path:
     return path
 
 
-def main() -> int:
-    """Run a command on hosts of this machine; see scripts/hosts."""
+def main(arguments: Sequence[str]) -> int:
+    """Run a command on hosts of this machine, as scripts/hosts says; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="scripts/hosts",
         usage="%(prog)s HOSTS RANKS [--rate RATE] [--delay DELAY] -- COMMAND",
@@ -198,11 +198,8 @@ def main() -> int:
     parser.add_argument("ranks", type=int, help="ranks on each host")
     parser.add_argument("--rate", help="of each host's link, as tc says it: 1gbit")
     parser.add_argument("--delay", help="each way, as tc says it: 1ms")
-    ours, command = sys.argv[1:], list[str]()
-    if "--" in ours:
-        cut = ours.index("--")
-        ours, command = ours[:cut], ours[cut + 1 :]
-    options = parser.parse_args(ours)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    command, options = arguments[cut + 1 :], parser.parse_args(arguments[:cut])
     if not command or min(options.hosts, options.ranks) < 1:
         parser.error("expected a number of hosts, a number of ranks on each, and a command after --")
     shape = None
@@ -213,11 +210,18 @@ def main() -> int:
     try:
         with hosts(options.hosts, shape=shape) as made, tempfile.TemporaryDirectory(prefix="hvlike-job-") as folder:
             launch = made.launch(command, options.ranks, Path(folder))
-            return subprocess.run(launch, env={**made.environment({}), "TMPDIR": folder}, check=False).returncode
+            # A program of the user's imports all of torch, and not what the jobs of tests leave for later.
+            own = {
+                name: os.environ.get(name, default) for name, default in (("PYTHONPATH", ""), ("OMP_NUM_THREADS", "1"))
+            }
+            environment = made.environment({**own, "TMPDIR": folder})
+            return subprocess.run(launch, env=environment, check=False).returncode
     except pytest.skip.Exception as reason:
         print(f"scripts/hosts: {reason}", file=sys.stderr)
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Also a termination removes the hosts.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main(sys.argv[1:]))

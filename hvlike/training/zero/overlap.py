@@ -21,8 +21,15 @@ from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 WARM_UP = 2  # Backward passes without an update, as in torch, which needs them to fix its buckets
 
 
-class hook_with_zero_step:
-    """A communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: torch.nn.Module,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    warm_up: int | None = None,
+) -> Hook:
+    """Return a communication hook that reduces as `hook` does and makes the step of `zero` after the last bucket.
 
     Args:
         hook: The hook that reduces a bucket.
@@ -31,22 +38,48 @@ class hook_with_zero_step:
         shard_buckets: Accepted for torch's sake, without effect: parameters are assigned to ranks one by one.
         warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
 
+    Returns:
+        The hook.
+
     Raises:
         UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
 
     Source: torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook.
     """
+    return _Overlap(hook, ddp, zero, warm_up, interleaved=False)
 
-    _interleaved = False
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: torch.nn.Module,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    warm_up: int | None = None,
+) -> Hook:
+    """Do as `hook_with_zero_step`, but update parameters as soon as their own bucket is reduced.
+
+    Args:
+        hook: The hook that reduces a bucket.
+        ddp: The DistributedDataParallel it will be registered with.
+        zero: Made with overlap_with_ddp=True.
+        shard_buckets: Accepted for torch's sake, without effect.
+        warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
+
+    Returns:
+        The hook.
+
+    Raises:
+        UsageError: (a ValueError) `zero` was not made with overlap_with_ddp=True.
+    """
+    return _Overlap(hook, ddp, zero, warm_up, interleaved=True)
+
+
+class _Overlap:
+    """The wrapped hook."""
 
     def __init__(
-        self,
-        hook: Hook,
-        ddp: torch.nn.Module,
-        zero: ZeroRedundancyOptimizer,
-        shard_buckets: bool = False,
-        *,
-        warm_up: int | None = None,
+        self, hook: Hook, ddp: torch.nn.Module, zero: ZeroRedundancyOptimizer, warm_up: int | None, *, interleaved: bool
     ) -> None:
         if not zero.overlaps_with_ddp:
             raise UsageError(
@@ -57,6 +90,7 @@ class hook_with_zero_step:
         self._hook = hook
         self._zero = zero
         self._passes_left = warm_up
+        self._interleaved = interleaved
         self._started: list[tuple[GradBucket, Any]] = []
         self._reduced: dict[Tensor, Tensor] = {}
 
@@ -99,9 +133,3 @@ class hook_with_zero_step:
 
     def _only(self, gradients: Mapping[Tensor, Tensor]) -> AbstractContextManager[None]:
         return temporary_gradients({parameter: gradients.get(parameter) for parameter in self._zero.parameters})
-
-
-class hook_with_zero_step_interleaved(hook_with_zero_step):
-    """As `hook_with_zero_step`, with the same arguments, but updates parameters as soon as their bucket is reduced."""
-
-    _interleaved = True

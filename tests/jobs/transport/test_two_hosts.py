@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.hosts import hosts
+from support.hosts import hosts, main
 
 NETWORK_LAWS = Path(__file__).parents[2] / "ranks" / "backends" / "test_network.py"
 
@@ -163,28 +162,23 @@ def test_a_slow_link_changes_nothing_but_the_time(shape: str) -> None:
         machines.run(COLLECTIVES, 1).check()
 
 
-def test_the_benchmark_meets_gloo_over_the_network_of_the_hosts() -> None:
+def test_the_benchmark_meets_gloo_over_the_network_of_the_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     """By the command of scripts/hosts, on a link as slow as asked for."""
-    sizes = "1KiB,4MiB"
-    bench = [
-        "python",
-        "-m",
-        "hvlike",
-        "bench",
-        "allreduce",
-        "--json",
-        "--no-horovod",
-        "--sizes",
-        sizes,
-        "--repetitions",
-        "3",
-    ]
-    command = [sys.executable, "-m", "support.hosts", "2", "1", "--rate", "1gbit", "--", *bench]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    small, large = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))["results"]
+    with hosts(shape="tbf rate 1gbit burst 128kb latency 50ms"):
+        pass  # Skips the test where there can be none.
+    bench = "-m hvlike bench allreduce --json --no-horovod --sizes 1KiB,4MiB --repetitions 3"
+    assert main(["2", "1", "--rate", "1gbit", "--", sys.executable, *bench.split()]) == 0
+    said = capfd.readouterr().out
+    small, large = json.loads(next(line for line in said.splitlines() if line.startswith("{")))["results"]
     assert {"hvlike", "gloo", "MPI_Allreduce"} <= set(small["seconds"])
     # Either way 4 MiB leave each host.
     assert min(large["seconds"][name]["median"] for name in ("hvlike", "gloo", "MPI_Allreduce")) > 30e-3
+
+
+@pytest.mark.parametrize("arguments", ["2 1", "2 1 --", "0 1 -- true"])
+def test_a_command_and_numbers_of_hosts_and_ranks_are_needed(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert "expected a number of hosts, a number of ranks on each, and a command after --" in capsys.readouterr().err
