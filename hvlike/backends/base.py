@@ -9,9 +9,21 @@ from typing import Any, Protocol
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.observe.recorder import Recorder
 from hvlike.transport.loop.coroutine import Coroutine
+
+
+class PreparedReduction(Protocol):
+    """Reduces tensors of the same lengths each time. All ranks prepare and run the same, in the same order."""
+
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
+
+        The tensors are dense and of the dtype of the reduction; the caller holds them. active: this rank has tensors of
+        its own, not zeros for one that has joined. tensors: these; they live on if a rank gives up while they may still
+        be written to.
+        Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given up.
+        """
 
 
 class Backend(Protocol):

@@ -26,6 +26,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import PreparedReduction
 from hvlike.backends.network.network import Network
 from hvlike.backends.network.partition import Run, messages
 from hvlike.backends.shared_memory.schedule import Chunk
@@ -75,8 +76,10 @@ class HierarchicalBackend:
         self._cross = cross
         self._whole = whole
 
-    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
-        """Not the way of this one."""
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
+        if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
+            return self._cross.prepare(lengths, arithmetic)
+        return None
 
     def count_active(self, active: bool) -> Coroutine[int]:
         count = torch.tensor([int(active)], dtype=torch.int32, device="cpu")

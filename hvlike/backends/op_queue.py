@@ -25,7 +25,7 @@ from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
-from hvlike.transport.loop.spin import CROWDED_QUEUE_SECONDS, UNSHARED_SECONDS
+from hvlike.transport.loop.spin import CROWDED_QUEUE_SECONDS, UNNOTIFIED_SECONDS, UNSHARED_SECONDS
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ class OpQueue:
         self.device: DeviceBackend | None = None
         self.recorder = fabric.recorder
         self.counters = fabric.counters
-        self.drives = isinstance(backend, SharedBackend)  # Any thread may drive it: MPI is not called there
+        self.drives = not isinstance(backend, SoloBackend)  # A thread that waits may take its steps
+        self._calls_mpi = not isinstance(backend, SharedBackend)
         self._crowded = fabric.spin.crowded
-        self.patience = CROWDED_QUEUE_SECONDS if fabric.spin.crowded else UNSHARED_SECONDS
+        self.patience = UNNOTIFIED_SECONDS if self._calls_mpi else UNSHARED_SECONDS
+        if fabric.spin.crowded:
+            self.patience = CROWDED_QUEUE_SECONDS
         """Seconds without progress after which `drive` leaves a job to the loop, which can sleep."""
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
@@ -68,6 +71,12 @@ class OpQueue:
             raise second_driver(f"op queue {self.number} of process set {self.group.number}")
         until = 0.0
         try:
+            if self._calls_mpi:
+                # Only the loop's driver may.
+                ended = self._fabric.loop.advance(coroutine, self.patience)
+                if not ended:
+                    self.submit(lambda backend: coroutine, after, wake=False)
+                return ended
             for wait in coroutine:
                 if wait is Wait.AGAIN:
                     until = 0.0
@@ -156,9 +165,10 @@ def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
     if len(group.nodes) == 1 and shared is not None:
         return OpQueue(fabric, group, number, shared)
     cross = None
-    whole = Network((yield from fabric.duplicate(group.comm)))
+    whole = Network((yield from fabric.duplicate(group.comm)), group.ranks)
     if group.cross_comm != fabric.world.mpi.COMM_NULL:
-        cross = Network((yield from fabric.duplicate(group.cross_comm)))
+        crossing = sorted(node[group.local_rank] for node in group.nodes)
+        cross = Network((yield from fabric.duplicate(group.cross_comm)), [group.ranks[each] for each in crossing])
     return OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
 
 

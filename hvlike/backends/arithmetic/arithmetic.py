@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,6 +107,12 @@ class Arithmetic:
         return Arithmetic(
             dtype, self.op, divisor=factors.divisor, prescale=factors.prescale, postscale=factors.postscale
         )
+
+    def stamp(self, lengths: Sequence[int]) -> int:
+        """A number of 64 bits for the reduction of tensors of these lengths, the same on every rank."""
+        factors = self.factors
+        described = (*lengths, self.op, factors.prescale, factors.postscale, factors.divisor)
+        return hash((zlib.crc32(str(self.dtype).encode()), *described)) & 0xFFFFFFFFFFFFFFFF
 
     def view(self, tensor: torch.Tensor) -> Piece:
         """View a contiguous CPU tensor as a piece, which keeps its memory. Raises: UsageError if that cannot be."""

@@ -1,15 +1,15 @@
 """The network backend: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
 
-Small reductions are one message each way between two nodes (swap); among more they are MPI's own, on one flat
-buffer, where MPI computes the type right. All others are a pairwise exchange. 16-bit floats are summed
-in float32 and rounded once in every way.
+Reductions are prepared once for the lengths of their tensors. Small ones are one message each way between two nodes
+(swap); among more they are MPI's own, on one flat buffer, where MPI computes the type right. All others are pairwise
+(pairwise_reduction.py). 16-bit floats are summed in float32 and rounded once in every way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,85 +17,135 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.kernels import ordinary_tensor
 from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES
-from hvlike.backends.network.pairwise_reduction import PairwiseExchange, split, swap
-from hvlike.backends.network.partition import Run, message_elements, messages, shards
+from hvlike.backends.network.pairwise_reduction import PairwiseReduction, SwapReduction, split
+from hvlike.backends.network.partition import Run, shards
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
-from hvlike.transport.loop.coroutine import Coroutine, complete
-from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, raw_view
+from hvlike.transport.loop.coroutine import Coroutine, T, complete
+from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, bytes_at, raw_view
 
 SMALL_BYTES = 512 << 10
 """Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
 SMALLEST_SHARD = 32 << 10
 """Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
-SWAP_BYTES = 2 << 20  # Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic
-LARGEST_MESSAGE = 4 << 20
-SMALLEST_MESSAGE = 256 << 10
-BUFFER_BYTES = 16 << 20  # About how much memory the messages being received take, at any number of ranks
+SWAP_BYTES = 768 << 10  # Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic
 ALLTOALL_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
 ALLTOALL_WINDOW = 16  # Messages in flight in each direction
 _ALLTOALL_TAG = 3
 BROADCAST_BYTES = 1 << 30  # Counts of 2^31 fail in Open MPI
+MOST_KNOWN = 64  # Reductions that are kept; with one more all are prepared anew
 # MPI may still write to the memory of an abandoned request: it must never be freed.
 _ABANDONED: list[Any] = []
+
+
+class NetworkReduction(Protocol):
+    """A PreparedReduction (backends/base.py) whose messages somebody else looks after."""
+
+    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+        """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active."""
+
+    def requests(self) -> Iterable[Any]:
+        """Those of MPI that are in flight."""
+
+
+class PreparedNetworkReduction:
+    """See PreparedReduction (backends/base.py)."""
+
+    def __init__(self, network: Network, reduction: NetworkReduction) -> None:
+        self._network = network
+        self._reduction = reduction
+
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        return self._network.keep(self._reduction.run(addresses, active), self._reduction.requests, tensors)
 
 
 class Network:
     """Reductions and gathers over one communicator; one call at a time, in the same order on all its ranks."""
 
-    def __init__(self, comm: Any) -> None:
-        """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on."""
+    def __init__(self, comm: Any, ranks: Sequence[int] | None = None) -> None:
+        """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on. ranks: what errors
+        call its ranks.
+        """
         self._comm = comm
         self._size: int = comm.Get_size()
+        self._ranks = list(range(self._size)) if ranks is None else ranks
         self._natives = MpiConstants()
         self._buffers = BufferPool()
         self.bandwidth = BandwidthEstimator()  # Limits how many messages are in flight
-        self._flat: Array = np.empty(0, np.uint8)
+        self._prepared: dict[object, PreparedNetworkReduction] = {}
         self._broken = False
+
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedNetworkReduction:
+        """What reduces tensors of these lengths, none 0, on two ranks or more."""
+        key = (*lengths, arithmetic.dtype, arithmetic.op, arithmetic.factors)
+        return self._known(key, lambda: self._choose(lengths, arithmetic))
 
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         tensors = [tensor for tensor in tensors if tensor.numel()]
-        pieces = [arithmetic.view(tensor) for tensor in tensors]
         if self._size == 1:
-            for piece in pieces:
-                arithmetic.combine(piece, [])
-        elif pieces:
-            yield from self._reduce(pieces, tensors, arithmetic)
+            for tensor in tensors:
+                arithmetic.combine(arithmetic.view(tensor), [])
+        elif tensors:
+            prepared = self.prepare(list(map(len, tensors)), arithmetic)
+            yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
 
-    def _reduce(
-        self, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], arithmetic: Arithmetic
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
     ) -> Coroutine[None]:
-        size = sum(map(len, pieces)) * arithmetic.itemsize
+        if self._size == 1:
+            for tensor in tensors:
+                arithmetic.combine(arithmetic.view(tensor), [])
+        elif any(map(len, tensors)):
+            lengths = list(map(len, tensors))
+            key = (*lengths, *owners, "scatter", arithmetic.dtype, arithmetic.op, arithmetic.factors)
+            prepared = self._known(key, lambda: self._pairwise(lengths, owners, arithmetic))
+            yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
+
+    def _known(self, key: object, make: Callable[[], NetworkReduction]) -> PreparedNetworkReduction:
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= MOST_KNOWN:
+                self._prepared.clear()
+            prepared = self._prepared[key] = PreparedNetworkReduction(self, make())
+        return prepared
+
+    def _choose(self, lengths: Sequence[int], arithmetic: Arithmetic) -> NetworkReduction:
+        size = sum(lengths) * arithmetic.itemsize
         if self._size == 2 and size <= SWAP_BYTES:
-            self._buffers.require(size)
-            requests: list[Any] = []
-            raw = _bytes_of(pieces, tensors)
-            steps = swap(self._comm, self._natives.byte, self._buffers, arithmetic, pieces, raw, requests)
-            yield from self._keep(steps, requests)
-            return
+            whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]
+            return SwapReduction(
+                self._comm, self._natives.byte, arithmetic, whole, arithmetic.stamp(lengths), self._ranks
+            )
         half = arithmetic.element.kind is Kind.HALF
         wide = arithmetic.on(torch.float32) if half else arithmetic
         native = self._natives.reduction(wide.dtype, LIBRARY_NAMES[wide.op].upper())
         small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
         if native is not None and size <= small:
-            yield from self._reduce_flat(pieces, wide, *native)
-        else:
-            owned = shards([len(piece) for piece in pieces], self._size)
-            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=True)
+            return LibraryReduction(self._comm, self._natives, arithmetic, wide, lengths, native)
+        return self._pairwise(lengths, None, arithmetic)
 
-    def reduce_scatter(
-        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
-    ) -> Coroutine[None]:
-        owned: list[list[Run]] = [[] for _ in range(self._size)]
-        for index, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
-            if len(tensor):
-                owned[owner].append(Run(index, 0, len(tensor)))
-        pieces = [arithmetic.view(tensor) for tensor in tensors]
-        if self._size == 1:
-            for piece in pieces:
-                arithmetic.combine(piece, [])
-        elif any(owned):
-            yield from self._exchange(pieces, _bytes_of(pieces, tensors), arithmetic, owned, share=False)
+    def _pairwise(
+        self, lengths: Sequence[int], owners: Sequence[int] | None, arithmetic: Arithmetic
+    ) -> PairwiseReduction:
+        """owners: of each tensor, which keep the results; None: each rank reduces a share for all."""
+        if owners is None:
+            owned = shards(lengths, self._size)
+        else:
+            owned = [
+                [Run(index, 0, lengths[index]) for index, each in enumerate(owners) if each == rank and lengths[index]]
+                for rank in range(self._size)
+            ]
+        return PairwiseReduction(
+            self._comm,
+            self._natives.byte,
+            arithmetic,
+            owned,
+            arithmetic.stamp([*lengths, *(owners or ())]),
+            self._ranks,
+            buffers=self._buffers,
+            bandwidth=self.bandwidth,
+            share=owners is None,
+        )
 
     def gather(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> Coroutine[None]:
         if self._size == 1:
@@ -106,13 +156,13 @@ class Network:
             for start in range(0, len(raw), BROADCAST_BYTES):
                 run = raw[start : start + BROADCAST_BYTES]
                 requests.append(self._comm.Ibcast([run, self._natives.byte], owner))
-        yield from self._keep(complete(requests), requests)
+        yield from self.keep(complete(requests), lambda: requests)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
         rank: int = self._comm.Get_rank()
         receives[rank].copy_(sends[rank])
         pipelines = pairwise_alltoall(self._comm, self._natives.byte, sends, receives)
-        yield from self._keep(drive(pipelines), *(each.requests for each in pipelines))
+        yield from self.keep(drive(pipelines), lambda: chain.from_iterable(each.requests for each in pipelines))
 
     def close(self) -> None:
         """Free the communicator, unless messages of a coroutine that was given up may still arrive on it."""
@@ -120,66 +170,70 @@ class Network:
             self._comm.Free()
         self._comm = None
 
-    def _reduce_flat(self, pieces: Sequence[Piece], arithmetic: Arithmetic, datatype: Any, op: Any) -> Coroutine[None]:
-        """Reduce by MPI on one flat buffer; `arithmetic` is that of the buffer, wider than 16-bit pieces."""
-        flat, places = pieces[0], []
-        if len(pieces) > 1 or not isinstance(flat, np.ndarray):
-            size = sum(map(len, pieces)) * arithmetic.itemsize
-            if len(self._flat) < size:
-                self._flat = np.empty(size, np.uint8)
-            flat = self._flat[:size].view(arithmetic.element.storage)
-            places = list(zip(split(flat, pieces), pieces, strict=True))
-        for place, piece in places:
-            _convert(place, piece)
-        if arithmetic.factors.prescale != 1:
-            arithmetic.combine(flat, [], partial=True)
-        request = self._comm.Iallreduce(self._natives.in_place, [flat.view(np.uint8), len(flat), datatype], op)
-        yield from self._keep(complete([request]), [request])
-        arithmetic.continuation.combine(flat, [])
-        for place, piece in places:
-            _convert(piece, place)
-
-    def _exchange(
-        self,
-        pieces: Sequence[Piece],
-        raw: Sequence[Array],
-        arithmetic: Arithmetic,
-        owned: Sequence[Sequence[Run]],
-        *,
-        share: bool,
-    ) -> Coroutine[None]:
-        total = sum(map(len, pieces))
-        elements = message_elements(
-            total, self._size, arithmetic.itemsize, largest=LARGEST_MESSAGE, smallest=SMALLEST_MESSAGE
-        )
-        parts = [messages(runs, elements) for runs in owned]
-        size = elements * arithmetic.itemsize
-        self._buffers.require(size)
-        window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // size))
-        exchange = PairwiseExchange(
-            self._comm,
-            self._natives.byte,
-            self._buffers,
-            arithmetic,
-            pieces,
-            raw,
-            parts,
-            window,
-            self.bandwidth,
-            share=share,
-        )
-        yield from self._keep(exchange.run(), *(each.requests for each in exchange.pipelines))
-
-    def _keep(self, coroutine: Coroutine[None], *requests: Iterable[Any]) -> Coroutine[None]:
+    def keep(
+        self, coroutine: Coroutine[T], requests: Callable[[], Iterable[Any]], tensors: Sequence[torch.Tensor] = ()
+    ) -> Coroutine[T]:
         """Run `coroutine`; if it is given up or fails, keep its requests and their memory for ever."""
         ended = False
         try:
-            yield from coroutine
+            result = yield from coroutine
             ended = True
         finally:
             if not ended:
-                _ABANDONED.extend(chain(*requests))
+                _ABANDONED.extend([*requests(), *tensors])
                 self._broken = True
+        return result
+
+
+class LibraryReduction:
+    """MPI's own reduction, on one flat buffer. A second one beside it counts the active ranks."""
+
+    def __init__(
+        self,
+        comm: Any,
+        natives: MpiConstants,
+        arithmetic: Arithmetic,
+        wide: Arithmetic,
+        lengths: Sequence[int],
+        native: tuple[Any, Any],
+    ) -> None:
+        """wide: the arithmetic of the buffer, wider than 16-bit tensors. native: its datatype and op of MPI."""
+        self._comm = comm
+        self._natives = natives
+        self._arithmetic = arithmetic
+        self._wide = wide
+        self._sizes = [length * arithmetic.itemsize for length in lengths]
+        self._native = native
+        self._flat: Array = np.empty(sum(lengths), wide.element.storage)
+        self._places = split(self._flat, [range(length) for length in lengths])
+        self._count = np.zeros(1, np.int64)
+        self._sum = natives.reduction(torch.int64, "SUM")
+        self._requests: list[Any] = []
+
+    def requests(self) -> Iterable[Any]:
+        return self._requests
+
+    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+        arithmetic, in_place = self._arithmetic, self._natives.in_place
+        found = zip(addresses, self._sizes, strict=True)
+        pieces = [arithmetic.over(bytes_at(address, nbytes)) for address, nbytes in found]
+        for place, piece in zip(self._places, pieces, strict=True):
+            _convert(place, piece)
+        if arithmetic.factors.prescale != 1:
+            self._wide.combine(self._flat, [], partial=True)
+        self._count[0] = active
+        datatype, op = self._native
+        assert self._sum is not None
+        self._requests = [
+            self._comm.Iallreduce(in_place, [self._flat.view(np.uint8), len(self._flat), datatype], op),
+            self._comm.Iallreduce(in_place, [self._count.view(np.uint8), 1, self._sum[0]], self._sum[1]),
+        ]
+        yield from complete(self._requests)
+        self._requests = []
+        self._wide.continuation.combine(self._flat, [])
+        for place, piece in zip(self._places, pieces, strict=True):
+            _convert(piece, place)
+        return int(self._count[0])
 
 
 def pairwise_alltoall(
@@ -206,18 +260,12 @@ def pairwise_alltoall(
             return call([views[peer][first : first + ALLTOALL_BYTES], byte], peer, _ALLTOALL_TAG)
 
         firsts = range(0, longest, ALLTOALL_BYTES)
-        return MessagePipeline(
-            ((first, peer) for first in firsts for peer in peers if first < len(views[peer])), ALLTOALL_WINDOW, start
-        )
+        order = [(first, peer) for first in firsts for peer in peers if first < len(views[peer])]
+        made = MessagePipeline(order, ALLTOALL_WINDOW, start)
+        made.begin()
+        return made
 
     return [pipeline(comm.Irecv, receives, -1), pipeline(comm.Isend, sends, 1)]
-
-
-def _bytes_of(pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[Array]:
-    return [
-        piece.view(np.uint8) if isinstance(piece, np.ndarray) else raw_view(tensor)
-        for piece, tensor in zip(pieces, tensors, strict=True)
-    ]
 
 
 def _convert(target: Piece, source: Piece) -> None:

@@ -1,6 +1,9 @@
-"""Pairwise exchange: every rank owns one shard, reduces what the others send for it, and sends them the result.
+"""Reductions by messages between pairs of ranks, prepared once for tensors of the same lengths.
 
-Three ranks, shards A B C owned by ranks 0 1 2, two messages a shard (A1 A2 ...), seen from rank 0:
+Swap: every rank sends all it has to every other one, and each reduces all copies. One message each way: for little.
+
+Pairwise: every rank owns one shard, reduces what the others send for it, and sends them the result. Three ranks, shards
+A B C owned by ranks 0 1 2, two packets a shard (A1 A2 ...), seen from rank 0:
 
     send contributions      B1 to 1, C1 to 2, B2 to 1, C2 to 2
     receive contributions   A1 from 2, A1 from 1, A2 from 2, A2 from 1     folded in this order
@@ -9,97 +12,287 @@ Three ranks, shards A B C owned by ranks 0 1 2, two messages a shard (A1 A2 ...)
 
 Every pipeline goes on by itself, in its order, a few messages at a time. The orders agree: the earliest message that
 waits, over all ranks, can always move, so the exchange cannot block itself. How many messages leave at once
-(progress.py) is one number for contributions and results. A result leaves only where no contribution could. Each
-element is reduced on one rank in one order: bitwise the same everywhere and from run to run. A ring would take as many
-bytes and 2 (n - 1) steps.
+(progress.py) is one number for contributions and results. A result leaves only where no contribution could.
+
+A packet is one long run of a tensor, sent and received where it lies, or short runs of many, which are packed. The
+first packet of a rank to another one has a header: the stamp of the reduction, and whether the rank is active. So ranks
+that reduce different things notice, and active ranks are counted, without a message more.
+
+Each element is reduced in the same order everywhere and from run to run: the results are bitwise the same.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence, Sized
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.network.partition import Message, message_length
+from hvlike.backends.network.partition import Message, Run, message_length, packets_of
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
+from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, complete
-from hvlike.transport.memory.dtypes import Array
+from hvlike.transport.memory.dtypes import Array, bytes_at
 
+FIRST_BYTES = 60 << 10
+"""Of the first packet to a rank, which every rank receives with room for so many: it fits whatever the sender reduces.
+MPI sends so much over TCP at once, without asking the receiver first."""
+
+LARGEST_PACKET = 4 << 20  # Of a long run. Smaller packets took longer: 8 MiB in two halves 7.2 ms, by 1 MiB 7.7
+PACKED_BYTES = 256 << 10  # While one is on its way the next one is packed
+SHORT_BYTES = 64 << 10  # Shorter runs are packed: to copy them costs less than a message
+
+BUFFER_BYTES = 16 << 20  # About how much memory the messages being received take, at any number of ranks
+
+_HEADER = struct.Struct("<QQ")  # The stamp of the reduction; whether the rank is active
 _CONTRIBUTION_TAG, _RESULT_TAG, _SWAP_TAG = 1, 2, 4
 
 
-class PairwiseExchange:
+class Packet:
+    """Runs of tensors that travel in one message."""
+
+    def __init__(self, runs: Message, arithmetic: Arithmetic, *, packed: bool, first: bool) -> None:
+        self.header = _HEADER.size if first else 0  # Bytes of it
+        self.nbytes = message_length(runs) * arithmetic.itemsize
+        self._runs = runs
+        self._packed = packed
+        self._arithmetic = arithmetic
+        self._places: list[Array] = []
+        self._parts: list[Array] = []
+        # Of a long run these are set by `locate`: its bytes as they are sent, without a header, and its elements.
+        self.message: Array = np.empty(self.header + self.nbytes if packed else 0, np.uint8)
+        self.payload = self.message[self.header :]
+        self.piece: Piece = arithmetic.over(self.payload) if packed and runs else self.payload
+
+    def locate(self, addresses: Sequence[int]) -> None:
+        """The tensors begin at these addresses from now on."""
+        itemsize = self._arithmetic.itemsize
+        places = [
+            bytes_at(addresses[tensor] + start * itemsize, (stop - start) * itemsize)
+            for tensor, start, stop in self._runs
+        ]
+        if self._packed:
+            self._places = places
+            self._parts = split(self.payload, places)
+            return
+        self.message = self.payload = places[0]
+        self.piece = self._arithmetic.over(self.payload)
+
+    def pack(self) -> None:
+        if self._places:
+            np.concatenate(self._places, out=self.payload)
+
+    def unpack(self) -> None:
+        for place, part in zip(self._places, self._parts, strict=True):
+            place[:] = part
+
+
+class PairReduction:
+    """What the reductions of this file share: packets, and the headers of the peers."""
+
     def __init__(
         self,
         comm: Any,
         byte: Any,
-        buffers: BufferPool,
         arithmetic: Arithmetic,
-        pieces: Sequence[Piece],
-        raw: Sequence[Array],
-        messages: Sequence[Sequence[Message]],
-        window: int,
-        bandwidth: BandwidthEstimator,
-        *,
-        share: bool,
+        shards: Sequence[Sequence[Run]],
+        stamp: int,
+        ranks: Sequence[int],
     ) -> None:
-        """pieces, raw: the tensors as pieces and as bytes. messages[r]: those of the shard of rank r. window: how many
-        of a kind may be in flight. share: send the results to all; without it they stay with their owners.
+        """comm: of mpi4py, with errors that raise; byte: its datatype of bytes. shards: runs of tensors that travel
+        together. stamp: of this reduction, the same on every rank. ranks: the names of the communicator's, for errors.
         """
         self._comm = comm
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._byte = byte
-        self._buffers = buffers
         self._arithmetic = arithmetic
-        self._pieces = pieces
-        self._raw = raw
-        self._messages = messages
-        self._own = messages[self._rank]
+        self._stamp = stamp
+        self._ranks = ranks
+        self._packets = [self._cut(runs) for runs in shards]
+        self._addresses: list[int] | None = None
+        self._active = 0  # How many ranks are, of those that have been heard of
+        self._header = b""
+
+    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+        """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active.
+
+        Raises: MismatchError where another rank reduces something else at this point.
+        """
+        if addresses != self._addresses:
+            for packet in chain.from_iterable(self._packets):
+                packet.locate(addresses)
+            self._addresses = addresses[:]
+        self._active = int(active)
+        self._header = _HEADER.pack(self._stamp, active)
+        yield from self._reduce()
+        return self._active
+
+    def _reduce(self) -> Coroutine[None]:
+        """Exchange the packets. One at a time."""
+        raise NotImplementedError
+
+    def requests(self) -> Iterable[Any]:
+        """Those of MPI that are in flight."""
+        raise NotImplementedError
+
+    def _cut(self, runs: Sequence[Run]) -> list[Packet]:
+        itemsize = self._arithmetic.itemsize
+        sizes = [size // itemsize for size in (SHORT_BYTES, FIRST_BYTES - _HEADER.size, PACKED_BYTES, LARGEST_PACKET)]
+        short, long = packets_of(runs, *sizes)
+        packets = [
+            Packet(each, self._arithmetic, packed=True, first=not number) for number, each in enumerate(short or [[]])
+        ]
+        return packets + [Packet(each, self._arithmetic, packed=False, first=False) for each in long]
+
+    def _fill(self, packet: Packet) -> Array:
+        """The bytes of this rank's contribution."""
+        packet.pack()
+        if packet.header:
+            packet.message[: packet.header] = np.frombuffer(self._header, np.uint8)
+        return packet.message
+
+    def _room(self, packet: Packet) -> int:
+        """Bytes to receive this packet in."""
+        return FIRST_BYTES if packet.header else packet.nbytes
+
+    def _open(self, packet: Packet, peer: int, message: Array) -> Piece:
+        """The elements of a contribution that has arrived."""
+        if packet.header:
+            stamp, active = _HEADER.unpack_from(message.data)
+            if stamp != self._stamp:
+                raise MismatchError(
+                    f"rank {self._ranks[peer]} reduces other tensors at this point than rank "
+                    f"{self._ranks[self._rank]}: a planned reduction must have the same tensors, dtypes and factors "
+                    "in the same order on every rank"
+                )
+            self._active += active
+        payload = message[packet.header : packet.header + packet.nbytes]
+        return self._arithmetic.over(payload) if packet.nbytes else payload
+
+
+class SwapReduction(PairReduction):
+    """Every rank sends all it has to every other one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """arguments: as of PairReduction, with one shard."""
+        super().__init__(*arguments)
+        (self._all,) = self._packets
+        self._peers = [peer for peer in range(self._size) if peer != self._rank]
+        self._buffers = [[np.empty(self._room(each), np.uint8) for _ in self._peers] for each in self._all]
+        self._requests: list[Any] = []
+
+    def requests(self) -> Iterable[Any]:
+        return self._requests
+
+    def _reduce(self) -> Coroutine[None]:
+        comm, byte, peers = self._comm, self._byte, self._peers
+        pairs = list(zip(self._all, self._buffers, strict=True))
+        receives = [
+            [comm.Irecv([buffer, byte], peer, _SWAP_TAG) for buffer, peer in zip(buffers, peers, strict=True)]
+            for _, buffers in pairs
+        ]
+        sends = []
+        requests = self._requests = list(chain.from_iterable(receives))
+        for packet in self._all:
+            message = [self._fill(packet), byte]
+            sends.append([comm.Isend(message, peer, _SWAP_TAG) for peer in peers])
+            requests.extend(sends[-1])
+        for (packet, buffers), arriving, leaving in zip(pairs, receives, sends, strict=True):
+            yield from complete(arriving)
+            yield from complete(leaving)
+            copies = [self._open(packet, peer, buffer) for peer, buffer in zip(peers, buffers, strict=True)]
+            if packet.nbytes:
+                self._join(packet.piece, copies)
+                packet.unpack()
+        self._requests = []
+
+    def _join(self, own: Piece, copies: list[Piece]) -> None:
+        """In the order of the ranks, on every rank: a NaN keeps the same bits on all."""
+        copies.insert(self._rank, own)
+        first, *others = copies
+        self._arithmetic.combine(first, others, () if first is own else [own])
+
+
+class PairwiseReduction(PairReduction):
+    """Every rank reduces the shard that it owns."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        buffers: BufferPool,
+        bandwidth: BandwidthEstimator,
+        share: bool = True,
+    ) -> None:
+        """arguments: as of PairReduction, with the shard of each rank. share: send the results to all; without it they
+        stay with their owners.
+        """
+        super().__init__(*arguments)
+        self._own = own = self._packets[self._rank]
+        self._buffers = buffers
         self._bandwidth = bandwidth
-        self._limit = 1 if bandwidth.slow else sys.maxsize  # Messages of any kind on their way from here at once
+        self._share = share
+        self._limit = sys.maxsize  # Messages of any kind on their way from here at once
         self._leaving = 0
-        self._contributed = [0] * self._size  # Messages of each rank's shard for which the own contribution has left
-        self._folded = 0  # Contributions to the message of the own shard that is being reduced
-        self._finished = 0  # Messages of the own shard that hold the result
-        self._memory = arithmetic.accumulator(max(map(message_length, self._own), default=0))
-        self._accumulators: list[Piece] = []
-        # What was taken from the pool for messages in flight, in their order.
-        self._contribution_slots: deque[Array] = deque()
-        self._packed_contributions: deque[Array | None] = deque()
-        self._result_slots: deque[Array | None] = deque()
-        self._packed_results: deque[tuple[Array, Array | None]] = deque()
-        own, theirs = [len(self._own)] * self._size, [len(each) for each in messages]
-        self.pipelines = [
-            MessagePipeline(self._order(own, -1), window, self._receive_contribution, self._fold),
+        self._contributed = [0] * self._size  # Packets of each rank's shard for which the own contribution has left
+        self._folded = 0  # Contributions to the packet of the own shard that is being reduced
+        self._finished = 0  # Packets of the own shard that hold the result
+        self._memory = self._arithmetic.accumulator(max(len(each.piece) for each in own))
+        self._accumulator: Piece | None = None
+        self._slots: deque[Array] = deque()  # Taken for contributions in flight, in their order
+        self._largest = max(map(self._room, own))
+        window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // self._largest))
+        mine, theirs = [own] * self._size, self._packets
+        self._pipelines = [
+            MessagePipeline(self._order(mine, -1), window, self._receive_contribution, self._fold),
             MessagePipeline(
                 self._order(theirs, 1), window, self._send_contribution, self._contribution_left, self._may_leave
             ),
         ]
         if share:
-            self.pipelines += [
-                MessagePipeline(self._order(own, 1), window, self._send_result, self._result_left, self._is_finished),
+            self._pipelines += [
                 MessagePipeline(
-                    self._order(theirs, -1), window, self._receive_result, self._take_result, self._has_contributed
+                    self._order(mine, 1, results=True), window, self._send_result, self._result_left, self._is_finished
+                ),
+                MessagePipeline(
+                    self._order(theirs, -1, results=True),
+                    window,
+                    self._receive_result,
+                    self._take_result,
+                    self._has_contributed,
                 ),
             ]
 
-    def run(self) -> Coroutine[None]:
+    def requests(self) -> Iterable[Any]:
+        return chain.from_iterable(each.requests for each in self._pipelines)
+
+    def _reduce(self) -> Coroutine[None]:
+        self._buffers.require(self._largest)
+        self._limit = 1 if self._bandwidth.slow else sys.maxsize
+        self._leaving = self._folded = self._finished = 0
+        self._contributed = [0] * self._size
         self._bandwidth.begin()
-        yield from drive(self.pipelines)
-        # They refer to this exchange: a circle would keep the tensors until the next search for garbage.
-        self.pipelines.clear()
+        for each in self._pipelines:
+            each.begin()
+        yield from drive(self._pipelines)
         self._bandwidth.end()
 
-    def _order(self, counts: Sequence[int], shift: int) -> list[tuple[int, int]]:
-        """All (message number, peer) of a pipeline; counts: messages for each rank; step s: with rank + shift * s."""
+    def _order(
+        self, packets: Sequence[Sequence[Packet]], shift: int, *, results: bool = False
+    ) -> list[tuple[int, int]]:
+        """All (packet number, peer) of a pipeline; packets: with each rank; step s: with rank + shift * s."""
         peers = [(self._rank + shift * step) % self._size for step in range(1, self._size)]
-        return [(number, peer) for number in range(max(counts)) for peer in peers if number < counts[peer]]
+        return [
+            (number, peer)
+            for number in range(max(map(len, packets)))
+            for peer in peers
+            if number < len(packets[peer]) and not (results and not packets[peer][number].nbytes)
+        ]
 
     # -- contributions --------------------------------------------------------------------------
 
@@ -107,46 +300,48 @@ class PairwiseExchange:
         return self._leaving < self._limit
 
     def _send_contribution(self, number: int, peer: int) -> Any:
-        data, buffer = self._pack(self._messages[peer][number])
-        self._packed_contributions.append(buffer)
         self._leaving += 1
-        return self._comm.Isend([data, self._byte], peer, _CONTRIBUTION_TAG)
+        return self._comm.Isend([self._fill(self._packets[peer][number]), self._byte], peer, _CONTRIBUTION_TAG)
 
     def _contribution_left(self, number: int, peer: int) -> None:
-        self._buffers.give(self._packed_contributions.popleft())
         self._leaving -= 1
         self._contributed[peer] += 1
 
     def _receive_contribution(self, number: int, peer: int) -> Any:
         buffer = self._buffers.take()
-        self._contribution_slots.append(buffer)
-        return self._comm.Irecv([buffer[: self._nbytes(self._own[number])], self._byte], peer, _CONTRIBUTION_TAG)
+        self._slots.append(buffer)
+        return self._comm.Irecv([buffer[: self._room(self._own[number])], self._byte], peer, _CONTRIBUTION_TAG)
 
     def _fold(self, number: int, peer: int) -> None:
-        """Fold one contribution to a message of the own shard; the last one makes the result."""
-        message, arithmetic = self._own[number], self._arithmetic
-        nbytes = self._nbytes(message)
-        self._bandwidth.arrived(nbytes)
-        own = [self._pieces[piece][start:stop] for piece, start, stop in message]
-        buffer = self._contribution_slots.popleft()
-        others = split(arithmetic.over(buffer[:nbytes]), own)
-        if self._size == 2:
-            for piece, other in zip(own, others, strict=True):
-                arithmetic.combine(piece, [other])
-        else:
-            if not self._folded:
-                # Where memory is needed each run has its part of it.
-                memory = [None] * len(own) if self._memory is None else split(self._memory, own)
-                self._accumulators = [arithmetic.begin(*each) for each in zip(own, memory, strict=True)]
-            for accumulator, other in zip(self._accumulators, others, strict=True):
-                arithmetic.fold(accumulator, other)
+        """Fold one contribution to a packet of the own shard; the last one makes the result."""
+        packet, arithmetic = self._own[number], self._arithmetic
+        buffer = self._slots.popleft()
+        self._bandwidth.arrived(packet.nbytes)
+        other = self._open(packet, peer, buffer)
+        if packet.nbytes:
+            self._add(packet, other)
         self._folded += 1
         if self._folded == self._size - 1:
-            for accumulator, piece in zip(self._accumulators, own, strict=False):
-                arithmetic.end(accumulator, piece)
+            if self._accumulator is not None:
+                arithmetic.end(self._accumulator, packet.piece)
+                self._accumulator = None
             self._folded = 0
             self._finished += 1
+            if not self._share:
+                packet.unpack()
         self._buffers.give(buffer)
+
+    def _add(self, packet: Packet, other: Piece) -> None:
+        arithmetic = self._arithmetic
+        if not self._folded:
+            packet.pack()
+        if self._size == 2:
+            arithmetic.combine(packet.piece, [other])
+            return
+        if self._accumulator is None:
+            memory = None if self._memory is None else self._memory[: len(packet.piece)]
+            self._accumulator = arithmetic.begin(packet.piece, memory)
+        arithmetic.fold(self._accumulator, other)
 
     # -- results --------------------------------------------------------------------------------
 
@@ -154,88 +349,31 @@ class PairwiseExchange:
         return self._finished > number and self._leaving < self._limit
 
     def _send_result(self, number: int, peer: int) -> Any:
-        if peer == (self._rank + 1) % self._size:
-            self._packed_results.append(self._pack(self._own[number]))
-        data, _ = self._packed_results[-1]
+        packet = self._own[number]
         self._leaving += 1
-        return self._comm.Isend([data, self._byte], peer, _RESULT_TAG)
+        request = self._comm.Isend([packet.payload, self._byte], peer, _RESULT_TAG)
+        if peer == (self._rank - 1) % self._size:
+            # The last one: what is on its way is only read.
+            packet.unpack()
+        return request
 
     def _result_left(self, number: int, peer: int) -> None:
         self._leaving -= 1
-        if peer == (self._rank - 1) % self._size:
-            self._buffers.give(self._packed_results.popleft()[1])
 
     def _has_contributed(self, number: int, peer: int) -> bool:
         # Until then MPI still reads the own contribution from the place where the result goes.
         return self._contributed[peer] > number
 
     def _receive_result(self, number: int, peer: int) -> Any:
-        """Straight into the tensors where a message is in one place."""
-        message = self._messages[peer][number]
-        slot = self._buffers.take() if len(message) > 1 else None
-        self._result_slots.append(slot)
-        target = self._bytes_of(message)[0] if slot is None else slot[: self._nbytes(message)]
-        return self._comm.Irecv([target, self._byte], peer, _RESULT_TAG)
+        return self._comm.Irecv([self._packets[peer][number].payload, self._byte], peer, _RESULT_TAG)
 
     def _take_result(self, number: int, peer: int) -> None:
-        message = self._messages[peer][number]
-        self._bandwidth.arrived(self._nbytes(message))
-        slot = self._result_slots.popleft()
-        if slot is not None:
-            places = self._bytes_of(message)
-            for place, part in zip(places, split(slot, places), strict=True):
-                np.copyto(place, part)
-        self._buffers.give(slot)
-
-    # -- messages -------------------------------------------------------------------------------
-
-    def _nbytes(self, message: Message) -> int:
-        return message_length(message) * self._arithmetic.itemsize
-
-    def _bytes_of(self, message: Message) -> list[Array]:
-        itemsize = self._arithmetic.itemsize
-        return [self._raw[piece][start * itemsize : stop * itemsize] for piece, start, stop in message]
-
-    def _pack(self, message: Message) -> tuple[Array, Array | None]:
-        """Return the contiguous bytes of a message, and the buffer they were copied to, if any."""
-        places = self._bytes_of(message)
-        if len(places) == 1:
-            return places[0], None
-        buffer = self._buffers.take()
-        return np.concatenate(places, out=buffer[: self._nbytes(message)]), buffer
+        packet = self._packets[peer][number]
+        self._bandwidth.arrived(packet.nbytes)
+        packet.unpack()
 
 
-def split(whole: Piece, parts: Sequence[Piece]) -> list[Piece]:
+def split(whole: Piece, parts: Iterable[Sized]) -> list[Any]:
     """Cut a piece into pieces of the lengths of `parts`; what is left over is left out."""
     ends = [0, *accumulate(map(len, parts))]
     return [whole[start:end] for start, end in pairwise(ends)]
-
-
-def swap(
-    comm: Any,
-    byte: Any,
-    buffers: BufferPool,
-    arithmetic: Arithmetic,
-    pieces: Sequence[Piece],
-    raw: Sequence[Array],
-    requests: list[Any],
-) -> Coroutine[None]:
-    """Reduce between two ranks that send each other all they have. requests: filled with those of MPI in flight."""
-    size = sum(map(len, raw))
-    rank: int = comm.Get_rank()
-    theirs, packed = buffers.take(), None
-    data = raw[0]
-    if len(raw) > 1:
-        packed = buffers.take()
-        data = np.concatenate(raw, out=packed[:size])
-    requests.append(comm.Irecv([theirs[:size], byte], 1 - rank, _SWAP_TAG))
-    requests.append(comm.Isend([data, byte], 1 - rank, _SWAP_TAG))
-    yield from complete(requests)
-    for piece, part in zip(pieces, split(arithmetic.over(theirs[:size]), pieces), strict=True):
-        if rank == 0:
-            arithmetic.combine(piece, [part])
-        else:
-            # The order of the other rank: a NaN keeps the same bits on both.
-            arithmetic.combine(part, [piece], [piece])
-    buffers.give(theirs)
-    buffers.give(packed)

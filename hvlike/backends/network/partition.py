@@ -66,7 +66,24 @@ def message_length(message: Message) -> int:
     return sum(run.stop - run.start for run in message)
 
 
-def message_elements(total: int, count: int, itemsize: int, *, largest: int, smallest: int) -> int:
-    """Elements per message: with four to a shard, all of sending, reducing and returning is busy at the same time."""
-    shard_bytes = -(-total // count) * itemsize
-    return max(smallest, min(largest, -(-shard_bytes // 4))) // itemsize
+def packets_of(
+    runs: Sequence[Run], short: int, first: int, packed: int, largest: int
+) -> tuple[list[Message], list[Message]]:
+    """Cut the runs of one shard into messages of short runs, which are packed, and messages of one long run each.
+
+    All are numbers of elements: what is shorter than `short` is packed, in a first message of at most `first` and
+    others of at most `packed`; long runs are cut into messages of at most `largest`.
+    """
+    brief = [run for run in runs if run.stop - run.start < short]
+    opening, *_ = messages(brief, first) or [[]]
+    long = [message for run in runs if run.stop - run.start >= short for message in messages([run], largest)]
+    return ([opening] if opening else []) + messages(_without(brief, message_length(opening)), packed), long
+
+
+def _without(runs: Iterable[Run], elements: int) -> Iterable[Run]:
+    """The runs without so many elements at their beginning."""
+    for piece, start, stop in runs:
+        taken = min(elements, stop - start)
+        elements -= taken
+        if start + taken < stop:
+            yield Run(piece, start + taken, stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,20 +23,25 @@ class MessagePipeline:
 
     def __init__(
         self,
-        waiting: Iterable[tuple[int, int]],
+        order: Sequence[tuple[int, int]],
         window: int,
         start: Callable[[int, int], Any],
         end: Callable[[int, int], None] = lambda number, peer: None,
         ready: Callable[[int, int], bool] = lambda number, peer: True,
     ) -> None:
-        """waiting: all messages, in order; window: at most so many are in flight. start: begins a message and returns
-        its request; end: what follows it; ready: whether it may be started.
+        """order: all messages; window: at most so many are in flight. start: begins a message and returns its request;
+        end: what follows it; ready: whether it may be started.
         """
         self.requests: deque[Any] = deque()  # Of MPI, in flight; each keeps its memory alive
+        self._order = order
         self._started: deque[tuple[int, int]] = deque()
-        self._waiting = deque(waiting)
+        self._waiting: deque[tuple[int, int]] = deque()
         self._window = window
         self._start, self._end, self._ready = start, end, ready
+
+    def begin(self) -> None:
+        """Have all messages to start again."""
+        self._waiting.extend(self._order)
 
     @property
     def unfinished(self) -> bool:

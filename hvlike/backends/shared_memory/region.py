@@ -37,7 +37,7 @@ from hvlike.backends.arithmetic.kernels import SilentErrstate
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.transport.loop.spin import SpinPolicy
 from hvlike.transport.memory.doorbell import X86, Doorbell, Fence
-from hvlike.transport.memory.dtypes import Array, bytes_at
+from hvlike.transport.memory.dtypes import EVERYTHING, FIRST_ADDRESS, Array, bytes_at
 from hvlike.transport.memory.segment import Segment, words
 
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
@@ -160,21 +160,17 @@ def first_peer(owner: int) -> int:
     return 0 if owner else 1
 
 
-_FIRST_ADDRESS = 4096
-_EVERYTHING = bytes_at(_FIRST_ADDRESS, 1 << 56)  # To slice it costs a tenth of what it costs to view a tensor anew
-
-
 class AddressView:
     """Slices keep none of the memory: the caller holds the tensors that lie there."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self._arithmetic = arithmetic
         self._itemsize = arithmetic.itemsize
-        self._everything = arithmetic.over(_EVERYTHING)
+        self._everything = arithmetic.over(EVERYTHING)
 
     def elements(self, address: int, count: int) -> Piece:
         """So many elements from an address on."""
-        first, odd = divmod(address - _FIRST_ADDRESS, self._itemsize)
+        first, odd = divmod(address - FIRST_ADDRESS, self._itemsize)
         if odd:
             return self._arithmetic.over(bytes_at(address, count * self._itemsize))
         return self._everything[first : first + count]
@@ -184,7 +180,7 @@ class AddressView:
         itemsize, everything = self._itemsize, self._everything
         firsts, found = [], []
         for address in addresses:
-            first, odd = divmod(address - _FIRST_ADDRESS, itemsize)
+            first, odd = divmod(address - FIRST_ADDRESS, itemsize)
             if odd:
                 return [self._odd_chunks(addresses, table) for table in tables]
             firsts.append(first)

@@ -6,7 +6,6 @@ slots (transfer.py).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -157,7 +156,7 @@ class SharedBackend:
         return sum(counters.words[ACTIVE + number % 2] for counters in self._region.counters)
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
-        stamp = _stamp_of(lengths, arithmetic)
+        stamp = arithmetic.stamp(lengths)
         cma = None
         if self.memory.suits([length * arithmetic.itemsize for length in lengths]):
             cma = CmaReduction(self._region, self.memory, arithmetic, lengths)
@@ -231,7 +230,7 @@ class SharedBackend:
                 chunks = assign(lengths, owners, self._region.chunk // arithmetic.itemsize)
             staged = StagedReduction(self._sync, arithmetic, chunks, results)
             known = _keep(self._partial, key, (staged, chunks))
-        self._sync.begin(_stamp_of(lengths, arithmetic), 0)
+        self._sync.begin(arithmetic.stamp(lengths), 0)
         addresses = list(map(arithmetic.address, tensors))
         yield from self._region.quiet.drive(known[0].run(addresses))
         return known[1]
@@ -242,10 +241,3 @@ def _keep(known: dict[object, T], key: object, made: T) -> T:
         known.clear()
     known[key] = made
     return made
-
-
-def _stamp_of(lengths: Sequence[int], arithmetic: Arithmetic) -> int:
-    """A number for the reduction of tensors of these lengths, the same on every rank."""
-    factors = arithmetic.factors
-    described = (*lengths, arithmetic.op, factors.prescale, factors.postscale, factors.divisor)
-    return hash((zlib.crc32(str(arithmetic.dtype).encode()), *described))

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import Backend
+from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.cuda.device_backend import DeviceBackend, home_of, on_device
 from hvlike.backends.cuda.runtime import KINDS, DeviceRuntime, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue, OpQueues
-from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.collectives.controller.operations import (
     Agreed,
     ExecutionSite,

@@ -14,11 +14,10 @@ import torch
 from hvlike.backends.adasum import Adasum
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
-from hvlike.backends.base import Backend, phase
+from hvlike.backends.base import Backend, PreparedReduction, phase
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
 from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, FusionBuffer, small_ones
 from hvlike.backends.op_queue import Job
-from hvlike.backends.shared_memory.shared_backend import PreparedReduction
 from hvlike.collectives.compression import (
     CastCompressor,
     Compression,

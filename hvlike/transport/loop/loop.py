@@ -29,6 +29,7 @@ from hvlike.transport.loop.spin import (
     PICK_UP_SECONDS,
     RPC_SECONDS,
     SHORTEST_POLL_SECONDS,
+    TURN_SECONDS,
     Spin,
     SpinPolicy,
 )
@@ -112,6 +113,37 @@ class Loop:
                 self._advance(True)
             finally:
                 self._leave()
+
+    def advance(self, coroutine: Coroutine[Any], patience: float) -> bool:
+        """Advance a coroutine in this thread until it ends; what else the loop has gets a turn now and then.
+
+        Returns False, with the coroutine as far as it is, when another thread drives the loop, or when nothing has
+        moved for `patience` seconds. Raises: what the coroutine raises.
+        """
+        if self._driver == get_ident() or not self._lock.acquire(blocking=False):
+            return False
+        crowded = self._policy.crowded
+        try:
+            self._enter()
+            until = 0.0
+            turn = time.monotonic() + TURN_SECONDS
+            for wait in coroutine:
+                now = time.monotonic()
+                if now >= turn:
+                    self._advance(self._bell.rung())
+                    turn = now + TURN_SECONDS
+                if wait is Wait.AGAIN:
+                    until = 0.0
+                elif not until:
+                    until = now + patience
+                elif now > until:
+                    return False
+                elif crowded:
+                    # The rank that is waited for may need this core.
+                    os.sched_yield()
+        finally:
+            self._leave()
+        return True
 
     def watch_clock(self, on_due: Callable[[float], float]) -> None:
         """Have `on_due(now)` called in the loop when the time given to `due_at` has come; it returns the next time."""

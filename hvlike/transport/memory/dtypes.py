@@ -118,9 +118,16 @@ class _Memory:
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
+FIRST_ADDRESS = 4096
+EVERYTHING: Array = np.asarray(_Memory(FIRST_ADDRESS, 1 << 56))
+"""All of memory from FIRST_ADDRESS on: to slice it costs a tenth of what it costs to view a tensor anew."""
+
+
 def bytes_at(address: int, nbytes: int) -> Array:
     """View `nbytes` bytes of memory as numpy's uint8. Nothing keeps that memory: use it only while somebody does."""
-    return np.asarray(_Memory(address, nbytes))
+    first = address - FIRST_ADDRESS
+    view: Array = EVERYTHING[first : first + nbytes]
+    return view
 
 
 def raw_view(tensor: torch.Tensor) -> Array:

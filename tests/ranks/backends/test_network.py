@@ -9,9 +9,10 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
-from hvlike.backends.network import network
+from hvlike.backends.network import network, pairwise_reduction
 from hvlike.backends.network.network import Network
-from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.errors import MismatchError
+from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
 
 
@@ -40,9 +41,14 @@ class Backend:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.network = Network(self.comm.Dup())
 
-    def drive(self, coroutine: Coroutine[None]) -> None:
-        for _ in coroutine:
+    def drive(self, coroutine: Coroutine[T]) -> T:
+        def run() -> Coroutine[None]:
+            results.append((yield from coroutine))
+
+        results: list[T] = []
+        for _ in run():
             pass
+        return results[0]
 
     def same_everywhere(self, tensor: torch.Tensor) -> bool:
         mine = raw_view(tensor).tobytes()
@@ -57,22 +63,25 @@ def backend() -> Iterator[Backend]:
     made.comm.Free()
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, network_backend: Network, way: str) -> None:
+def choose(monkeypatch: pytest.MonkeyPatch, backend: Backend, way: str) -> None:
     """Have all reductions go one way; "slow exchange": as on a slow network, one message at a time."""
+    # A network keeps the ways that it has chosen.
+    backend.network.close()
+    backend.network = Network(backend.comm.Dup())
     if way == "chosen":
         return
     small = 1 << 30 if way == "mpi" else 0
     monkeypatch.setattr(network, "SMALL_BYTES", small)
     monkeypatch.setattr(network, "SMALLEST_SHARD", small)
     monkeypatch.setattr(network, "SWAP_BYTES", 0)
-    monkeypatch.setattr(network_backend.bandwidth, "slow", way == "slow exchange")
+    monkeypatch.setattr(backend.network.bandwidth, "slow", way == "slow exchange")
 
 
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have many messages in flight for few bytes."""
-    monkeypatch.setattr(network, "SMALLEST_MESSAGE", 256)
-    monkeypatch.setattr(network, "LARGEST_MESSAGE", 4096)
+    for name, nbytes in {"SHORT_BYTES": 1024, "FIRST_BYTES": 256, "PACKED_BYTES": 512, "LARGEST_PACKET": 4096}.items():
+        monkeypatch.setattr(pairwise_reduction, name, nbytes)
 
 
 def contributions(rank: int, lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -95,7 +104,7 @@ def test_allreduce_follows_the_arithmetic(
     op: ReduceOp,
     way: str,
 ) -> None:
-    choose(monkeypatch, backend.network, way)
+    choose(monkeypatch, backend, way)
     factors: dict[str, Any] = (
         {} if dtype is torch.bool else {"divisor": backend.size, "prescale": 2.0, "postscale": 0.5}
     )
@@ -117,7 +126,7 @@ def test_allreduce_follows_the_arithmetic(
 def test_rounded_results_are_bitwise_the_same(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: ReduceOp, way: str
 ) -> None:
-    choose(monkeypatch, backend.network, way)
+    choose(monkeypatch, backend, way)
     generator = torch.Generator().manual_seed(backend.rank)
     for length in (17, 50_001, 300_000):
         tensor = torch.randn(length, generator=generator).to(dtype)
@@ -137,7 +146,7 @@ def test_nan_on_one_rank_reaches_all(backend: Backend, op: ReduceOp) -> None:
 @WAYS
 @pytest.mark.mpi
 def test_nans_of_different_bits_give_the_same_nan(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    choose(monkeypatch, backend.network, way)
+    choose(monkeypatch, backend, way)
     tensor = torch.full((1000,), 0x7FC00001 + backend.rank, dtype=torch.int32).view(torch.float32)
     backend.drive(backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM)))
     assert tensor.isnan().all()
@@ -173,15 +182,41 @@ def test_gather_of_any_dtype(backend: Backend) -> None:
 def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
-    lost = Network(backend.comm.Dup())
-    choose(monkeypatch, lost, "exchange")
-    # One message a shard: what is sent at once is what is received at once.
-    coroutine = lost.allreduce([torch.ones(100_000)], Arithmetic(torch.float32, ReduceOp.SUM))
+    choose(monkeypatch, backend, "exchange")
+    tensor = torch.ones(100_000)
+    coroutine = backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM))
     next(coroutine)
     coroutine.close()
-    lost.close()
-    assert abandoned
-    # Both ranks gave up at the same point: every message still in flight has its receive, and its memory.
+    assert any(each is tensor for each in abandoned)
+    # All ranks gave up at the same point: every message still in flight has its receive, and its memory.
     for request in abandoned:
-        while not request.Test():
+        while request is not tensor and not request.Test():
             pass
+    choose(monkeypatch, backend, "chosen")
+
+
+@WAYS
+@pytest.mark.mpi
+def test_active_ranks_are_counted_with_the_data(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    choose(monkeypatch, backend, way)
+    tensors = [torch.full((length,), 1.0) for length in (3, 50_000)]
+    prepared = backend.network.prepare([3, 50_000], Arithmetic(torch.float32, ReduceOp.SUM))
+    if backend.size > 1:
+        for active in range(backend.size + 1):
+            for each in tensors:
+                each.fill_(1.0)
+            addresses = [each.data_ptr() for each in tensors]
+            assert backend.drive(prepared.run(addresses, backend.rank < active, tensors)) == active
+            assert all(bool((each == backend.size).all()) for each in tensors)
+
+
+@pytest.mark.parametrize("way", ["exchange", "chosen"])
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_reduce_other_tensors_are_told(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    choose(monkeypatch, backend, way)
+    monkeypatch.setattr(network, "_ABANDONED", [])
+    length = 2000 if backend.rank else 1000
+    with pytest.raises(MismatchError, match="reduces other tensors at this point"):
+        backend.drive(backend.network.allreduce([torch.ones(length)], Arithmetic(torch.float32, ReduceOp.SUM)))
+    backend.comm.Barrier()
+    choose(monkeypatch, backend, "chosen")

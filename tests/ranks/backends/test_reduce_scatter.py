@@ -9,7 +9,7 @@ from support.backends.jobs import run
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
-from hvlike.backends.network import network
+from hvlike.backends.network import pairwise_reduction
 from hvlike.transport.loop.coroutine import Coroutine
 
 
@@ -30,7 +30,8 @@ def test_each_tensor_on_its_owner(
     first_owner: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(network, "SMALLEST_MESSAGE", 4096)
+    for name, nbytes in {"SHORT_BYTES": 1024, "FIRST_BYTES": 512, "LARGEST_PACKET": 4096}.items():
+        monkeypatch.setattr(pairwise_reduction, name, nbytes)
     arithmetic = Arithmetic(dtype, ReduceOp.SUM, prescale=2.0, postscale=0.5)
     owners = [(first_owner + index) % hvd.size() for index in range(len(lengths))]
     for _ in range(2):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvlike.backends.network.partition import message_elements, message_length, messages, shards
+from hvlike.backends.network.partition import Run, message_length, messages, packets_of, shards
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
@@ -58,12 +58,14 @@ def test_shards_are_balanced_and_messages_full(lengths: list[int], count: int, e
 
 
 @pytest.mark.parametrize(
-    ("total", "count", "itemsize", "expected"),
+    ("lengths", "expected"),
     [
-        (100 << 20, 2, 4, 1024 // 4),  # large: the largest message
-        (1600, 4, 4, 400 // 4),  # a quarter of the shard
-        (10, 2, 2, 64 // 2),  # tiny: the smallest
+        ([2, 30, 3], ([[(0, 0, 2), (2, 0, 2)], [(2, 2, 3)]], [[(1, 0, 20)], [(1, 20, 30)]])),
+        ([9, 9], ([[(0, 0, 4)], [(0, 4, 9), (1, 0, 3)], [(1, 3, 9)]], [])),
+        ([12], ([], [[(0, 0, 12)]])),
+        ([], ([], [])),
     ],
 )
-def test_table_of_message_sizes(total: int, count: int, itemsize: int, expected: int) -> None:
-    assert message_elements(total, count, itemsize, largest=1024, smallest=64) == expected
+def test_short_runs_are_packed_and_long_ones_travel_alone(lengths: list[int], expected: object) -> None:
+    runs = [Run(index, 0, length) for index, length in enumerate(lengths)]
+    assert packets_of(runs, short=10, first=4, packed=8, largest=20) == expected
