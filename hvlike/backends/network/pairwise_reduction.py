@@ -246,7 +246,7 @@ class PairwiseReduction(PairReduction):
         self._accumulator: Piece | None = None
         self._slots: deque[Array] = deque()  # Taken for contributions in flight, in their order
         self._largest = max(map(self._room, own))
-        window = max(4, min(2 * (self._size - 1), BUFFER_BYTES // self._largest))
+        window = max(4, BUFFER_BYTES // self._largest)
         mine, theirs = [own] * self._size, self._packets
         self._pipelines = [
             MessagePipeline(self._order(mine, -1), window, self._receive_contribution, self._fold),
