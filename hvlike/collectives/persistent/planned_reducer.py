@@ -164,6 +164,8 @@ class PlannedReducer(PersistentOperation):
             self.close()
             raise
         self._marked.clear()
+        if self.overlaps:
+            self._expect_all()
         self._step += 1
         self.served += 1
         return True
@@ -187,11 +189,15 @@ class PlannedReducer(PersistentOperation):
             return replaced
         finally:
             self._marked = {}
-            self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
+            self._expect_all()
             self._started = 0
             self._step += 1
             if self._arrivals is not None:
                 self._arrivals.clear()
+
+    def _expect_all(self) -> None:
+        """No tensor of the next step is ready."""
+        self._missing = [len(bucket.entries) for bucket in self.schedule.buckets] if self.schedule else []
 
     def resize(self, sizes: BucketSizes) -> None:
         """Reduce in buckets of other sizes from the next step on; every rank after the same step. Local."""
