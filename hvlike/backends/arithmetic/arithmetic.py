@@ -15,15 +15,17 @@ import torch
 from hvlike.backends.arithmetic.kernels import (
     BLOCK_BYTES,
     ArrayKernel,
-    DirectHalfKernel,
+    DirectKernel,
     Factors,
     FloatKernel,
     HalfKernel,
     IntegerKernel,
     KernelCall,
     direct_contributions,
+    threaded_kernel,
 )
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
+from hvlike.backends.arithmetic.threads import THREADED_BYTES, THREADS
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
 
@@ -87,11 +89,15 @@ class Arithmetic:
         self._is_array = self.element.kind is not Kind.HALF
         self._direct_contributions = -1
         if self.element.kind is Kind.HALF:
-            self._direct = DirectHalfKernel(self.element, op, factors)
+            self._direct = DirectKernel(self.element, op, factors)
             self._direct_contributions = direct_contributions(dtype, op, factors)
         self.joining: Any = kernel if isinstance(kernel, ArrayKernel) and factors.prescale == 1 else None
         """The kernel, where a sum can be scaled while it is copied, a pass less; its caller silences numpy."""
         self._block = BLOCK_BYTES // self.itemsize
+        self._large = THREADED_BYTES // self.itemsize
+        self._threaded = threaded_kernel(self.element, op, factors) if self._is_array else None
+        self._widening = None if self._is_array else kernel
+        self._is_plain = factors == Factors(1.0, 1.0, 1)
         self._early = early_factor(op, factors.post) if self.element.kind is Kind.HALF else 1.0
 
     @functools.cached_property
@@ -161,19 +167,33 @@ class Arithmetic:
         partial: do the first half only; `continuation` goes on with the result.
         """
         kernel = self._direct if len(others) <= self._direct_contributions and not partial else self._kernel
+        length, size = len(own), self._block
+        if length >= self._large:
+            kernel, size, (own, *pieces) = self._share_out(kernel, [own, *others, *outputs])
+            others, outputs = pieces[: len(others)], pieces[len(others) :]
+        # In one pass there is nothing to find in the cache again.
+        one_pass = self._is_plain and len(others) == 1 and not outputs and kernel is not self._widening
         with np.errstate(all="ignore"):
-            for block in self._blocks(len(own)):
-                mine = own[block]
-                accumulator = kernel.load(mine, None)
-                for other in others:
-                    kernel.fold(accumulator, other[block])
-                if not partial:
-                    kernel.finish(accumulator)
-                elif self._early != 1:
-                    accumulator.mul_(self._early)
-                kernel.store(accumulator, mine)
-                for output in outputs:
-                    kernel.copy(output[block], mine)
+            if length <= size or one_pass:
+                self._combine(kernel, own, others, outputs, partial)
+                return
+            for block in _blocks(length, size):
+                parts, results = [each[block] for each in others], [each[block] for each in outputs]
+                self._combine(kernel, own[block], parts, results, partial)
+
+    def _combine(
+        self, kernel: Any, own: Piece, others: Sequence[Piece], outputs: Sequence[Piece], partial: bool
+    ) -> None:
+        accumulator = kernel.load(own, None)
+        for other in others:
+            kernel.fold(accumulator, other)
+        if not partial:
+            kernel.finish(accumulator)
+        elif self._early != 1:
+            accumulator.mul_(self._early)
+        kernel.store(accumulator, own)
+        for output in outputs:
+            kernel.copy(output, own)
 
     def calls(self, copies: Sequence[Piece], own: Piece) -> list[KernelCall]:
         """What to call for `reduce_copies`, made once for the same memory; the caller silences numpy."""
@@ -192,23 +212,39 @@ class Arithmetic:
         return accumulator
 
     def fold(self, accumulator: Piece, other: Piece) -> None:
+        kernel, size = self._kernel, self._block
+        if len(other) >= self._large:
+            kernel, size, (accumulator, other) = self._share_out(kernel, [accumulator, other])
         with np.errstate(all="ignore"):
-            for block in self._blocks(len(other)):
-                self._kernel.fold(accumulator[block], other[block])
+            for block in _blocks(len(other), size):
+                kernel.fold(accumulator[block], other[block])
 
     def end(self, accumulator: Piece, own: Piece) -> None:
         """Apply divisor and postscale, and write the result to `own`, rounded once."""
+        kernel, size = self._kernel, self._block
+        if len(own) >= self._large:
+            kernel, size, (accumulator, own) = self._share_out(kernel, [accumulator, own])
         with np.errstate(all="ignore"):
-            for block in self._blocks(len(own)):
-                self._kernel.finish(accumulator[block])
-                self._kernel.store(accumulator[block], own[block])
+            for block in _blocks(len(own), size):
+                kernel.finish(accumulator[block])
+                kernel.store(accumulator[block], own[block])
 
-    def _blocks(self, length: int) -> Iterator[slice]:
-        if length <= self._block:
-            yield slice(0, length)
-            return
-        for start in range(0, length, self._block):
-            yield slice(start, min(start + self._block, length))
+    def _share_out(self, kernel: Any, pieces: list[Piece]) -> tuple[Any, int, list[Piece]]:
+        """The kernel, the elements of a block, and large pieces as that kernel takes them: for one thread or more."""
+        threads = THREADS.usable()
+        if threads == 1:
+            return kernel, self._block, pieces
+        if not self._is_array:
+            return kernel, threads * self._block, pieces
+        if self._threaded is None:
+            return kernel, self._block, pieces
+        tensors: list[Piece] = [torch.from_numpy(piece) for piece in pieces]
+        return self._threaded, threads * self._block, tensors
+
+
+def _blocks(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
 def early_factor(op: ReduceOp, post: float) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.transport.loop.coroutine import Coroutine
-from hvlike.transport.memory.dtypes import Array, Element
+from hvlike.transport.memory.dtypes import Array, Element, Kind
 
 T = TypeVar("T")
 KernelCall: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -313,7 +313,7 @@ class HalfKernel(Kernel):
         return wide
 
 
-class DirectHalfKernel(HalfKernel):
+class DirectKernel(HalfKernel):
     """float16 and bfloat16 in place, at half the cost: where that gives the same bits, see `direct_contributions`."""
 
     def load(self, own: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
@@ -324,6 +324,22 @@ class DirectHalfKernel(HalfKernel):
 
     def store(self, accumulator: torch.Tensor, own: torch.Tensor) -> None:
         pass  # the accumulator is the own piece
+
+
+class ThreadedKernel(DirectKernel):
+    """Large sums of what numpy computes, to the same bits, by torch with its threads; see `threaded_kernel`."""
+
+    def fold(self, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+        torch.add(other, accumulator, out=accumulator)  # Where two NaN meet torch keeps the second, numpy the first
+
+
+def threaded_kernel(element: Element, op: ReduceOp, factors: Factors) -> ThreadedKernel | None:
+    """Only for sums of real numbers: torch multiplies complex ones otherwise, and the minimum of two zeros may have
+    either sign. None for all others.
+    """
+    scaled = factors.postscale != 1 or factors.divisor != 1
+    known = element.kind is Kind.FLOAT or (element.kind is Kind.INTEGER and not scaled)
+    return ThreadedKernel(element, op, factors) if known and _FUNCTIONS[op] == "add" and factors.prescale == 1 else None
 
 
 def direct_contributions(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> int:

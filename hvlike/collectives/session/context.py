@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from hvlike.backends.arithmetic.threads import THREADS
 from hvlike.collectives.controller.inline_allreduce import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
@@ -78,6 +79,7 @@ class JobSettings:
 
     def apply(self, fabric: Fabric) -> None:
         knobs = self.knobs
+        THREADS.cores = fabric.cores
         if knobs.keep_memory:
             keep_memory()
         if knobs.thread_affinity is not None:
