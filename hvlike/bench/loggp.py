@@ -132,15 +132,19 @@ def hierarchical(c: Constants, job: Job, nbytes: float, across: Across) -> float
 
 
 def negotiated(c: Constants, job: Job, work: Workload) -> float:
-    """Return the seconds of agreeing by a coordinator, which takes and sends one message for each rank in a round."""
-    members = job.ranks - 1
-    if members == 0:
+    """Return the seconds of agreeing by a coordinator. In a round it takes and sends one message for each rank of its
+    node and one for each other node, whose first rank has taken and sends one for each of the others there.
+    """
+    if job.ranks == 1:
         return 0.0
     entries = work.tensors / work.rounds
     nbytes = entries * c.entry_bytes
-    take = max(c.take + entries * c.take_entry, c.gap, nbytes * c.gap_per_byte)
-    tell = max(c.tell + entries * c.tell_entry, c.gap, nbytes * c.gap_per_byte)
-    return work.rounds * (members * (take + tell) + 2 * message(c, nbytes))
+    take = max(c.take + entries * c.take_entry, c.gap)
+    tell = max(c.tell + entries * c.tell_entry, c.gap)
+    link = nbytes * c.gap_per_byte
+    across = (job.nodes - 1) * (max(take, link) + max(tell, link))
+    levels = (job.local > 1) + (job.nodes > 1)
+    return work.rounds * ((job.local - 1) * (take + tell) + across + 2 * levels * message(c, nbytes))
 
 
 AGREEMENTS: dict[str, Callable[[Constants, Job, Workload], float]] = {
@@ -247,7 +251,7 @@ def _measure_agreement(entries: int) -> tuple[float, float, float]:
         coordinator = Coordinator(ranks, responses.append, inspector, 4096, trace)
         # Agreed in full once; from then on members send names and the number.
         for position in ranks:
-            coordinator.collect(position, [(name, spec) for name in names])
+            coordinator.collect([((position,), [(name, spec) for name in names])])
         agreed = (each for each in responses[-1][0] if isinstance(each, Response))
         number = next(each.number for each in agreed if each.number is not None)
         responses.clear()
@@ -263,7 +267,7 @@ def _take(coordinator: Coordinator, responses: list[ResponseList], requests: lis
 
     def collect(position: int) -> None:
         moments.append(time.perf_counter())
-        coordinator.collect(position, list(requests))
+        coordinator.collect([((position,), list(requests))])
 
     fabric = current().fabric
     fabric.channel.listen(Topic.BENCH_READY, lambda rank, body, tensors: collect(body[0]))

@@ -63,8 +63,8 @@ def as_text(constants: Constants, conditions: dict[str, Any], steps: Sequence[St
         rows.append(row)
     foot = (
         "Agreement and reduction in seconds of one step; step: with the hierarchical reduction, nothing overlapped\n"
-        "(computation as a part of it). negotiated: one coordinator takes a message of each rank and answers it,\n"
-        f"{work['rounds']} time(s) a step.\n"
+        "(computation as a part of it). negotiated: one coordinator takes a message of each node, and of each rank of\n"
+        f"its own, and answers it, {work['rounds']} time(s) a step.\n"
         "flat: by messages between all ranks, at the network's speed inside a node, too."
     )
     return "\n\n".join([head, _describe(constants, conditions), table(header, rows), foot])

@@ -4,6 +4,9 @@
     coordinator   on the first rank: compares what all members ask for and sends a response list
     run           every rank runs the responses of one message in its order
 
+On several nodes the first member of each speaks for the others of its node (node_table.py): what they say goes through
+it in their order, and so do the announcements. Only what is asked and said about ranks that hang goes directly.
+
 A spec that was announced once is referred to by its number from then on. Only `submit` and `wait` may be called from
 any thread; the rest runs in the loop.
 """
@@ -36,6 +39,7 @@ from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure
 from hvlike.collectives.requests.message_table import Response
+from hvlike.collectives.requests.node_table import Entry, NodeTable, ReadyList, tree_of
 from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.stacks import main_stack
@@ -82,10 +86,14 @@ class Controller:
         self._outbox: deque[Request] = deque()
         self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
         self._known: dict[int, tuple[RequestSpec, Any]] = {}  # And `Response.extra`, which follows from the spec
-        self._positions = {rank: position for position, rank in enumerate(group.ranks)}
+        parent, children = tree_of(group.nodes, group.rank)
+        self._parent, self._children = group.ranks[parent], [group.ranks[position] for position in children]
+        self._node_table: NodeTable | None = None  # On a rank that speaks for others
+        if group.rank != 0 and children:
+            self._node_table = NodeTable(group.local_size, lambda number: self._known[number][0].kind)
         me, neighbours = fabric.world.rank, [group.ranks[position] for position in group.node]
         look = fabric.look_at
-        self._probe = PeerProbe(fabric.loop, me, group.ranks[0], neighbours, self._send, look, limits)
+        self._probe = PeerProbe(fabric.loop, me, group.ranks[0], self._parent, neighbours, self._send, look, limits)
         self._stoppable: dict[RequestKey, Callable[[HorovodInternalError], None]] = {}
         self._steps_at: dict[RequestKey, tuple[CallSite, float, str]] = {}
         self._gathered: list[ResponseList] = []
@@ -188,9 +196,16 @@ class Controller:
     def hear(self, rank: int, what: str, value: Any) -> None:
         coordinator = self._coordinator
         if what == RESPONSES:
+            for child in self._children:
+                self._send(child, what, value)
             self._obey(*value)
+        elif what == READY:
+            if coordinator is not None:
+                coordinator.collect(value)
+            elif self._node_table is not None:
+                self._tell_ready(self._node_table.collect(value, at_once=self._trace.recorder.on))
         elif what == INSPECT:
-            self._report(ANSWER, self._answer(value))
+            self._send(self._group.ranks[0], ANSWER, (self._group.rank, self._answer(value)))
         elif what == END:
             self._end(value)
         elif what == PING:
@@ -198,24 +213,35 @@ class Controller:
         elif what == PONG:
             self._probe.hear(rank, value)
         elif what == FAILED:
+            for child in self._children:
+                self._send(child, what, value)
             self.on_failure(*value)
-        elif coordinator is not None:
-            position = self._positions[rank]
-            if what == READY:
-                coordinator.collect(position, value)
-            elif what == WAITING:
-                coordinator.waiting(position, value)
-            elif what == RESUMED:
-                coordinator.waits.resume(position)
-            elif what == ANSWER:
-                coordinator.inspection.hear(position, value)
-            elif what == FAILURE and coordinator.failure is None:
-                # First this, so that a member knows the reason when what it waits for fails.
-                self._tell_all(FAILED, value)
-                coordinator.fail_all(value[1].error)
+        else:
+            self._pass_on(what, *value)
+
+    def _pass_on(self, what: str, position: int, value: Any) -> None:
+        """A report of the member at `position`; on its way to the coordinator it overtakes no request."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            if self._node_table is not None:
+                self._tell_ready(self._node_table.take())
+            if self.tensor_queue.closed is None:
+                self._send(self._parent, what, (position, value))
+        elif what == WAITING:
+            coordinator.waiting(position, value)
+        elif what == RESUMED:
+            coordinator.waits.resume(position)
+        elif what == ANSWER:
+            coordinator.inspection.hear(position, value)
+        elif what == FAILURE and coordinator.failure is None:
+            # First this, so that a member knows the reason when what it waits for fails.
+            self.hear(self._fabric.world.rank, FAILED, value)
+            coordinator.fail_all(value[1].error)
 
     def watch(self) -> None:
-        """On the coordinator, look for stalls; called about four times a second."""
+        """On the coordinator, look for stalls; on a leader, send on what it has; called about four times a second."""
+        if self._node_table is not None:
+            self._tell_ready(self._node_table.take())
         if self._coordinator is not None and self.tensor_queue.closed is None:
             coordinator = self._coordinator
             error = coordinator.inspection.watch(coordinator.table, coordinator.waits)
@@ -226,14 +252,17 @@ class Controller:
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
-    def lose_coordinator(self, error: HorovodInternalError) -> None:
-        """The coordinator's rank has left and answers no more: fail what it has not answered, and what comes."""
-        if self._coordinator is not None:
+    def lose_parent(self, errors: dict[int, HorovodInternalError]) -> None:
+        """If the ranks that have left include the coordinator, or that through which this one speaks: fail what it has
+        not answered, and what comes.
+        """
+        gone = next((rank for rank in (self._parent, self._group.ranks[0]) if rank in errors), None)
+        if gone is None or self._coordinator is not None:
             return
-        first = self._group.ranks[0]
+        error = errors[gone]
         for request in self.tensor_queue.close(error):
             kind, name = request.key
-            text = f"{kind} {name!r} cannot be completed: rank {first} will not take part. {error}"
+            text = f"{kind} {name!r} cannot be completed: rank {gone} will not take part. {error}"
             request.handle.complete(None, type(error)(text))
 
     def close(self, error: HorovodInternalError) -> None:
@@ -253,22 +282,28 @@ class Controller:
         }
 
     def _flush(self) -> None:
-        entries: list[tuple[str, RequestSpec | int]] = []
+        entries: list[Entry] = []
         while self._outbox:
             request = self._outbox.popleft()
             number = self._numbers.get(request.spec)
             entries.append((request.name, request.spec if number is None else number))
-        if self._coordinator is None:
-            if entries:
-                self._send(self._group.ranks[0], READY, entries)
-        elif entries:
-            self._coordinator.collect(0, entries)
+        if not entries:
+            return
+        ready: ReadyList = [((self._group.rank,), entries)]
+        if self._coordinator is not None:
+            self._coordinator.collect(ready)
+        elif self._node_table is not None:
+            self.hear(self._fabric.world.rank, READY, ready)
+        else:
+            self._send(self._parent, READY, ready)
+
+    def _tell_ready(self, ready: ReadyList) -> None:
+        # Once this rank has left, nothing can run any more: its members hear that from others.
+        if ready and self.tensor_queue.closed is None:
+            self._send(self._parent, READY, ready)
 
     def _report(self, what: str, value: Any) -> None:
-        if self._coordinator is not None:
-            self.hear(self._fabric.world.rank, what, value)
-        else:
-            self._send(self._group.ranks[0], what, value)
+        self._pass_on(what, self._group.rank, value)
 
     def _send(self, rank: int, what: str, value: Any) -> None:
         self._fabric.channel.send(rank, Topic.CONTROLLER, (self._group.number, what, value), kind=what)
@@ -284,7 +319,7 @@ class Controller:
             if len(self._gathered) == 1:
                 self._fabric.loop.start(self._gather(), wake=False)
             return
-        for rank in self._group.ranks[1:]:
+        for rank in self._children:
             self._send(rank, RESPONSES, announcement)
         self._obey(*announcement)
 
@@ -294,7 +329,8 @@ class Controller:
             yield Wait.POLL
         gathered, self._gathered = self._gathered, []
         responses = [each for announced, _ in gathered for each in announced]
-        self._tell_all(RESPONSES, (responses, {kind: n for _, counts in gathered for kind, n in counts.items()}))
+        counts = {kind: n for _, counts in gathered for kind, n in counts.items()}
+        self.hear(self._fabric.world.rank, RESPONSES, (responses, counts))
 
     def _obey(self, responses: list[Response | KnownResponse], counts: Mapping[str, int]) -> None:
         if counts:
@@ -311,7 +347,7 @@ class Controller:
             ]
             self.tensor_queue.begin_epoch(decided)
         agreed = []
-        trace = self._trace
+        trace, node_table = self._trace, self._node_table
         for each in responses:
             if isinstance(each, Response):
                 response = each
@@ -326,6 +362,8 @@ class Controller:
                 trace.decided(response)
             else:
                 trace.serial += 1
+            if node_table is not None:
+                node_table.decided(response.key)
             request = self.tensor_queue.leave(response.key)
             if response.error is not None:
                 stop = self._stoppable.pop(response.key, None)

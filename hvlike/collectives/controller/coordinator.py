@@ -14,6 +14,7 @@ from hvlike.collectives.health.stall_inspector import StallInspector
 from hvlike.collectives.health.wait_for_graph import Counts, WaitForGraph, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY
 from hvlike.collectives.requests.message_table import MessageTable, Response, name_ranks
+from hvlike.collectives.requests.node_table import ReadyList
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 
@@ -44,36 +45,39 @@ class Coordinator:
         self._gone: dict[int, HorovodInternalError] = {}
         self.failure: HorovodInternalError | None = None  # Why nothing runs until all ranks have left a Join context
 
-    def collect(self, position: int, entries: list[tuple[str, RequestSpec | int]]) -> None:
-        """The member at `position` asks for these, in this order. An entry has a spec or the number of a known one."""
+    def collect(self, ready: ReadyList) -> None:
+        """Members ask for these, each in this order."""
         table, size, now = self.table, len(self._ranks), time.monotonic()
         pending, since = table.pending, table.since
-        exceptional = self.failure or self._gone or table.joins.requests or self._trace.recorder.on
         announced: list[Response | KnownResponse] = []
-        for name, entry in entries:
-            if exceptional or type(entry) is not int:
-                spec = self._specs[entry] if isinstance(entry, int) else entry
-                announced += self._collect_one(position, (spec.kind, name), spec, now)
-                continue
-            spec = self._specs[entry]
-            key = (spec.kind, name)
-            asked = pending.get(key)
-            if asked is None:
-                asked = pending[key] = {}
-                since[key] = now
-            asked[position] = spec
-            if len(asked) < size:
-                continue
-            for other in asked.values():
-                if other is not spec:
-                    # The same in other words, or a mismatch.
-                    announced += self._collect_one(position, key, spec, now)
-                    break
-            else:
-                del pending[key], since[key]
-                if self.waits.waits:
-                    self.waits.ended(key)
-                announced.append((name, entry, self._ranks[position]))
+        for positions, entries in ready:
+            exceptional = self.failure or self._gone or table.joins.requests or self._trace.recorder.on
+            for name, entry in entries:
+                if exceptional or type(entry) is not int:
+                    spec = self._specs[entry] if isinstance(entry, int) else entry
+                    for position in positions:
+                        announced += self._collect_one(position, (spec.kind, name), spec, now)
+                    continue
+                spec = self._specs[entry]
+                key = (spec.kind, name)
+                asked = pending.get(key)
+                if asked is None:
+                    asked = pending[key] = {}
+                    since[key] = now
+                for position in positions:
+                    asked[position] = spec
+                if len(asked) < size:
+                    continue
+                for other in asked.values():
+                    if other is not spec:
+                        # The same in other words, or a mismatch.
+                        announced += self._collect_one(position, key, spec, now)
+                        break
+                else:
+                    del pending[key], since[key]
+                    if self.waits.waits:
+                        self.waits.ended(key)
+                    announced.append((name, entry, self._ranks[position]))
         if announced:
             self._announce(announced)
         if table.joins.requests:

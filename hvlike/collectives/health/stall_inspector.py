@@ -1,8 +1,8 @@
 """Stall reports: who waits, who is missing, and where the missing ranks are.
 
 StallInspector   on the coordinator: asks all members when a request is overdue, and reports their answers
-PeerProbe        on a member that waits: asks the coordinator and the ranks of its node whether they still answer,
-                 for stalls that the coordinator cannot see
+PeerProbe        on a member that waits: asks the coordinator, the leader of its node and the other ranks there whether
+                 they still answer, for stalls that the coordinator cannot see
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ class StallInspector:
             missing = self._behind(key[1], table)
             waiting = [each for each, wait in waits.waits.items() if wait.key == key]
         else:
-            missing = [self.ranks.index(rank) for rank in table.missing(key)]
-            waiting = sorted(table.pending.get(key, ()))
+            # A leader that does not answer keeps back what its node has asked for.
+            asked = {each for each, answer in self._answers.items() if key in answer.unfinished}
+            waiting = sorted(asked.union(table.pending.get(key, ())))
+            missing = [each for each in map(self.ranks.index, table.missing(key)) if each not in waiting]
         if not missing or not waiting:
             return None
         known = [self._answers[each].unfinished.get(key) for each in waiting if each in self._answers]
@@ -194,6 +196,7 @@ class PeerProbe:
     loop: Loop
     rank: int
     coordinator: int
+    leader: int  # Through which this rank speaks to the coordinator; that itself on its node
     neighbours: Collection[int]  # The members on this node
     send: Callable[[int, str, float], None]
     look: Callable[[int], str]  # What can be seen from here of a rank that does not answer
@@ -206,26 +209,28 @@ class PeerProbe:
     def check(self, key: RequestKey, waited: float, agreed: bool, done: Callable[[], bool]) -> StalledError | None:
         """Ask who is silent and report it; the error past the limit. agreed: only the data are missing."""
         query = self._query
-        ranks = {self.coordinator, *(self.neighbours if agreed else ())} - {self.rank}
+        ranks = {self.coordinator, self.leader, *(self.neighbours if agreed else ())} - {self.rank}
         query.prepare(ranks)
         self.loop.post(query.send, wake=False)
         self.loop.wait(lambda: done() or not query.silent(), ANSWER_SECONDS)
         silent = query.silent()
         if done() or not (agreed or silent):
             return None
-        text = "\n".join([self._describe(key, waited, agreed), *query.describe(ranks if agreed else silent)])
+        stuck = self.leader if self.coordinator not in silent else self.coordinator
+        text = "\n".join([self._describe(key, waited, agreed, stuck), *query.describe(ranks if agreed else silent)])
         # A coordinator that was only busy has answered before: the wait may be a long one for good reasons.
-        overdue = waited if agreed else min(waited, query.asked - query.heard_at(self.coordinator))
+        overdue = waited if agreed else min(waited, query.asked - query.heard_at(stuck))
         return self.limits.judge(text, waited, overdue)
 
-    def _describe(self, key: RequestKey, waited: float, agreed: bool) -> str:
+    def _describe(self, key: RequestKey, waited: float, agreed: bool, stuck: int) -> str:
         waits = f"rank {self.rank} has waited for {waited:.0f} s in {key[0]} {key[1]!r}"
         if agreed:
             return (
                 f"{waits}, for the data: all ranks have asked for it, but a rank has stopped in the middle of it, or "
                 "the network is down or very slow."
             )
+        role = "which coordinates" if stuck == self.coordinator else "through which this node asks"
         return (
-            f"{waits}, and nobody can say for which rank: rank {self.coordinator}, which coordinates, is stuck inside "
-            "hvlike or in a call that holds Python's lock."
+            f"{waits}, and nobody can say for which rank: rank {stuck}, {role}, is stuck inside hvlike or in a call "
+            "that holds Python's lock."
         )

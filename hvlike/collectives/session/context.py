@@ -240,9 +240,7 @@ class Context:
             yield Wait.NOTIFY
         for queue in set_state.queues.all():
             queue.fail(queue.peer_left or next(iter(errors.values())))
-        coordinator = set_state.group.ranks[0]
-        if coordinator in errors:
-            set_state.controller.lose_coordinator(errors[coordinator])
+        set_state.controller.lose_parent(errors)
 
 
 class _Process:

@@ -152,7 +152,8 @@ class Channel:
 
     @property
     def quiet(self) -> bool:
-        return not (self._sending or self._copying)
+        """Whether all that was sent has left, and all that the ranks of this node have sent has been taken."""
+        return not (self._sending or self._copying) and sum(self._counted) <= self._taken
 
     def _is_unfinished(self) -> bool:
         """True while something is on its way whose arrival no doorbell announces."""

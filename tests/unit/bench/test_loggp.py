@@ -76,27 +76,37 @@ def test_planned_agreement_costs_nothing_at_any_number_of_ranks() -> None:
     assert {loggp.AGREEMENTS["planned"](CONSTANTS, Job(ranks, 8), WORK) for ranks in RANKS} == {0.0}
 
 
-def test_negotiated_agreement_grows_with_the_ranks() -> None:
+TAKE_AND_TELL = 1e-5 + 100e-6 + 2e-5 + 200e-6
+"""What a coordinator needs for a message of 100 tensors and its answer."""
+
+
+def test_negotiated_agreement_grows_with_the_nodes() -> None:
     times = [loggp.negotiated(CONSTANTS, Job(ranks, 8), WORK) for ranks in RANKS]
     assert times == sorted(times)
     assert times[0] == 0.0
-    # A coordinator takes and sends a message of 100 tensors for every other rank.
-    each = 1e-5 + 100e-6 + 2e-5 + 200e-6
-    assert times[-1] == pytest.approx(99_999 * each, rel=1e-3)
+    # A coordinator takes and sends a message for every other node, and for every other rank of its own.
+    assert times[-1] == pytest.approx((12_499 + 7) * TAKE_AND_TELL, rel=1e-3)
+    alone = loggp.negotiated(CONSTANTS, Job(100_000, 1), WORK)
+    assert alone == pytest.approx(99_999 * TAKE_AND_TELL, rel=1e-3)
+
+
+def test_on_one_node_negotiated_agreement_grows_with_the_ranks() -> None:
+    message = loggp.message(CONSTANTS, 5000)
+    assert loggp.negotiated(CONSTANTS, Job(8, 8), WORK) == pytest.approx(7 * TAKE_AND_TELL + 2 * message)
 
 
 def test_a_planned_step_on_many_nodes_approaches_a_limit() -> None:
     steps = [loggp.step(CONSTANTS, Job(ranks, 8), WORK, "planned", "hierarchical") for ranks in (8192, 100_000)]
     assert steps[1] == pytest.approx(steps[0], rel=0.01)
     negotiated = loggp.step(CONSTANTS, Job(100_000, 8), WORK, "negotiated", "hierarchical")
-    assert negotiated > 100 * steps[1]
+    assert negotiated > 10 * steps[1]
 
 
 def test_rounds_cost_their_messages_and_no_more_tensors() -> None:
     once = loggp.negotiated(CONSTANTS, Job(64, 8), WORK)
     often = loggp.negotiated(CONSTANTS, Job(64, 8), replace(WORK, rounds=10))
     assert often > once
-    assert often - once < 10 * 63 * (CONSTANTS.take + CONSTANTS.tell) + 20 * loggp.message(CONSTANTS, 5000)
+    assert often - once < 10 * (7 + 7) * (CONSTANTS.take + CONSTANTS.tell) + 40 * loggp.message(CONSTANTS, 5000)
 
 
 def test_every_time_is_a_number() -> None:

@@ -26,11 +26,11 @@ class Loop:
 class Job:
     """Rank 2 of the set, in which rank 0 coordinates; ranks 1 to 3 are on one node."""
 
-    def __init__(self, answering: dict[int, str], limits: StallLimits) -> None:
+    def __init__(self, answering: dict[int, str], limits: StallLimits, leader: int = 0) -> None:
         self.answering = answering
         self.asked: list[int] = []
         loop: Any = Loop()
-        self.probe = PeerProbe(loop, 2, 0, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
+        self.probe = PeerProbe(loop, 2, 0, leader, (1, 2, 3), self.send, lambda rank: f"seen {rank}", limits)
 
     def send(self, rank: int, what: str, asked: float) -> None:
         assert what == PING
