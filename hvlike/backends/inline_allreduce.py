@@ -46,7 +46,7 @@ class InlineEngine:
         self.queue = queue
         self._rank = rank
         self._size = size
-        self._crowded = fabric.spin.crowded
+        self._spin = fabric.spin
         bells = [Doorbell(segment, each, fabric.fence) for each in range(size)]
         self._bell = bells[rank]
         self.others = [bell for each, bell in enumerate(bells) if each != rank]
@@ -115,7 +115,7 @@ class InlineEngine:
             answer = look(index)
             if answer is not None:
                 return answer
-            if self._crowded:
+            if self._spin.crowded:
                 # The rank that is waited for may need this core.
                 os.sched_yield()
         until = time.monotonic() + WAIT_SECONDS

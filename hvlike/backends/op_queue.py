@@ -25,7 +25,6 @@ from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError, LaunchError, ShutdownError
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
-from hvlike.transport.loop.spin import CROWDED_QUEUE_SECONDS, UNNOTIFIED_SECONDS, UNSHARED_SECONDS
 from hvlike.transport.world import Group
 
 if TYPE_CHECKING:
@@ -48,11 +47,7 @@ class OpQueue:
         self.counters = fabric.counters
         self.drives = not isinstance(backend, SoloBackend)  # A thread that waits may take its steps
         self._calls_mpi = not isinstance(backend, SharedBackend)
-        self._crowded = fabric.spin.crowded
-        self.patience = UNNOTIFIED_SECONDS if self._calls_mpi else UNSHARED_SECONDS
-        if fabric.spin.crowded:
-            self.patience = CROWDED_QUEUE_SECONDS
-        """Seconds without progress after which `drive` leaves a job to the loop, which can sleep."""
+        self.spin = fabric.spin  # How long `drive` waits before it leaves a job to the loop, which can sleep
         self._jobs: deque[tuple[Job, Callable[[Task[None]], None]]] = deque()
         self._running: Task[None] | None = None
         self.broken: BaseException | None = None
@@ -73,7 +68,7 @@ class OpQueue:
         try:
             if self._calls_mpi:
                 # Only the loop's driver may.
-                ended = self._fabric.loop.advance(coroutine, self.patience)
+                ended = self._fabric.loop.advance(coroutine, self.spin.network_seconds)
                 if not ended:
                     self.submit(lambda backend: coroutine, after, wake=False)
                 return ended
@@ -83,11 +78,11 @@ class OpQueue:
                     continue
                 now = time.monotonic()
                 if not until:
-                    until = now + self.patience
+                    until = now + self.spin.queue_seconds
                 elif now > until:
                     self.submit(lambda backend: coroutine, after, wake=False)
                     return False
-                if self._crowded:
+                if self.spin.crowded:
                     # The rank that is waited for may need this core.
                     os.sched_yield()
         except BaseException as error:

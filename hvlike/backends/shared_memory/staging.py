@@ -73,7 +73,6 @@ class StagedReduction:
         region = self._region = sync.region
         self._sync = sync
         self._compare = sync.compare if compares else None
-        self._checks = region.spin.counter_checks
         self._arithmetic = arithmetic
         self._steps = arithmetic.steps(partial=results is Results.PARTIAL)
         self._delivers = results is Results.TO_ALL
@@ -146,7 +145,7 @@ class StagedReduction:
         mine, counters, others, order, rank = region.mine, region.counters, region.others, region.order, region.rank
         gather, join, deliver, factor = self._steps
         own_elements, foreign_elements = self._elements
-        compare, multiply = self._compare, np.multiply
+        compare, multiply, checks = self._compare, np.multiply, region.spin.counter_checks
         staged = reduced = taken = looks = moves = 0
         try:
             if any(mine.passed):
@@ -211,7 +210,7 @@ class StagedReduction:
                     moves += 1
                     if moves % PASSES == 0:
                         yield Wait.AGAIN
-                elif looks % self._checks == 0:
+                elif looks % checks == 0:
                     # A peer that was about to sleep when it was looked at is woken now, or has looked once more.
                     region.notify_if_sleeping()
                     self._sync.check_peers()

@@ -50,7 +50,6 @@ class WorkSync:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._checks = region.spin.counter_checks
         self.number = 0
         self._stamp = 0
 
@@ -80,7 +79,8 @@ class WorkSync:
         region = self.region
         counters, peers = region.counters, region.peers
         region.notify_if_sleeping()
-        while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(self._checks)):
+        checks = region.spin.counter_checks
+        while not any(all(counters[peer].words[ARRIVED] >= number for peer in peers) for _ in range(checks)):
             self.check_peers()
             yield Wait.NOTIFY
         region.order()
@@ -92,10 +92,11 @@ class WorkSync:
         region.order()
         region.mine.words[DEPARTED] = number
         region.notify_if_sleeping()
+        checks = region.spin.counter_checks
         for counters in region.others:
             words = counters.words
             while words[DEPARTED] < number:
-                for _ in range(self._checks):
+                for _ in range(checks):
                     if words[DEPARTED] >= number:
                         break
                 else:

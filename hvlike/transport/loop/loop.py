@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from hvlike.errors import ShutdownError, StateError
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait, second_driver
 from hvlike.transport.loop.spin import (
+    HELD_UP_SECONDS,
     LONGEST_IDLE_POLL_SECONDS,
     LONGEST_POLL_SECONDS,
     PICK_UP_SECONDS,
@@ -122,25 +123,31 @@ class Loop:
         """
         if self._driver == get_ident() or not self._lock.acquire(blocking=False):
             return False
-        crowded = self._policy.crowded
+        policy = self._policy
         try:
             self._enter()
-            until = 0.0
+            until = last = 0.0
             turn = time.monotonic() + TURN_SECONDS
             for wait in coroutine:
                 now = time.monotonic()
                 if now >= turn:
                     self._advance(self._bell.rung())
+                    now = time.monotonic()
                     turn = now + TURN_SECONDS
                 if wait is Wait.AGAIN:
                     until = 0.0
                 elif not until:
+                    policy.look_again(now)
                     until = now + patience
                 elif now > until:
                     return False
-                elif crowded:
-                    # The rank that is waited for may need this core.
-                    os.sched_yield()
+                else:
+                    if now > last + HELD_UP_SECONDS:
+                        policy.held_up(now, now - last)
+                    if policy.crowded:
+                        # The rank that is waited for may need this core.
+                        os.sched_yield()
+                last = now
         finally:
             self._leave()
         return True

@@ -3,8 +3,9 @@
     checks ...... doorbell, counters or MPI, nothing else runs on this core meanwhile
     then sleep .. until rung, until the next poll of MPI, or until the next health check (TICK_SECONDS)
 
-Ranks that share cores ("crowded") check a few times, give the core away in between, and sleep early. All times are in
-seconds.
+Ranks that share cores ("crowded") check a few times, give the core away in between, and sleep early. A rank is crowded
+for good where the ranks of its node have fewer cores than there are of them, and for a while where its core is taken
+from it as it checks: by the ranks of another container, by any other program. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ core that sleeps for a moment wakes late, with empty caches: the same code then 
 
 INTERRUPTION_SECONDS = 200e-6  # After a longer check another thread wants the interpreter or the core: the checks end
 
+HELD_UP_SECONDS = 500e-6
+"""A check that takes longer was held up by another thread on this core: the system's turns last milliseconds."""
+HELD_UP_WINDOW_SECONDS = 0.1
+MOST_HELD_UP_SECONDS = 5e-3  # Of a window; a rank that is held up for longer is crowded
+CROWDED_SECONDS = 1.0  # How long a rank is crowded after that; it looks again then
+
 UNNOTIFIED_SECONDS = 50e-3
 """How long a driver with a core of its own checks for the next message of another node, for which no doorbell rings.
 MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer."""
@@ -49,27 +56,53 @@ class SpinPolicy:
 
     def __init__(self, *, crowded: bool, checks: int = CHECKS, tick_seconds: float = TICK_SECONDS) -> None:
         """crowded: ranks share cores. checks: of the doorbell before a sleep."""
-        self.crowded = crowded
         self.checks = checks
         self.tick_seconds = tick_seconds
+        self._for_good = crowded
+        self._window, self._held_up = 0.0, 0.0
+        self._until = math.inf  # Where the rank is crowded for a while
+        self._set(crowded=crowded)
+
+    def _set(self, *, crowded: bool) -> None:
+        self.crowded = crowded
         self.counter_checks = 1 if crowded else COUNTER_CHECKS
         self.board_checks = 0 if crowded else BOARD_CHECKS
+        self.queue_seconds = CROWDED_QUEUE_SECONDS if crowded else UNSHARED_SECONDS
+        self.network_seconds = CROWDED_QUEUE_SECONDS if crowded else UNNOTIFIED_SECONDS
+
+    def look_again(self, now: float) -> None:
+        """A wait begins now: has the rank, for all that is known, its core again?"""
+        if now > self._until:
+            self._until = math.inf
+            self._set(crowded=self._for_good)
+
+    def held_up(self, now: float, seconds: float) -> None:
+        """A check that ended now has taken so long, and nothing was done in it."""
+        if now - self._window > HELD_UP_WINDOW_SECONDS:
+            self._window, self._held_up = now, 0.0
+        self._held_up += seconds
+        if self._held_up > MOST_HELD_UP_SECONDS and not self._for_good:
+            self._until = now + CROWDED_SECONDS
+            self._set(crowded=True)
 
 
 class Spin:
     """The checks of one wait of a driver. Used again for the next wait, after `count` was set to 0."""
 
-    __slots__ = ("_interruption", "_last", "_most", "_policy", "_until", "count")
+    __slots__ = ("_interruption", "_last", "_most", "_policy", "_serves", "_until", "count")
 
     def __init__(self, policy: SpinPolicy) -> None:
         self._policy = policy
         self.count = 0
+        self._serves = False
         self._last = self._until = self._interruption = 0.0
         self._most: float = 0
 
     def begin(self, now: float, checks: int, *, serves: bool, unnotified: bool) -> None:
         """Decide when the checks of a wait end. checks: 0: sleep now. serves: RPC runs. unnotified: nothing rings."""
+        self._policy.look_again(now)
         self._last = now
+        self._serves = serves
         self._most, self._until, self._interruption = checks, 0.0, math.inf
         if self._policy.crowded:
             self._most = checks * (RPC_CHECKS_FACTOR if serves else 1)
@@ -83,7 +116,12 @@ class Spin:
 
     def goes_on(self, now: float, *, unnotified: bool) -> bool:
         """Whether to check once more before sleeping. unnotified: No doorbell rings, so only the time counts."""
-        interrupted = now > self._last + self._interruption
+        seconds = now - self._last
         self._last = now
+        if seconds > HELD_UP_SECONDS and not self._serves:
+            # While RPC runs, other threads of this process want the interpreter.
+            self._policy.held_up(now, seconds)
+            if self._policy.crowded and unnotified:
+                return False
         self.count += 1
-        return now < self._until and (unnotified or (self.count <= self._most and not interrupted))
+        return now < self._until and (unnotified or (self.count <= self._most and seconds <= self._interruption))

@@ -19,6 +19,7 @@ from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
+from hvlike.transport.loop.spin import SpinPolicy
 
 ELEMENTS = 1000
 
@@ -27,6 +28,13 @@ ELEMENTS = 1000
 def queue(hvd: ModuleType) -> OpQueue:
     first = current().find_set(None, "test").queues.first
     return OpQueue(current().fabric, first.group, -1, SoloBackend())
+
+
+def waits_for(seconds: float) -> SpinPolicy:
+    """A queue that goes by this leaves a job that does not move to the loop after so long."""
+    policy = SpinPolicy(crowded=False)
+    policy.queue_seconds = policy.network_seconds = seconds
+    return policy
 
 
 def counted(steps: int, wait: Wait, taken: list[int]) -> Coroutine[None]:
@@ -68,11 +76,11 @@ def test_an_error_is_the_callers_or_the_tasks(queue: OpQueue) -> None:
         raise KeyError("expected")
 
     ended: list[Task[None]] = []
-    queue.patience = math.inf
+    queue.spin = waits_for(math.inf)
     with pytest.raises(KeyError, match="expected"):
         queue.drive(failing(3), ended.append)
     assert not ended
-    queue.patience = 0.0
+    queue.spin = waits_for(0.0)
     assert not queue.drive(failing(1000), ended.append)
     assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
     assert isinstance(ended[0].error, KeyError)
@@ -120,7 +128,7 @@ def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, re
         pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
     submitted: list[Any] = []
     real, queue.submit = queue.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
-    queue.patience = math.inf
+    queue.spin = waits_for(math.inf)
     for _ in range(5):
         step(reducer, hvd.size())
     del queue.submit

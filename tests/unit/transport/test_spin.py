@@ -71,3 +71,43 @@ def test_a_crowded_rank_checks_counters_once_and_the_board_never() -> None:
     crowded, alone = SpinPolicy(crowded=True), SpinPolicy(crowded=False)
     assert (crowded.counter_checks, crowded.board_checks) == (1, 0)
     assert (alone.counter_checks, alone.board_checks) == (spin.COUNTER_CHECKS, spin.BOARD_CHECKS)
+
+
+def held_up(policy: SpinPolicy, *, seconds_each: float, checks: int, now: float = 0.0) -> None:
+    wait = Spin(policy)
+    wait.begin(now, CHECKS, serves=False, unnotified=True)
+    for _ in range(checks):
+        now += seconds_each
+        wait.goes_on(now, unnotified=True)
+
+
+def test_a_rank_whose_checks_are_held_up_is_crowded_for_a_while() -> None:
+    """Another container, or any program, wants its core: no count of ranks tells it."""
+    policy = SpinPolicy(crowded=False)
+    held_up(policy, seconds_each=3e-3, checks=3)
+    assert policy.crowded
+    assert (policy.counter_checks, policy.queue_seconds) == (1, spin.CROWDED_QUEUE_SECONDS)
+    held_up(policy, seconds_each=MOMENT, checks=10, now=1.0)
+    assert policy.crowded
+    held_up(policy, seconds_each=MOMENT, checks=10, now=2.0)
+    assert not policy.crowded
+    assert policy.counter_checks == spin.COUNTER_CHECKS
+
+
+def test_the_wait_in_which_a_rank_finds_itself_held_up_sleeps_at_once() -> None:
+    wait = begun(serves=False, crowded=False, unnotified=True)
+    assert checks_of(wait, seconds_each=3e-3, unnotified=True) == 1
+
+
+def test_a_single_interruption_makes_no_rank_crowded() -> None:
+    policy = SpinPolicy(crowded=False)
+    for second in range(5):
+        held_up(policy, seconds_each=3e-3, checks=1, now=second)
+    assert not policy.crowded
+
+
+def test_a_rank_without_a_core_of_its_own_stays_crowded() -> None:
+    policy = SpinPolicy(crowded=True)
+    held_up(policy, seconds_each=3e-3, checks=10)
+    held_up(policy, seconds_each=MOMENT, checks=10, now=10.0)
+    assert policy.crowded
