@@ -1,9 +1,8 @@
 """What a training step costs on many ranks after the LogGP model: pure functions of constants, and their measurement.
 
-A message of n bytes takes o on its sender, L + n G on the way and o on its receiver; a rank starts messages at least
-g apart (Culler et al. 1993, LogP; Alexandrov et al. 1995, LogGP). Added here: G is that of a node's link, which its
-ranks share; memory inside a node has constants of its own; a coordinator does some work for every message it gets.
-Everything is counted in seconds and bytes, and nothing is assumed to overlap.
+Across nodes it is the model with which reductions choose their way (backends/network/cost_model.py). Added here: memory
+inside a node has constants of its own; a coordinator does some work for every message it gets; the ranks of a node
+share its link. Everything is counted in seconds and bytes, and nothing is assumed to overlap.
 
 bench simulate runs this file on two ranks (`python -m hvlike.bench.loggp`) to measure the constants.
 """
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 import hvlike
+from hvlike.backends.network.cost_model import NetworkConstants, best, message
 from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
@@ -43,12 +43,7 @@ _LIMIT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Constants:
-    latency: float  # L: a small message on its way
-    overhead: float  # o: work of the sender for a message, and again of the receiver
-    gap: float  # g: between the starts of two messages of a rank
-    gap_per_byte: float  # G: one over the bandwidth of a node's link
-    fold: float  # Seconds per byte for adding received bytes
+class Constants(NetworkConstants):
     memory: float  # Seconds per byte for a reduction over two ranks of a node, in shared memory
     memory_floor: float  # Seconds for a reduction of nothing over two ranks of a node
     take: float  # Seconds of the coordinator for a message with the requests of a rank
@@ -86,11 +81,6 @@ class Job:
 Across = Callable[[Constants, int, float, int], float]
 
 
-def message(c: Constants, nbytes: float, sharing: int = 1) -> float:
-    """Seconds from the call of the sender to the end of the call of the receiver."""
-    return 2 * c.overhead + c.latency + nbytes * c.gap_per_byte * sharing
-
-
 def ring(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
     """Reduce-scatter and allgather around a ring: 2 (n - 1) steps, each waits for the one before."""
     steps = 2 * (n - 1)
@@ -100,25 +90,6 @@ def ring(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
 def tree(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
     """Reduction to a root along a binomial tree and broadcast back: 2 log n steps with all bytes."""
     return math.ceil(math.log2(n)) * (2 * message(c, nbytes, sharing) + nbytes * c.fold)
-
-
-def halving(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
-    """Reduce-scatter by halving, allgather by doubling: 2 log n steps, the bytes of a ring (Thakur et al. 2005)."""
-    moved = (n - 1) / n * nbytes
-    return 2 * math.ceil(math.log2(n)) * message(c, 0) + moved * (2 * c.gap_per_byte * sharing + c.fold)
-
-
-def pairwise(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
-    """Every rank sends its part to each owner and gets the results: 2 steps of n - 1 independent messages."""
-    if n == 1:
-        return 0.0
-    moved = (n - 1) / n * nbytes
-    sent = max((n - 1) * max(c.gap, c.overhead), moved * c.gap_per_byte * sharing)
-    return 2 * (sent + c.overhead + c.latency) + moved * c.fold
-
-
-def best(c: Constants, n: int, nbytes: float, sharing: int = 1) -> float:
-    return min(each(c, n, nbytes, sharing) for each in (ring, tree, halving, pairwise))
 
 
 def shared(c: Constants, ranks: int, nbytes: float) -> float:

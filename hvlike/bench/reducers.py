@@ -6,7 +6,8 @@ with nothing around it but copies, additions and two flags:
     rank 0   stage B   reduce A   stage D   take B   reduce C  ...
     rank 1   stage A   reduce B   stage C   take A   reduce D  ...      (A, C owned by 0; B, D by 1)
 
-Where hvlike misses a goal, the bare loop says whether the library or the machine is in the way.
+Where hvlike misses a goal, the bare loop says whether the library or the machine is in the way. So does the raw
+exchange between nodes: every rank sends its share of the node's bytes to another node, and receives as many.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _STAGED, _REDUCED = 0, 8  # Words of a rank, on lines of their own: how many chu
 _STARTS = range(_WORDS_BYTES, _WORDS_BYTES + SLOTS * _CHUNK_BYTES, _CHUNK_BYTES)
 _MOST_POLLS = 1 << 28  # These take minutes: then the other rank has left
 OURS, SHARED, MPI, GLOO, NCCL, HOROVOD = "hvlike", "empty_shared", "MPI_Allreduce", "gloo", "NCCL", "Horovod"
+EXCHANGE = "raw exchange"
 FLOOR, SHARED_FLOOR, COPY = "read-write pass", "pass, shared", "memcpy"
 # Above 1 where others come first: hvlike is faster; where hvlike comes first: how far it is from the floor.
 RATIOS = {
@@ -54,6 +56,7 @@ RATIOS = {
     "Horovod/hvlike": (HOROVOD, OURS),
     "MPI/bare": (MPI, BARE),
     "hvlike/bare": (OURS, BARE),
+    "hvlike/exchange": (OURS, EXCHANGE),
     "hvlike/pass": (OURS, FLOOR),
     "hvlike/memcpy": (OURS, COPY),
     "MPI/shared": (MPI, SHARED),
@@ -190,6 +193,15 @@ class BareLoop:
                 raise HvlikeError(f"rank {rank}: the other rank has left the bare loop.")
 
 
+def raw_exchange(raw: RawMpi, nbytes: int) -> Callable[[], None] | None:
+    """The messages without which no reduction of so many bytes across nodes can be; None on one node."""
+    local = hvlike.local_size()
+    if local == hvlike.size():
+        return None
+    sent, received = (np.zeros(-(-nbytes // local), np.uint8) for _ in range(2))
+    return partial(raw.exchange, sent, received, local)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is reduced: a tensor of `size` bytes, summed or averaged in place."""
@@ -269,6 +281,9 @@ def contestants(
     if bare is not None and case.dtype not in _HALVES:
         chunks = bare.chunks([tensor.numpy()])
         entered.append(reducing(BARE, tensor, partial(bare.reduce, chunks, 1 / ranks if average else None)))
+    exchange = raw_exchange(raw, tensor.nbytes)
+    if exchange is not None:
+        entered.append(touching(EXCHANGE, tensor, exchange))
     copy = touching(COPY, tensor, partial(np.copyto, other, _array(tensor)))
     return [*entered, passing(FLOOR, tensor), copy, passing(SHARED_FLOOR, shared)]
 

@@ -17,7 +17,7 @@ from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_s
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.harness.report import Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
-from hvlike.bench.reducers import BareLoop
+from hvlike.bench.reducers import EXCHANGE, BareLoop
 from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
 
 _RESAMPLES = 2000
@@ -105,7 +105,8 @@ def as_text(conditions: dict[str, Any], results: list[Result]) -> str:
     foot = (
         "step: median over repetitions of the slowest rank [interquartile range]; n: repetitions x steps in each.\n"
         "overhead: step minus the step without communication in the same repetition, median [quartiles].\n"
-        "hvlike / it: ratio of the median overheads [90 % interval by resampling repetitions]."
+        "hvlike / it: ratio of the median overheads [90 % interval by resampling repetitions].\n"
+        f"{EXCHANGE}, across nodes: each rank sends its share of the bytes to another node and gets as many; no sum."
     )
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
 
@@ -166,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
     rank, raw, seed = hvlike.rank(), there.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
-    trainers = contestants(workload, seed, rank, there.backend, options.bucket_view, bare)
+    trainers = contestants(workload, seed, raw, there.backend, options.bucket_view, bare)
     for trainer in trainers:
         trainer.step()
         if trainer.name != ALONE:

@@ -18,7 +18,7 @@ from torch.nn import functional
 import hvlike
 from hvlike.bench.harness.benchmark import settle
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.reducers import BARE, BareLoop
+from hvlike.bench.reducers import BARE, EXCHANGE, BareLoop, raw_exchange
 from hvlike.errors import HvlikeError
 from hvlike.nn import DistributedDataParallel
 
@@ -269,13 +269,39 @@ class BareTrainer(Trainer):
         self.optimizer.step()
 
 
+class ExchangeTrainer(Trainer):
+    """Sends and receives as many bytes as its gradients have, and averages nothing."""
+
+    def __init__(self, workload: Workload, seed: int, rank: int, exchange: Callable[[], None]) -> None:
+        super().__init__(EXCHANGE, workload, seed, rank)
+        self._exchange = exchange
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.network(*self.batch).backward()
+        self._exchange()
+        self.optimizer.step()
+
+    def verify_gradients(self, expected: list[Tensor], rank: int) -> None:
+        """There is no mean."""
+
+    def verify_replicas(self, raw: RawMpi) -> None:
+        """They drift apart."""
+
+
 def contestants(
-    workload: Workload, seed: int, rank: int, backend: str | None, bucket_view: bool, bare: BareLoop | None
+    workload: Workload,
+    seed: int,
+    raw: RawMpi,
+    backend: str | None,
+    bucket_view: bool,
+    bare: BareLoop | None,
 ) -> list[Trainer]:
     """Return those who train, first the one without communication. Collective.
 
     backend: of torch's default process group, if there is one. bucket_view: its DDP with gradient_as_bucket_view, too.
     """
+    rank = raw.rank
     _, ours, ours_ddp = entered = [Trainer(name, workload, seed, rank) for name in (ALONE, OURS, OURS_DDP)]
     # As users wrap them.
     named = ours.model.named_parameters()
@@ -286,6 +312,9 @@ def contestants(
         parallel: Any = torch.nn.parallel.DistributedDataParallel
         ddp.network = parallel(ddp.model, gradient_as_bucket_view=view)
         entered.append(ddp)
+    exchange = raw_exchange(raw, sum(each.nbytes for each in ours.parameters))
+    if exchange is not None and ours.device.type == "cpu":
+        entered.append(ExchangeTrainer(workload, seed, rank, exchange))
     return entered if bare is None else [*entered, BareTrainer(workload, seed, rank, bare)]
 
 

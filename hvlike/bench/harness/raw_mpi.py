@@ -35,6 +35,11 @@ class RawMpi:
         """Sum a float32 or float64 array over all ranks in place: MPI_Allreduce. Collective."""
         self._comm.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
 
+    def exchange(self, sent: Array, received: Array, distance: int) -> None:
+        """Send an array to the rank so far above, and receive one from as far below: MPI_Sendrecv. Collective."""
+        above, below = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        self._comm.Sendrecv(sent, above, 0, received, below, 0)
+
     def barrier(self) -> None:
         self._comm.Barrier()
 

@@ -12,7 +12,7 @@ from hvlike.bench.loggp import Job
 FREE = replace(CONSTANTS, latency=0.0, overhead=0.0, gap=0.0, fold=0.0)
 """A network of nothing but bandwidth."""
 RANKS = [1, 2, 3, 8, 9, 64, 1000, 100_000]
-ACROSS = [loggp.ring, loggp.tree, loggp.halving, loggp.pairwise]
+ACROSS = [loggp.ring, loggp.tree, loggp.best]
 
 
 @pytest.mark.parametrize("across", ACROSS)
@@ -35,7 +35,7 @@ def test_more_ranks_and_more_bytes_never_cost_less(across: loggp.Across) -> None
     assert across(CONSTANTS, 64, 1e6, 1) <= across(CONSTANTS, 64, 1e6, 8)
 
 
-@pytest.mark.parametrize("across", [loggp.ring, loggp.halving, loggp.pairwise])
+@pytest.mark.parametrize("across", [loggp.ring, loggp.best])
 def test_with_bandwidth_alone_every_byte_passes_a_link_about_twice(across: loggp.Across) -> None:
     for n in (2, 3, 64, 100_000):
         assert across(FREE, n, 1e8, 1) == pytest.approx(2 * (n - 1) / n * 1e8 * FREE.gap_per_byte)
@@ -45,7 +45,8 @@ def test_small_messages_cost_a_ring_every_rank_and_a_tree_every_level() -> None:
     one = 2 * CONSTANTS.overhead + CONSTANTS.latency
     assert loggp.ring(CONSTANTS, 1024, 0, 1) == pytest.approx(2 * 1023 * one)
     assert loggp.tree(CONSTANTS, 1024, 0, 1) == pytest.approx(2 * 10 * one)
-    assert loggp.best(CONSTANTS, 1024, 0, 1) == pytest.approx(2 * 10 * one)
+    # Recursive doubling; levels of 4 cost less where messages may follow each other faster than they arrive.
+    assert loggp.best(CONSTANTS, 1024, 0, 1) < 10 * one
 
 
 def test_a_message_is_as_the_model_says() -> None:

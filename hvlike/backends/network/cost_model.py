@@ -1,0 +1,126 @@
+"""Which way a reduction across nodes takes, and what it costs after the LogGP model. Pure functions.
+
+A message of n bytes takes o on its sender, L + n G on the way and o on its receiver; a rank starts messages at least
+g apart (Culler et al. 1993, LogP; Alexandrov et al. 1995, LogGP). Additions are counted by the byte.
+
+Every way is a sequence of levels; at one of radix f groups of f ranks exchange what they hold (Ruefenacht et al. 2017).
+
+                      one level of all n ranks       levels of 2
+    whole             swap: n - 1 messages           recursive doubling
+    in shards         pairwise exchange              recursive halving and doubling
+
+Whole: all that a rank holds goes to each other of its group. In shards: it goes to the owners of its parts, and results
+come back the same way: half the bytes or less, and twice the steps.
+
+The levels are prime factors of n, some of them merged, so that a sum has one order whichever way is chosen: constants
+that are measured anew in every run must not change a result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LARGEST_GROUP = 32
+"""A rank has so many peers at a level: each is a connection, and they all send to it at once. LogGP knows neither."""
+
+
+@dataclass(frozen=True)
+class NetworkConstants:
+    latency: float  # L: a small message on its way
+    overhead: float  # o: work of the sender for a message, and again of the receiver
+    gap: float  # g: between the starts of two messages of a rank
+    gap_per_byte: float  # G: one over the bandwidth of a node's link
+    fold: float  # Seconds per byte for adding received bytes
+
+
+class Way(NamedTuple):
+    sharded: bool
+    levels: tuple[int, ...]  # Their product is `members(ranks)`
+
+    @property
+    def name(self) -> str:
+        if len(self.levels) < 2:
+            return "pairwise" if self.sharded else "swap"
+        return "halving" if self.sharded else "doubling"
+
+
+@functools.cache
+def members(ranks: int) -> int:
+    """How many ranks take part in the levels: the largest number without a prime factor above LARGEST_GROUP. Each of
+    the others gives its contribution to one of these before, and gets the result after.
+    """
+    return next(each for each in range(ranks, 0, -1) if max(primes(each), default=1) <= LARGEST_GROUP)
+
+
+@functools.cache
+def primes(number: int) -> tuple[int, ...]:
+    """The prime factors in rising order."""
+    found, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return (*found, number) if number > 1 else tuple(found)
+
+
+def message(c: NetworkConstants, nbytes: float, sharing: int = 1) -> float:
+    """Seconds from the call of the sender to the end of the call of the receiver."""
+    return 2 * c.overhead + c.latency + nbytes * c.gap_per_byte * sharing
+
+
+def _exchange(c: NetworkConstants, radix: int, nbytes: float, sharing: int) -> float:
+    """A message of so many bytes to each other rank of a group, and one from each."""
+    peers = radix - 1
+    return peers * max(c.gap, 2 * c.overhead) + c.latency + peers * nbytes * c.gap_per_byte * sharing
+
+
+def level(c: NetworkConstants, radix: int, nbytes: float, sharing: int, *, sharded: bool) -> float:
+    """A level at which every rank holds so many bytes."""
+    part = nbytes / radix if sharded else nbytes
+    return (1 + sharded) * _exchange(c, radix, part, sharing) + (radix - 1) * part * c.fold
+
+
+def cost(c: NetworkConstants, ranks: int, nbytes: float, way: Way, sharing: int = 1) -> float:
+    """Seconds of a reduction. sharing: how many ranks share a link, each with a reduction of its own."""
+    seconds, held = 0.0, nbytes
+    for radix in way.levels:
+        seconds += level(c, radix, held, sharing, sharded=way.sharded)
+        held = held / radix if way.sharded else held
+    if ranks > members(ranks):
+        seconds += 2 * message(c, nbytes, sharing) + nbytes * c.fold
+    return seconds
+
+
+def ways(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> list[Way]:
+    """The cheapest levels whole and in shards. Factors that follow each other are merged where that costs less."""
+    return [_levels(c, members(ranks), nbytes, sharing, sharded=each) for each in (False, True)]
+
+
+def _levels(c: NetworkConstants, ranks: int, nbytes: float, sharing: int, *, sharded: bool) -> Way:
+    factors = primes(ranks)
+    found: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # The best levels for the first factors
+    for end in range(1, len(factors) + 1):
+        best = (math.inf, ())
+        for start in range(end):
+            radix = math.prod(factors[start:end])
+            if radix <= LARGEST_GROUP:
+                seconds, before = found[start]
+                held = nbytes / math.prod(before) if sharded else nbytes
+                seconds += level(c, radix, held, sharing, sharded=sharded)
+                best = min(best, (seconds, (*before, radix)))
+        found.append(best)
+    return Way(sharded, found[-1][1])
+
+
+def choose(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> Way:
+    """The cheapest way for so many bytes; the same on all ranks where the constants are."""
+    return min(ways(c, ranks, nbytes, sharing), key=lambda way: cost(c, ranks, nbytes, way, sharing))
+
+
+def best(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> float:
+    """Seconds of the cheapest way."""
+    return cost(c, ranks, nbytes, choose(c, ranks, nbytes, sharing), sharing)
