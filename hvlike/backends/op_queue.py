@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
+from hvlike.backends.network.cost_model import NetworkConstants
+from hvlike.backends.network.measurement import measure
 from hvlike.backends.network.network import Network
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations
@@ -42,6 +44,7 @@ class OpQueue:
         self.number = number
         self._fabric = fabric
         self.backend = backend
+        self.constants: NetworkConstants | None = None
         self.device: DeviceBackend | None = None
         self.recorder = fabric.recorder
         self.counters = fabric.counters
@@ -150,8 +153,13 @@ class OpQueue:
         self.backend.close()
 
 
-def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
-    """Make queue `number` of a group. Collective, in one order. Raises: LaunchError without shared memory."""
+def open_queue(
+    fabric: Fabric, group: Group, number: int, constants: NetworkConstants | None = None
+) -> Coroutine[OpQueue]:
+    """Make queue `number` of a group. Collective, in one order. Raises: LaunchError without shared memory.
+
+    constants: of the network between the group's nodes; None: not measured yet.
+    """
     if group.size == 1:
         return OpQueue(fabric, group, number, SoloBackend())
     shared = None
@@ -163,8 +171,13 @@ def open_queue(fabric: Fabric, group: Group, number: int) -> Coroutine[OpQueue]:
     whole = Network((yield from fabric.duplicate(group.comm)), group.ranks)
     if group.cross_comm != fabric.world.mpi.COMM_NULL:
         crossing = sorted(node[group.local_rank] for node in group.nodes)
-        cross = Network((yield from fabric.duplicate(group.cross_comm)), [group.ranks[each] for each in crossing])
-    return OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
+        comm = yield from fabric.duplicate(group.cross_comm)
+        if constants is None:
+            constants = yield from measure(comm)
+        cross = Network(comm, [group.ranks[each] for each in crossing], constants)
+    queue = OpQueue(fabric, group, number, HierarchicalBackend(group, shared, cross, whole))
+    queue.constants = constants
+    return queue
 
 
 def _open_shared(fabric: Fabric, group: Group, number: int) -> Coroutine[SharedBackend]:
@@ -220,7 +233,7 @@ class OpQueues:
                 # This rank has joined and takes what the others have chosen.
                 self._spare.remove(number)
             return self._queues[number]
-        queue = yield from open_queue(self._fabric, self.first.group, len(self._queues))
+        queue = yield from open_queue(self._fabric, self.first.group, len(self._queues), self.first.constants)
         self._queues.append(queue)
         return queue
 

@@ -219,6 +219,11 @@ class Arithmetic:
             for block in _blocks(len(other), size):
                 kernel.fold(accumulator[block], other[block])
 
+    def merge(self, accumulator: Piece, other: Piece) -> None:
+        """Reduce another accumulator into this one."""
+        with np.errstate(all="ignore"):
+            self._kernel.merge(accumulator, other)
+
     def end(self, accumulator: Piece, own: Piece) -> None:
         """Apply divisor and postscale, and write the result to `own`, rounded once."""
         kernel, size = self._kernel, self._block

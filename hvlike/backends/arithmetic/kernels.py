@@ -120,6 +120,7 @@ class Kernel:
     accumulator(length)        memory for an accumulator that outlives a call; None where the own piece serves
     load(own, accumulator)     the accumulator, holding the prescaled own contribution (None: in scratch or in place)
     fold(accumulator, other)   reduce one more contribution, prescaled, into it
+    merge(accumulator, other)  reduce another accumulator into it
     finish(accumulator)        apply divisor and postscale
     store(accumulator, own)    write it into the own piece, rounded once
     copy(target, source)       copy a piece
@@ -132,6 +133,9 @@ class Kernel:
         self.op = op
         self.factors = factors
         self._reduce = getattr(self.library, _FUNCTIONS[op])
+
+    def merge(self, accumulator: Any, other: Any) -> None:
+        self._reduce(accumulator, other, out=accumulator)
 
 
 class ArrayKernel(Kernel):

@@ -12,8 +12,8 @@ Every way is a sequence of levels; at one of radix f groups of f ranks exchange 
 Whole: all that a rank holds goes to each other of its group. In shards: it goes to the owners of its parts, and results
 come back the same way: half the bytes or less, and twice the steps.
 
-The levels are prime factors of n, some of them merged, so that a sum has one order whichever way is chosen: constants
-that are measured anew in every run must not change a result.
+The levels are prime factors of n, some of them merged: then a sum has one order whichever way is chosen
+(summation_order.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from hvlike.backends.network.summation_order import primes
 
 LARGEST_GROUP = 32
 """A rank has so many peers at a level: each is a connection, and they all send to it at once. LogGP knows neither."""
@@ -36,6 +38,10 @@ class NetworkConstants:
     fold: float  # Seconds per byte for adding received bytes
 
 
+TYPICAL = NetworkConstants(latency=30e-6, overhead=25e-6, gap=25e-6, gap_per_byte=0.8e-9, fold=0.2e-9)
+"""Of TCP between two hosts, where nothing was measured."""
+
+
 class Way(NamedTuple):
     sharded: bool
     levels: tuple[int, ...]  # Their product is `members(ranks)`
@@ -47,24 +53,17 @@ class Way(NamedTuple):
         return "halving" if self.sharded else "doubling"
 
 
+def is_direct(way: Way) -> bool:
+    """Whether every rank sends to every other one."""
+    return len(way.levels) == 1
+
+
 @functools.cache
 def members(ranks: int) -> int:
     """How many ranks take part in the levels: the largest number without a prime factor above LARGEST_GROUP. Each of
     the others gives its contribution to one of these before, and gets the result after.
     """
     return next(each for each in range(ranks, 0, -1) if max(primes(each), default=1) <= LARGEST_GROUP)
-
-
-@functools.cache
-def primes(number: int) -> tuple[int, ...]:
-    """The prime factors in rising order."""
-    found, divisor = [], 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            found.append(divisor)
-            number //= divisor
-        divisor += 1
-    return (*found, number) if number > 1 else tuple(found)
 
 
 def message(c: NetworkConstants, nbytes: float, sharing: int = 1) -> float:
@@ -104,7 +103,7 @@ def _levels(c: NetworkConstants, ranks: int, nbytes: float, sharing: int, *, sha
     factors = primes(ranks)
     found: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # The best levels for the first factors
     for end in range(1, len(factors) + 1):
-        best = (math.inf, ())
+        best: tuple[float, tuple[int, ...]] = (math.inf, ())
         for start in range(end):
             radix = math.prod(factors[start:end])
             if radix <= LARGEST_GROUP:
@@ -116,9 +115,19 @@ def _levels(c: NetworkConstants, ranks: int, nbytes: float, sharing: int, *, sha
     return Way(sharded, found[-1][1])
 
 
-def choose(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> Way:
-    """The cheapest way for so many bytes; the same on all ranks where the constants are."""
-    return min(ways(c, ranks, nbytes, sharing), key=lambda way: cost(c, ranks, nbytes, way, sharing))
+def choose(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1, widened: float = 1.0) -> Way:
+    """The cheapest way for so many bytes; the same on all ranks where the constants are.
+
+    widened: by how much sums of some ranks are larger than contributions, where they travel: at more than one level.
+    """
+    found = ways(c, ranks, nbytes * widened, sharing)
+    if ranks <= LARGEST_GROUP:
+        found += [Way(sharded, (ranks,)) for sharded in (False, True)]
+
+    def seconds(way: Way) -> float:
+        return cost(c, ranks, nbytes * widened if len(way.levels) > 1 else nbytes, way, sharing)
+
+    return min(found, key=seconds)
 
 
 def best(c: NetworkConstants, ranks: int, nbytes: float, sharing: int = 1) -> float:

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 
 from hvlike.backends.network.cost_model import NetworkConstants
 from hvlike.transport.loop.coroutine import Coroutine, complete
@@ -19,21 +18,20 @@ _TAG = 7
 _MIB = 1 << 20
 
 
-def measure(comm: Any, natives: MpiConstants) -> Coroutine[NetworkConstants]:
+def measure(comm: Any) -> Coroutine[NetworkConstants]:
     """Measure in a few milliseconds, and agree on the slowest of all ranks. Collective, two ranks or more.
 
     A round lasts until a rank has looked, as in a reduction; the median leaves out the rounds in which one came late.
     """
+    natives = MpiConstants()
     called, small = yield from _rounds(comm, natives.byte, _SMALL, 9)
     _, large = yield from _rounds(comm, natives.byte, _LARGE, 5)
     overhead = called / 2
     latency = max(0.0, small - called)
     per_byte = max(0.0, large - small) / _LARGE
-    # Whole numbers: MPI loses a NaN, and nobody asks it for the maximum of floats.
     mine = np.array([1e9 * latency, 1e9 * overhead, 1e9 * _MIB * per_byte, 1e9 * _MIB * _fold()]).astype(np.int64)
-    found = natives.reduction(torch.int64, "MAX")
-    assert found is not None
-    yield from complete([comm.Iallreduce(natives.in_place, [mine.view(np.uint8), len(mine), found[0]], found[1])])
+    shared = [mine.view(np.uint8), len(mine), natives.int64]
+    yield from complete([comm.Iallreduce(natives.in_place, shared, natives.max)])
     latency, overhead, gap, fold = (1e-9 * each for each in mine.tolist())
     return NetworkConstants(latency, overhead, overhead, gap / _MIB, fold / _MIB)
 

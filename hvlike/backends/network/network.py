@@ -1,8 +1,11 @@
 """The network backend: ranks on different nodes reduce and move tensors by MPI messages, polled, never blocking.
 
-Reductions are prepared once for the lengths of their tensors. Small ones are one message each way between two nodes
-(swap); among more they are MPI's own, on one flat buffer, where MPI computes the type right. All others are pairwise
-(pairwise_reduction.py). 16-bit floats are summed in float32 and rounded once in every way.
+Reductions are prepared once for the lengths of their tensors, in the way that costs least after the model
+(cost_model.py): one message each way, pairwise (pairwise_reduction.py), or in several levels (recursive_reduction.py).
+16-bit floats are summed in float32 and rounded once in every way.
+
+MPI's own reductions are not among them: polled from Python they took as long as a swap or longer, their order of
+summation is unknown, and they carry no header.
 """
 
 from __future__ import annotations
@@ -11,23 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.arithmetic.kernels import ordinary_tensor
-from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES
-from hvlike.backends.network.pairwise_reduction import PairwiseReduction, SwapReduction, split
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.network.cost_model import TYPICAL, NetworkConstants, choose, is_direct
+from hvlike.backends.network.pairwise_reduction import PairwiseReduction, SwapReduction
 from hvlike.backends.network.partition import Run, shards
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
+from hvlike.backends.network.recursive_reduction import RecursiveReduction
 from hvlike.transport.loop.coroutine import Coroutine, T, complete
-from hvlike.transport.memory.dtypes import Array, Kind, MpiConstants, bytes_at, raw_view
+from hvlike.transport.memory.dtypes import Kind, MpiConstants, raw_view
 
-SMALL_BYTES = 512 << 10
-"""Up to this MPI's own reduction is as fast as the exchange, or faster; not for 16-bit floats: it doubles the bytes."""
-SMALLEST_SHARD = 32 << 10
-"""Below this an exchange is all latency: it sends 2 (n - 1) messages where MPI's reduction takes log n steps."""
-SWAP_BYTES = 768 << 10  # Up to this two ranks swap all they have: half the steps of an exchange, twice its arithmetic
 ALLTOALL_BYTES = 8 << 20
 """Large enough that the cost of a message does not count, small enough that all peers get their share of the link."""
 ALLTOALL_WINDOW = 16  # Messages in flight in each direction
@@ -62,12 +59,13 @@ class PreparedNetworkReduction:
 class Network:
     """Reductions and gathers over one communicator; one call at a time, in the same order on all its ranks."""
 
-    def __init__(self, comm: Any, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, comm: Any, ranks: Sequence[int] | None = None, constants: NetworkConstants = TYPICAL) -> None:
         """comm: an intracommunicator of mpi4py that returns errors; it is this object's from now on. ranks: what errors
-        call its ranks.
+        call its ranks. constants: of the network, the same on all its ranks.
         """
         self._comm = comm
         self._size: int = comm.Get_size()
+        self.constants = constants
         self._ranks = list(range(self._size)) if ranks is None else ranks
         self._natives = MpiConstants()
         self._buffers = BufferPool()
@@ -110,19 +108,16 @@ class Network:
         return prepared
 
     def _choose(self, lengths: Sequence[int], arithmetic: Arithmetic) -> NetworkReduction:
-        size = sum(lengths) * arithmetic.itemsize
-        if self._size == 2 and size <= SWAP_BYTES:
-            whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]
-            return SwapReduction(
-                self._comm, self._natives.byte, arithmetic, whole, arithmetic.stamp(lengths), self._ranks
-            )
         half = arithmetic.element.kind is Kind.HALF
-        wide = arithmetic.on(torch.float32) if half else arithmetic
-        native = self._natives.reduction(wide.dtype, LIBRARY_NAMES[wide.op].upper())
-        small = max(SMALLEST_SHARD * self._size, 0 if half else SMALL_BYTES)
-        if native is not None and size <= small:
-            return LibraryReduction(self._comm, self._natives, arithmetic, wide, lengths, native)
-        return self._pairwise(lengths, None, arithmetic)
+        way = choose(self.constants, self._size, sum(lengths) * arithmetic.itemsize, widened=2 if half else 1)
+        parts = self._comm, self._natives.byte, arithmetic
+        stamp = arithmetic.stamp(lengths)
+        if not is_direct(way):
+            return RecursiveReduction(*parts, lengths, stamp, self._ranks, way)
+        if way.sharded:
+            return self._pairwise(lengths, None, arithmetic)
+        whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]
+        return SwapReduction(*parts, whole, stamp, self._ranks)
 
     def _pairwise(
         self, lengths: Sequence[int], owners: Sequence[int] | None, arithmetic: Arithmetic
@@ -185,57 +180,6 @@ class Network:
         return result
 
 
-class LibraryReduction:
-    """MPI's own reduction, on one flat buffer. A second one beside it counts the active ranks."""
-
-    def __init__(
-        self,
-        comm: Any,
-        natives: MpiConstants,
-        arithmetic: Arithmetic,
-        wide: Arithmetic,
-        lengths: Sequence[int],
-        native: tuple[Any, Any],
-    ) -> None:
-        """wide: the arithmetic of the buffer, wider than 16-bit tensors. native: its datatype and op of MPI."""
-        self._comm = comm
-        self._natives = natives
-        self._arithmetic = arithmetic
-        self._wide = wide
-        self._sizes = [length * arithmetic.itemsize for length in lengths]
-        self._native = native
-        self._flat: Array = np.empty(sum(lengths), wide.element.storage)
-        self._places = split(self._flat, [range(length) for length in lengths])
-        self._count = np.zeros(1, np.int64)
-        self._sum = natives.reduction(torch.int64, "SUM")
-        self._requests: list[Any] = []
-
-    def requests(self) -> Iterable[Any]:
-        return self._requests
-
-    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
-        arithmetic, in_place = self._arithmetic, self._natives.in_place
-        found = zip(addresses, self._sizes, strict=True)
-        pieces = [arithmetic.over(bytes_at(address, nbytes)) for address, nbytes in found]
-        for place, piece in zip(self._places, pieces, strict=True):
-            _convert(place, piece)
-        if arithmetic.factors.prescale != 1:
-            self._wide.combine(self._flat, [], partial=True)
-        self._count[0] = active
-        datatype, op = self._native
-        assert self._sum is not None
-        self._requests = [
-            self._comm.Iallreduce(in_place, [self._flat.view(np.uint8), len(self._flat), datatype], op),
-            self._comm.Iallreduce(in_place, [self._count.view(np.uint8), 1, self._sum[0]], self._sum[1]),
-        ]
-        yield from complete(self._requests)
-        self._requests = []
-        self._wide.continuation.combine(self._flat, [])
-        for place, piece in zip(self._places, pieces, strict=True):
-            _convert(piece, place)
-        return int(self._count[0])
-
-
 def pairwise_alltoall(
     comm: Any, byte: Any, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
 ) -> list[MessagePipeline]:
@@ -266,15 +210,3 @@ def pairwise_alltoall(
         return made
 
     return [pipeline(comm.Irecv, receives, -1), pipeline(comm.Isend, sends, 1)]
-
-
-def _convert(target: Piece, source: Piece) -> None:
-    """Copy a piece; to or from float32 where one side is a 16-bit float."""
-    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
-        np.copyto(target, source)
-    else:
-        _as_tensor(target).copy_(_as_tensor(source))
-
-
-def _as_tensor(piece: Piece) -> torch.Tensor:
-    return ordinary_tensor(piece, torch.float32) if isinstance(piece, np.ndarray) else piece

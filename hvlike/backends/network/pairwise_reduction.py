@@ -6,8 +6,8 @@ Pairwise: every rank owns one shard, reduces what the others send for it, and se
 A B C owned by ranks 0 1 2, two packets a shard (A1 A2 ...), seen from rank 0:
 
     send contributions      B1 to 1, C1 to 2, B2 to 1, C2 to 2
-    receive contributions   A1 from 2, A1 from 1, A2 from 2, A2 from 1     folded in this order
-    send results            A1 to 1, A1 to 2, A2 to 1, A2 to 2             each once all contributions are folded
+    receive contributions   A1 from 2, A1 from 1, A2 from 2, A2 from 1
+    send results            A1 to 1, A1 to 2, A2 to 1, A2 to 2             each once all contributions are there
     receive results         C1 from 2, B1 from 1, C2 from 2, B2 from 1     each once the own contribution has left
 
 Every pipeline goes on by itself, in its order, a few messages at a time. The orders agree: the earliest message that
@@ -26,7 +26,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Container, Iterable, Sequence, Sized
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -35,6 +35,7 @@ import numpy as np
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.network.partition import Message, Run, message_length, packets_of
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
+from hvlike.backends.network.summation_order import combine
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.memory.dtypes import Array, bytes_at
@@ -49,15 +50,35 @@ SHORT_BYTES = 64 << 10  # Shorter runs are packed: to copy them costs less than 
 
 BUFFER_BYTES = 16 << 20  # About how much memory the messages being received take, at any number of ranks
 
-_HEADER = struct.Struct("<QQ")  # The stamp of the reduction; whether the rank is active
-_CONTRIBUTION_TAG, _RESULT_TAG, _SWAP_TAG = 1, 2, 4
+HEADER = struct.Struct("<QQ")  # The stamp of the reduction; whether the rank is active
+GIVEN_UP = 0  # In place of the stamp: the sender has met another one
+CONTRIBUTION_TAG, _RESULT_TAG = 1, 2
+
+
+def open_header(message: Array, expected: int, peer: int, rank: int) -> int:
+    """How many ranks are active, as a first message says. Raises: MismatchError where its stamp is another one."""
+    stamp, active = HEADER.unpack_from(message.data)
+    if stamp != expected:
+        found = f"rank {peer} reduces" if stamp != GIVEN_UP else f"rank {peer} has found that a rank reduces"
+        raise MismatchError(
+            f"{found} other tensors at this point than rank {rank}: a planned reduction must have the same "
+            "tensors, dtypes and factors in the same order on every rank"
+        )
+    return int(active)
+
+
+def give_up(comm: Any, byte: Any, told: Container[int]) -> list[Any]:
+    """Have those ranks fail as well that would wait for a first message of this one. Returns the requests of MPI."""
+    message = [np.frombuffer(HEADER.pack(GIVEN_UP, 0), np.uint8), byte]
+    peers = [peer for peer in range(comm.Get_size()) if peer not in told and peer != comm.Get_rank()]
+    return [comm.Isend(message, peer, CONTRIBUTION_TAG) for peer in peers]
 
 
 class Packet:
     """Runs of tensors that travel in one message."""
 
     def __init__(self, runs: Message, arithmetic: Arithmetic, *, packed: bool, first: bool) -> None:
-        self.header = _HEADER.size if first else 0  # Bytes of it
+        self.header = HEADER.size if first else 0  # Bytes of it
         self.nbytes = message_length(runs) * arithmetic.itemsize
         self._runs = runs
         self._packed = packed
@@ -118,6 +139,8 @@ class PairReduction:
         self._addresses: list[int] | None = None
         self._active = 0  # How many ranks are, of those that have been heard of
         self._header = b""
+        self._told: set[int] = set()  # The ranks to which the first message is on its way
+        self._last: list[Any] = []  # The requests of MPI with which it was given up
 
     def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active.
@@ -129,8 +152,13 @@ class PairReduction:
                 packet.locate(addresses)
             self._addresses = addresses[:]
         self._active = int(active)
-        self._header = _HEADER.pack(self._stamp, active)
-        yield from self._reduce()
+        self._header = HEADER.pack(self._stamp, active)
+        self._told.clear()
+        try:
+            yield from self._reduce()
+        except MismatchError:
+            self._last = give_up(self._comm, self._byte, self._told)
+            raise
         return self._active
 
     def _reduce(self) -> Coroutine[None]:
@@ -143,7 +171,7 @@ class PairReduction:
 
     def _cut(self, runs: Sequence[Run]) -> list[Packet]:
         itemsize = self._arithmetic.itemsize
-        sizes = [size // itemsize for size in (SHORT_BYTES, FIRST_BYTES - _HEADER.size, PACKED_BYTES, LARGEST_PACKET)]
+        sizes = [size // itemsize for size in (SHORT_BYTES, FIRST_BYTES - HEADER.size, PACKED_BYTES, LARGEST_PACKET)]
         short, long = packets_of(runs, *sizes)
         packets = [
             Packet(each, self._arithmetic, packed=True, first=not number) for number, each in enumerate(short or [[]])
@@ -164,14 +192,7 @@ class PairReduction:
     def _open(self, packet: Packet, peer: int, message: Array) -> Piece:
         """The elements of a contribution that has arrived."""
         if packet.header:
-            stamp, active = _HEADER.unpack_from(message.data)
-            if stamp != self._stamp:
-                raise MismatchError(
-                    f"rank {self._ranks[peer]} reduces other tensors at this point than rank "
-                    f"{self._ranks[self._rank]}: a planned reduction must have the same tensors, dtypes and factors "
-                    "in the same order on every rank"
-                )
-            self._active += active
+            self._active += open_header(message, self._stamp, self._ranks[peer], self._ranks[self._rank])
         payload = message[packet.header : packet.header + packet.nbytes]
         return self._arithmetic.over(payload) if packet.nbytes else payload
 
@@ -188,35 +209,31 @@ class SwapReduction(PairReduction):
         self._requests: list[Any] = []
 
     def requests(self) -> Iterable[Any]:
-        return self._requests
+        return self._requests + self._last
 
     def _reduce(self) -> Coroutine[None]:
         comm, byte, peers = self._comm, self._byte, self._peers
         pairs = list(zip(self._all, self._buffers, strict=True))
         receives = [
-            [comm.Irecv([buffer, byte], peer, _SWAP_TAG) for buffer, peer in zip(buffers, peers, strict=True)]
+            [comm.Irecv([buffer, byte], peer, CONTRIBUTION_TAG) for buffer, peer in zip(buffers, peers, strict=True)]
             for _, buffers in pairs
         ]
         sends = []
         requests = self._requests = list(chain.from_iterable(receives))
         for packet in self._all:
             message = [self._fill(packet), byte]
-            sends.append([comm.Isend(message, peer, _SWAP_TAG) for peer in peers])
+            sends.append([comm.Isend(message, peer, CONTRIBUTION_TAG) for peer in peers])
+            self._told.update(peers)
             requests.extend(sends[-1])
         for (packet, buffers), arriving, leaving in zip(pairs, receives, sends, strict=True):
             yield from complete(arriving)
             yield from complete(leaving)
             copies = [self._open(packet, peer, buffer) for peer, buffer in zip(peers, buffers, strict=True)]
             if packet.nbytes:
-                self._join(packet.piece, copies)
+                copies.insert(self._rank, packet.piece)
+                combine(self._arithmetic, copies, packet.piece)
                 packet.unpack()
         self._requests = []
-
-    def _join(self, own: Piece, copies: list[Piece]) -> None:
-        """In the order of the ranks, on every rank: a NaN keeps the same bits on all."""
-        copies.insert(self._rank, own)
-        first, *others = copies
-        self._arithmetic.combine(first, others, () if first is own else [own])
 
 
 class PairwiseReduction(PairReduction):
@@ -240,10 +257,9 @@ class PairwiseReduction(PairReduction):
         self._limit = sys.maxsize  # Messages of any kind on their way from here at once
         self._leaving = 0
         self._contributed = [0] * self._size  # Packets of each rank's shard for which the own contribution has left
-        self._folded = 0  # Contributions to the packet of the own shard that is being reduced
+        self._pieces: dict[int, Piece] = {}  # Contributions to the packet of the own shard that is next, by rank
+        self._taken: list[Array] = []  # Their buffers
         self._finished = 0  # Packets of the own shard that hold the result
-        self._memory = self._arithmetic.accumulator(max(len(each.piece) for each in own))
-        self._accumulator: Piece | None = None
         self._slots: deque[Array] = deque()  # Taken for contributions in flight, in their order
         self._largest = max(map(self._room, own))
         window = max(4, BUFFER_BYTES // self._largest)
@@ -269,12 +285,12 @@ class PairwiseReduction(PairReduction):
             ]
 
     def requests(self) -> Iterable[Any]:
-        return chain.from_iterable(each.requests for each in self._pipelines)
+        return chain(self._last, *(each.requests for each in self._pipelines))
 
     def _reduce(self) -> Coroutine[None]:
         self._buffers.require(self._largest)
         self._limit = 1 if self._bandwidth.slow else sys.maxsize
-        self._leaving = self._folded = self._finished = 0
+        self._leaving = self._finished = 0
         self._contributed = [0] * self._size
         self._bandwidth.begin()
         for each in self._pipelines:
@@ -301,7 +317,8 @@ class PairwiseReduction(PairReduction):
 
     def _send_contribution(self, number: int, peer: int) -> Any:
         self._leaving += 1
-        return self._comm.Isend([self._fill(self._packets[peer][number]), self._byte], peer, _CONTRIBUTION_TAG)
+        self._told.add(peer)
+        return self._comm.Isend([self._fill(self._packets[peer][number]), self._byte], peer, CONTRIBUTION_TAG)
 
     def _contribution_left(self, number: int, peer: int) -> None:
         self._leaving -= 1
@@ -310,38 +327,29 @@ class PairwiseReduction(PairReduction):
     def _receive_contribution(self, number: int, peer: int) -> Any:
         buffer = self._buffers.take()
         self._slots.append(buffer)
-        return self._comm.Irecv([buffer[: self._room(self._own[number])], self._byte], peer, _CONTRIBUTION_TAG)
+        return self._comm.Irecv([buffer[: self._room(self._own[number])], self._byte], peer, CONTRIBUTION_TAG)
 
     def _fold(self, number: int, peer: int) -> None:
-        """Fold one contribution to a packet of the own shard; the last one makes the result."""
-        packet, arithmetic = self._own[number], self._arithmetic
-        buffer = self._slots.popleft()
+        """Keep one contribution to a packet of the own shard; with the last one it is reduced."""
+        packet = self._own[number]
         self._bandwidth.arrived(packet.nbytes)
-        other = self._open(packet, peer, buffer)
-        if packet.nbytes:
-            self._add(packet, other)
-        self._folded += 1
-        if self._folded == self._size - 1:
-            if self._accumulator is not None:
-                arithmetic.end(self._accumulator, packet.piece)
-                self._accumulator = None
-            self._folded = 0
-            self._finished += 1
-            if not self._share:
-                packet.unpack()
-        self._buffers.give(buffer)
-
-    def _add(self, packet: Packet, other: Piece) -> None:
-        arithmetic = self._arithmetic
-        if not self._folded:
-            packet.pack()
-        if self._size == 2:
-            arithmetic.combine(packet.piece, [other])
+        self._taken.append(self._slots.popleft())
+        self._pieces[peer] = self._open(packet, peer, self._taken[-1])
+        if len(self._taken) < self._size - 1:
             return
-        if self._accumulator is None:
-            memory = None if self._memory is None else self._memory[: len(packet.piece)]
-            self._accumulator = arithmetic.begin(packet.piece, memory)
-        arithmetic.fold(self._accumulator, other)
+        packet.pack()
+        self._pieces[self._rank] = packet.piece
+        pieces = [self._pieces.pop(each) for each in range(self._size)]
+        if self._rank == 1:
+            # Only here it is added: nobody sees that the first two are swapped, which spares a copy.
+            pieces[:2] = pieces[1::-1]
+        if packet.nbytes:
+            combine(self._arithmetic, pieces, packet.piece)
+        while self._taken:
+            self._buffers.give(self._taken.pop())
+        self._finished += 1
+        if not self._share:
+            packet.unpack()
 
     # -- results --------------------------------------------------------------------------------
 

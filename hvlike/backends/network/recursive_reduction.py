@@ -8,14 +8,13 @@ Six ranks, levels of 2 and 3; what rank 0 holds:
 Where the number of ranks has a large prime factor, the first even ranks each give what they have to the next rank, and
 get the result from there. All is packed into one buffer; 16-bit floats are float32 there, and rounded once.
 
-An element is added in one order, that of levels of single prime factors, on whichever rank and at whatever levels. The
-first message to a rank at a level begins with the stamp of the reduction, and with how many ranks are active among
+The first message to a rank at a level begins with the stamp of the reduction, and with how many ranks are active among
 those whose sum it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,8 +23,17 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.kernels import ordinary_tensor
-from hvlike.backends.network.cost_model import Way, members, primes
-from hvlike.backends.network.pairwise_reduction import FIRST_BYTES, FIRST_TAG, HEADER, check_stamp, split
+from hvlike.backends.network.cost_model import Way, members
+from hvlike.backends.network.pairwise_reduction import (
+    CONTRIBUTION_TAG,
+    FIRST_BYTES,
+    HEADER,
+    give_up,
+    open_header,
+    split,
+)
+from hvlike.backends.network.summation_order import fold
+from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.memory.dtypes import Array, Kind, bytes_at
 
@@ -61,15 +69,6 @@ def steps_of(rank: int, size: int, elements: int, way: Way) -> list[Step]:
         start, stop = parts[position]
         stride *= radix
     return found
-
-
-def fold(pieces: Sequence[Any], add: Callable[[Any, Any], object]) -> None:
-    """Add the contributions of a group into the first one, by the prime factors of their number."""
-    for radix in primes(len(pieces)):
-        for first in range(0, len(pieces), radix):
-            for other in pieces[first + 1 : first + radix]:
-                add(pieces[first], other)
-        pieces = pieces[::radix]
 
 
 class Slot:
@@ -138,6 +137,7 @@ class RecursiveReduction:
         self._addresses: list[int] | None = None
         self._active = 0  # How many ranks are, among those whose sum this rank holds
         self._requests: list[Any] = []
+        self._told: set[int] = set()  # To these ranks this one has sent the first message
 
     def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active.
@@ -152,19 +152,24 @@ class RecursiveReduction:
         if self._wide.factors.prescale != 1:
             self._wide.combine(self._flat.piece, [], partial=True)
         self._active = int(active)
-        if self._gives:
-            assert self._partner is not None
-            yield from self._exchange([(self._partner, self._flat)], [])
-            self._active = 0
-            yield from self._exchange([], [(self._partner, self._flat)])
-        else:
-            yield from self._reduce()
+        self._told.clear()
+        try:
+            yield from self._give() if self._gives else self._reduce()
+        except MismatchError:
+            self._requests += give_up(self._comm, self._byte, self._told)
+            raise
         self._copy(self._places, self._outputs)
         return self._active
 
     def requests(self) -> Iterable[Any]:
         """Those of MPI that are in flight."""
         return self._requests
+
+    def _give(self) -> Coroutine[None]:
+        assert self._partner is not None
+        yield from self._exchange([(self._partner, self._flat)], [])
+        self._active = 0
+        yield from self._exchange([], [(self._partner, self._flat)])
 
     def _reduce(self) -> Coroutine[None]:
         rest = self._wide.continuation
@@ -192,21 +197,20 @@ class RecursiveReduction:
 
     def _exchange(self, sends: Messages, receives: Messages) -> Coroutine[None]:
         comm, byte = self._comm, self._byte
-        firsts = [comm.Irecv([slot.memory, byte], peer, FIRST_TAG) for peer, slot in receives]
+        firsts = [comm.Irecv([slot.memory, byte], peer, CONTRIBUTION_TAG) for peer, slot in receives]
         self._requests = requests = [*firsts]
         if not self._together:
             requests += [comm.Irecv([slot.payload, byte], peer, _REST_TAG) for peer, slot in receives]
         for peer, slot in sends:
-            HEADER.pack_into(slot.memory, 0, self._stamp, self._active)
-            requests.append(comm.Isend([slot.first, byte], peer, FIRST_TAG))
+            self._told.add(peer)
+            HEADER.pack_into(slot.memory.data, 0, self._stamp, self._active)
+            requests.append(comm.Isend([slot.first, byte], peer, CONTRIBUTION_TAG))
             if not self._together:
                 requests.append(comm.Isend([slot.payload, byte], peer, _REST_TAG))
         # What follows the header of another reduction need not have the length that is expected.
         yield from complete(firsts)
         for peer, slot in receives:
-            stamp, active = HEADER.unpack_from(slot.memory)
-            check_stamp(stamp, self._stamp, self._ranks[peer], self._ranks[self._rank])
-            self._active += active
+            self._active += open_header(slot.memory, self._stamp, self._ranks[peer], self._ranks[self._rank])
         yield from complete(requests)
 
     # -- memory ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""The table of torch dtypes: how each one is moved, reduced and named in MPI. Only listed dtypes reach MPI.
+"""The table of torch dtypes: how each one is moved and reduced. Only listed dtypes reach MPI.
 
 Moving needs no arithmetic: every dtype of the table travels as bytes. numpy reduces the types that it computes
 natively, torch reduces the 16-bit floats (numpy has no bfloat16, and its float16 addition is 30 times slower than
-torch's). `mpi_name` is the MPI datatype whose built-in reduction is correct; it is None where there is none.
+torch's). MPI reduces none of them: bfloat16 as bytes or not at all, and a minimum by the order of the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Element:
     dtype: torch.dtype
     kind: Kind
     storage: np.dtype[Any]  # numpy's type of the same width: the type itself, or uint16 for the 16-bit floats
-    mpi_name: str | None  # Attribute of mpi4py.MPI for MPI's own reductions, or None: reduce it ourselves
 
     @property
     def itemsize(self) -> int:
@@ -42,19 +41,18 @@ class Element:
 
 
 _LINES = (
-    Element(torch.uint8, Kind.INTEGER, np.dtype(np.uint8), "UINT8_T"),
-    Element(torch.int8, Kind.INTEGER, np.dtype(np.int8), "INT8_T"),
-    Element(torch.int16, Kind.INTEGER, np.dtype(np.int16), "INT16_T"),
-    Element(torch.int32, Kind.INTEGER, np.dtype(np.int32), "INT32_T"),
-    Element(torch.int64, Kind.INTEGER, np.dtype(np.int64), "INT64_T"),
-    Element(torch.float16, Kind.HALF, np.dtype(np.uint16), None),
-    Element(torch.bfloat16, Kind.HALF, np.dtype(np.uint16), None),
-    Element(torch.float32, Kind.FLOAT, np.dtype(np.float32), "FLOAT"),
-    Element(torch.float64, Kind.FLOAT, np.dtype(np.float64), "DOUBLE"),
-    # A torch bool is one byte, 0 or 1: or is the maximum of the bytes, and the minimum.
-    Element(torch.bool, Kind.BOOL, np.dtype(np.bool_), "UINT8_T"),
-    Element(torch.complex64, Kind.COMPLEX, np.dtype(np.complex64), "C_FLOAT_COMPLEX"),
-    Element(torch.complex128, Kind.COMPLEX, np.dtype(np.complex128), "C_DOUBLE_COMPLEX"),
+    Element(torch.uint8, Kind.INTEGER, np.dtype(np.uint8)),
+    Element(torch.int8, Kind.INTEGER, np.dtype(np.int8)),
+    Element(torch.int16, Kind.INTEGER, np.dtype(np.int16)),
+    Element(torch.int32, Kind.INTEGER, np.dtype(np.int32)),
+    Element(torch.int64, Kind.INTEGER, np.dtype(np.int64)),
+    Element(torch.float16, Kind.HALF, np.dtype(np.uint16)),
+    Element(torch.bfloat16, Kind.HALF, np.dtype(np.uint16)),
+    Element(torch.float32, Kind.FLOAT, np.dtype(np.float32)),
+    Element(torch.float64, Kind.FLOAT, np.dtype(np.float64)),
+    Element(torch.bool, Kind.BOOL, np.dtype(np.bool_)),
+    Element(torch.complex64, Kind.COMPLEX, np.dtype(np.complex64)),
+    Element(torch.complex128, Kind.COMPLEX, np.dtype(np.complex128)),
 )
 
 TABLE: dict[torch.dtype, Element] = {line.dtype: line for line in _LINES}
@@ -141,21 +139,7 @@ class MpiConstants:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._mpi = MPI
         self.in_place: Any = MPI.IN_PLACE
         self.byte: Any = MPI.BYTE
-
-    def reduction(self, dtype: torch.dtype, op_name: str) -> tuple[Any, Any] | None:
-        """(datatype, operation) for MPI's own SUM, PROD, MIN or MAX, or None where it is not to be trusted: 16-bit
-        floats (MPI sums their bytes or refuses), the minimum and maximum of floats (NaN is kept or lost by the order of
-        the operands, which differs between the ranks), products of complex numbers (compiled with fused operations they
-        depend on that order too).
-        """
-        kind, name = element_of(dtype).kind, element_of(dtype).mpi_name
-        if name is None or (kind is Kind.FLOAT and op_name in ("MIN", "MAX")):
-            return None
-        if kind is Kind.COMPLEX and op_name == "PROD":
-            return None
-        if kind is Kind.BOOL:
-            op_name = "MAX" if op_name in ("SUM", "MAX") else "MIN"
-        return getattr(self._mpi, name), getattr(self._mpi, op_name)
+        self.int64: Any = MPI.INT64_T
+        self.max: Any = MPI.MAX

@@ -10,7 +10,9 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
 from hvlike.backends.network import network, pairwise_reduction
+from hvlike.backends.network.cost_model import Way
 from hvlike.backends.network.network import Network
+from hvlike.backends.network.summation_order import primes
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view
@@ -26,8 +28,9 @@ def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
 
 LENGTHS = [[], [0], [1], [5, 0, 3], [1000, 1, 70, 3000], [10000]]
 OPS = [op for op in ReduceOp if op is not ReduceOp.ADASUM]
+NAMES = ["swap", "pairwise", "slow pairwise", "doubling", "halving"]
 # Which way reductions go; "chosen" is what is best for the size (two ranks swap).
-WAYS = pytest.mark.parametrize("way", ["exchange", "slow exchange", "mpi", "chosen"])
+WAYS = pytest.mark.parametrize("way", [*NAMES, "chosen"])
 
 
 class Backend:
@@ -64,17 +67,18 @@ def backend() -> Iterator[Backend]:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, backend: Backend, way: str) -> None:
-    """Have all reductions go one way; "slow exchange": as on a slow network, one message at a time."""
+    """Have all reductions go one way; "slow pairwise": as on a slow network, one message at a time."""
     # A network keeps the ways that it has chosen.
     backend.network.close()
     backend.network = Network(backend.comm.Dup())
     if way == "chosen":
         return
-    small = 1 << 30 if way == "mpi" else 0
-    monkeypatch.setattr(network, "SMALL_BYTES", small)
-    monkeypatch.setattr(network, "SMALLEST_SHARD", small)
-    monkeypatch.setattr(network, "SWAP_BYTES", 0)
-    monkeypatch.setattr(backend.network.bandwidth, "slow", way == "slow exchange")
+    levels = primes(backend.size) if way in ("doubling", "halving") else (backend.size,)
+    forced = Way(way not in ("swap", "doubling"), levels)
+    monkeypatch.setattr(network, "choose", lambda *_, **__: forced)
+    # Two and three ranks have one level.
+    monkeypatch.setattr(network, "is_direct", lambda _: way not in ("doubling", "halving"))
+    monkeypatch.setattr(backend.network.bandwidth, "slow", way == "slow pairwise")
 
 
 @pytest.fixture
@@ -182,7 +186,7 @@ def test_gather_of_any_dtype(backend: Backend) -> None:
 def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[Any] = []
     monkeypatch.setattr(network, "_ABANDONED", abandoned)
-    choose(monkeypatch, backend, "exchange")
+    choose(monkeypatch, backend, "pairwise")
     tensor = torch.ones(100_000)
     coroutine = backend.network.allreduce([tensor], Arithmetic(torch.float32, ReduceOp.SUM))
     next(coroutine)
@@ -193,6 +197,22 @@ def test_a_routine_that_is_given_up_keeps_its_memory(backend: Backend, monkeypat
         while request is not tensor and not request.Test():
             pass
     choose(monkeypatch, backend, "chosen")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.mpi
+def test_rounded_results_do_not_depend_on_the_way(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(backend.rank)
+    mine = [torch.randn(length, generator=generator).to(dtype) for length in (17, 90_001)]
+    found = []
+    for way in NAMES:
+        choose(monkeypatch, backend, way)
+        tensors = [each.clone() for each in mine]
+        backend.drive(backend.network.allreduce(tensors, Arithmetic(dtype, ReduceOp.AVERAGE, divisor=3, prescale=0.7)))
+        found.append([raw_view(each).tobytes() for each in tensors])
+    assert all(each == found[0] for each in found)
 
 
 @WAYS
@@ -210,7 +230,7 @@ def test_active_ranks_are_counted_with_the_data(backend: Backend, monkeypatch: p
             assert all(bool((each == backend.size).all()) for each in tensors)
 
 
-@pytest.mark.parametrize("way", ["exchange", "chosen"])
+@WAYS
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_reduce_other_tensors_are_told(backend: Backend, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     choose(monkeypatch, backend, way)
