@@ -16,7 +16,7 @@ import torch
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, reduce_op
 from hvlike.collectives.api.gradients import allreduce_gradient, differentiable
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
-from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Max, Min, Product, Reduction, Sum
 from hvlike.collectives.requests.request import (

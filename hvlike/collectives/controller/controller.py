@@ -24,6 +24,7 @@ import torch
 from hvlike.backends.cuda.runtime import KINDS, events_of
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse, ResponseList
+from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import (
@@ -83,6 +84,7 @@ class Controller:
         self._trace = trace
         self._end = end
         self.tensor_queue = TensorQueue(fabric.world.rank)
+        self.agreement: Agreement | None = None  # Of members that are on a node each, and agree without the coordinator
         self._outbox: deque[Request] = deque()
         self._numbers: dict[RequestSpec, int] = {}  # Of the specs that were announced; what members send in their place
         self._known: dict[int, tuple[RequestSpec, Any]] = {}  # And `Response.extra`, which follows from the spec
@@ -169,6 +171,10 @@ class Controller:
                 loop.post(partial(self._end, error), wake=False)
         return True
 
+    def send_soon(self, rank: int, what: str, value: Any) -> None:
+        """Have `hear` called on a member; the caller is about to drive the loop, or in it."""
+        self._fabric.loop.post(partial(self._send, rank, what, value), wake=False)
+
     def report_failure(self, number: int, failure: JoinFailure) -> None:
         self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
 
@@ -216,6 +222,8 @@ class Controller:
             for child in self._children:
                 self._send(child, what, value)
             self.on_failure(*value)
+        elif self.agreement is not None and what in (PASS, HURRY):
+            self.agreement.hear(rank, what, value)
         else:
             self._pass_on(what, *value)
 
@@ -249,6 +257,8 @@ class Controller:
                 self._tell_all(END, error)
 
     def lose(self, errors: dict[int, HorovodInternalError]) -> None:
+        if self.agreement is not None:
+            self.agreement.stop()
         if self._coordinator is not None:
             self._coordinator.lose(errors)
 
@@ -266,6 +276,8 @@ class Controller:
             request.handle.complete(None, type(error)(text))
 
     def close(self, error: HorovodInternalError) -> None:
+        if self.agreement is not None:
+            self.agreement.stop()
         for request in self.tensor_queue.close(error):
             request.handle.complete(None, error)
         for stop in list(self._stoppable.values()):
@@ -346,6 +358,8 @@ class Controller:
                 for each in responses
             ]
             self.tensor_queue.begin_epoch(decided)
+            if self.agreement is not None:
+                self.agreement.begin_epoch()
         agreed = []
         trace, node_table = self._trace, self._node_table
         for each in responses:

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from typing import Protocol
 
 from hvlike.collectives.requests.request import CallSite, Request, RequestKey
 from hvlike.errors import DuplicateNameError, HorovodInternalError
-from hvlike.transport.memory.doorbell import Doorbell
+
+
+class Watcher(Protocol):
+    """Who is told of the operations that this rank numbers: a peer on the node, or the agreement with other nodes."""
+
+    @property
+    def asleep(self) -> Sequence[int]:
+        """One word; other than 0: it must be told."""
+
+    def notify_if_sleeping(self) -> None: ...
 
 
 class AutomaticNames:
@@ -54,7 +64,7 @@ class TensorQueue:
         self.lock = threading.Lock()
         self.entered = 0  # Things asked for: the same on all ranks where each asks for the same in one order
         # Where other ranks look at that number: a word for it, and the bells of those that may sleep over it.
-        self.board: tuple[memoryview, Sequence[Doorbell]] | None = None
+        self.board: tuple[MutableSequence[int] | memoryview, Sequence[Watcher]] | None = None
         self.requests: dict[RequestKey, Request] = {}  # What goes through the coordinator and was not announced yet
         self.closed: HorovodInternalError | None = None
         self.last: tuple[RequestKey, CallSite | str, float] | None = None  # Asked for last, where and when
@@ -105,6 +115,12 @@ class TensorQueue:
         with self.lock:
             in_flight = len(self.requests.keys() - set(decided))
             self.entered = (((self.entered >> _EPOCH_BITS) + 1) << _EPOCH_BITS) + in_flight
+
+    def recount(self, index: int) -> None:
+        """An attempt that was number `index` is to be negotiated: number it again if an epoch has begun meanwhile."""
+        with self.lock:
+            if self.entered >> _EPOCH_BITS != index >> _EPOCH_BITS:
+                self.entered += 1
 
     def close(self, error: HorovodInternalError) -> list[Request]:
         """Accept nothing more, for the first reason given; returns what was in flight."""

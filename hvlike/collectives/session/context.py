@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hvlike.backends.arithmetic.threads import THREADS
-from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.process_set_state import (

@@ -13,7 +13,10 @@ from hvlike.backends.inline_allreduce import open_inline_allreduce
 from hvlike.backends.op_queue import OpQueue, OpQueues, open_queue
 from hvlike.collectives.controller.controller import Controller, ControllerRouter
 from hvlike.collectives.controller.execution import Executor
-from hvlike.collectives.controller.inline_allreduce import InlineAllreduce, inline_allreduces
+from hvlike.collectives.controller.inline_agreement import Agreement
+from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
+from hvlike.collectives.controller.inline_calls import InlineCalls, inline_allreduces
+from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMessages
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.status_query import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
@@ -41,9 +44,13 @@ class ProcessSetState:
         self.group = group
         self.queues = OpQueues(fabric, first)
         trace = Trace(fabric.recorder, group)
-        self.inline: InlineAllreduce | None = None  # Once the set, on one node, has reduced a few tensors
+        self.inline: InlineCalls[Any] | None = None  # Once the set has reduced a few tensors, where it can have one
+        self._closing: Callable[[], None] = lambda: None
         self._fabric = fabric
-        opening = self._open_inline if group.size > 1 and len(group.nodes) == 1 and knobs.express else None
+        opening = None
+        apart = len(group.nodes) == group.size <= MOST_MEMBERS
+        if group.size > 1 and knobs.express and (apart or len(group.nodes) == 1):
+            opening = self._open_messages if apart else self._open_board
         self.executor = Executor(self.queues, trace, knobs, opening)
         self._router = router
         self.controller = Controller(
@@ -56,18 +63,32 @@ class ProcessSetState:
             knobs.cycle_time / 1000,
             trace,
         )
+        if opening == self._open_messages:
+            peers = [rank for rank in group.ranks if rank != fabric.world.rank]
+            queue = self.controller.tensor_queue
+            self.controller.agreement = Agreement(queue, peers, self.controller.send_soon)
         self.proxies = JoinedProxies(self.queues, self.controller)
         self.plan_epoch = fabric.plan_epoch  # The guard of compiled plans
         self.rounds = JoinContexts(self.proxies, self.controller, fabric.loop.perform, fabric.plan_epoch)
         router.connect(group.number, self.controller)
 
-    def _open_inline(self) -> Coroutine[None]:
+    def _open_board(self) -> Coroutine[None]:
         queue = yield from self.queues.take(-1)
         inline = yield from open_inline_allreduce(self._fabric, self.group, queue)
         if inline is not None:
-            group = self.group
-            self.inline = InlineAllreduce(self.controller, inline, self._fabric.recorder, group.size, group.rank)
-            inline_allreduces[group.number] = self.inline
+            self._serve(InlineAllreduce(self.controller, inline, self._fabric.recorder, self.group.size))
+
+    def _open_messages(self) -> Coroutine[None]:
+        queue = yield from self.queues.take(-1)
+        comm = yield from self._fabric.duplicate(self.group.comm)
+        agreement = self.controller.agreement
+        assert agreement is not None
+        inline = InlineMessages(self.controller, agreement, queue, comm, self._fabric, self.group)
+        self._closing = inline.close
+        self._serve(inline)
+
+    def _serve(self, inline: InlineCalls[Any]) -> None:
+        self.inline = inline_allreduces[self.group.number] = inline
 
     def fail(self, error: HorovodInternalError) -> None:
         """End everything in flight in this set with `error`; in the loop."""
@@ -81,6 +102,7 @@ class ProcessSetState:
         self._router.controllers.pop(self.group.number, None)
         for queue in self.queues.all():
             queue.close()
+        self._closing()
         self.executor.site.close()
         self.group.disconnect()
 

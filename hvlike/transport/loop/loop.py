@@ -81,6 +81,11 @@ class Loop:
         self._sources.append(source)
         self._unfinished.append(is_unfinished)
 
+    def remove_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
+        """Undo `add_source`; from inside the loop, or once it was closed."""
+        self._sources.remove(source)
+        self._unfinished.remove(is_unfinished)
+
     def post(self, action: Callable[[], object], *, wake: bool = True) -> None:
         """Run `action` in the loop soon. `wake=False`: the caller is about to wait and so to drive."""
         self._inbox.append(action)

@@ -1,10 +1,10 @@
 """The ranks of this machine grouped into pretended nodes, so that the network and hierarchical backends run too."""
 
-import os
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from support.pretended_nodes import nodes_of
 
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.session.context import current
@@ -13,17 +13,8 @@ from hvlike.collectives.session.context import current
 @pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
 def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
     """hvlike started anew with so many ranks on each pretended node."""
-    hvd.shutdown()
-    before = os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
-    if request.param is not None:
-        os.environ["HVLIKE_RANKS_PER_NODE"] = str(request.param)
-    hvd.init()
-    yield request.param
-    hvd.shutdown()
-    os.environ.pop("HVLIKE_RANKS_PER_NODE", None)
-    if before is not None:
-        os.environ["HVLIKE_RANKS_PER_NODE"] = before
-    hvd.init()
+    with nodes_of(hvd, request.param):
+        yield request.param
 
 
 @pytest.fixture

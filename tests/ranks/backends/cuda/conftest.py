@@ -16,7 +16,7 @@ from support.backends.fake_nccl import FakeNccl
 from support.backends.late_device import LateDevice
 
 from hvlike.backends.cuda import runtime
-from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.session.context import current
 from hvlike.transport.loop.coroutine import Wait
 from hvlike.transport.loop.loop import Loop

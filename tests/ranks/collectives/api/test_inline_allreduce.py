@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 from support.collectives.inputs import DTYPES, OPS, contribution, defined, reduced, same
+from support.pretended_nodes import nodes_of
 
-from hvlike.collectives.controller.inline_allreduce import inline_allreduces
+from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.errors import MismatchError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -24,6 +25,13 @@ OF_EACH_KIND = (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.co
 """Of numbers: what large tensors are tried with."""
 
 
+@pytest.fixture(params=[None, 1], ids=["node", "nodes"], scope="module", autouse=True)
+def way(request, hvd):
+    """All ranks on their node, and each on a pretended one of its own."""
+    with nodes_of(hvd, request.param):
+        yield
+
+
 @pytest.fixture
 def inline(hvd):
     """The inline allreduce of all ranks, open and not waiting after refusals."""
@@ -33,7 +41,7 @@ def inline(hvd):
         hvd.allreduce_(torch.zeros(3), name="to open the inline allreduce")
         if way is not None and way.served > before:
             return way
-    if hvd.local_size() == hvd.size():
+    if hvd.local_size() in (1, hvd.size()):
         pytest.fail("the inline allreduce is never taken")
     pytest.skip("the ranks are on several nodes")
 
