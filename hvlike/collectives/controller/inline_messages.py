@@ -74,7 +74,7 @@ class InlineMessages(InlineCalls[_Plan]):
         tensor_queue, agreement = self._queue, self._agreement
         with tensor_queue.lock:
             index = tensor_queue.entered
-            if self._busy or self._away or self._recorder.on or index & self._sparing:
+            if self._busy or self._away or self._recorder.on or index & self._sparing or self._offers.leaving:
                 return None
             if not (tensor_queue.may_begin((KIND, name or "")) and agreement.may_offer(index)):
                 return None
@@ -131,8 +131,8 @@ class InlineMessages(InlineCalls[_Plan]):
             if self._wanted != index:
                 # The caller was interrupted.
                 return
-            self._begun = True
             offers.send(words, data)
+            self._begun = True
 
         def steps() -> Coroutine[None]:
             begin()
@@ -167,5 +167,5 @@ class InlineMessages(InlineCalls[_Plan]):
 
     def _reduce(self, arithmetic: Arithmetic, tensor: torch.Tensor, index: int, name: str) -> None:
         queue, ended = self._op_queue, list[Task[None]]()
-        queue.submit(lambda backend: backend.allreduce([tensor.view(-1)], arithmetic), ended.append, wake=False)
-        self._await(ended, index, name, queue.fail)
+        if not queue.drive(queue.backend.allreduce([tensor.view(-1)], arithmetic), ended.append):
+            self._await(ended, index, name, queue.fail)
