@@ -62,6 +62,17 @@ def test_a_coordinator_that_is_stuck_is_reported_and_the_wait_ends_at_its_limit(
     assert str(error).startswith("A wait took more than 5 s (HVLIKE_STALL_SHUTDOWN_TIME_SECONDS): rank 2 has waited")
 
 
+def test_on_several_nodes_the_leader_of_its_own_is_asked_too(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job({0: ""}, StallLimits(1.0, 5.0), leader=1)
+    with caplog.at_level(logging.WARNING, logger="hvlike"):
+        assert job.check(4.0, agreed=False) is None
+    assert sorted(job.asked) == [0, 1]
+    assert "nobody can say for which rank: rank 1, through which this node asks, is stuck" in caplog.text
+    assert "\n  rank 1 does not answer; seen 1" in caplog.text
+    assert "rank 0 " not in caplog.text
+    assert isinstance(job.check(5.0, agreed=False), StalledError)
+
+
 def test_a_coordinator_that_was_only_busy_does_not_end_a_long_wait() -> None:
     job = Job({0: ""}, StallLimits(1.0, 5.0))
     assert job.check(100.0, agreed=False) is None
