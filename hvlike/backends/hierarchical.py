@@ -81,6 +81,11 @@ class HierarchicalBackend:
             return self._cross.prepare(lengths, arithmetic)
         return None
 
+    @property
+    def slow(self) -> bool:
+        """Whether the network between the nodes was slow in the last large exchange of this rank."""
+        return self._cross is not None and self._cross.bandwidth.slow
+
     def count_active(self, active: bool) -> Coroutine[int]:
         count = torch.tensor([int(active)], dtype=torch.int32, device="cpu")
         yield from self.allreduce([count], _COUNT)

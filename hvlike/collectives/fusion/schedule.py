@@ -24,6 +24,7 @@ import torch
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import DeviceRuntime, Stream, runtime_of
+from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.trace import recorded
@@ -272,6 +273,12 @@ class CompiledStep:
             raise
         self.count()
         return True
+
+    @property
+    def slow_network(self) -> bool:
+        """Whether the network between the nodes was slow in the last step."""
+        backend = self._queue.backend
+        return isinstance(backend, HierarchicalBackend) and backend.slow
 
     def count(self) -> None:
         counts, seconds = self._counts, time.monotonic() - self._began

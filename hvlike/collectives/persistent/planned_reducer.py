@@ -35,10 +35,13 @@ from hvlike.collectives.requests.request import find_call_site, order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.joined_proxy import JoinedProxy, PersistentOperation, PlanProxy
 from hvlike.collectives.session.process_set_state import ProcessSetState
+from hvlike.transport.host.topology import SpareCore
 from hvlike.transport.loop.coroutine import Task
 from hvlike.transport.memory.dtypes import dtype_name
 
 _log = logging.getLogger("hvlike")
+
+SLOW_STEPS = 3  # In a row; one alone may have met a rank that was held up
 
 _is_sparse: Callable[[torch.Tensor], bool] = attrgetter("is_sparse")
 
@@ -70,8 +73,18 @@ class PlannedReducer(PersistentOperation):
         on_device = self._arrivals is not None
         # Complete buckets start beside backward. What a device does needs no core; only the host has to begin it.
         self.overlaps = current().overlaps or (on_device and knobs.overlap is not False)
+        automatic = knobs.overlap is None and not on_device
+        self._spare_core = SpareCore() if self.overlaps and automatic else None
+        # The hooks of backward move what was started, where no other thread can.
+        self._hooks_move = False
+        several_nodes = len(self._set_state.group.nodes) > 1
+        self._may_move = several_nodes and automatic
+        self._slow_steps = 0
         self.sizes = choose_sizes(
-            knobs.bucket_bytes, knobs.first_bucket_bytes, overlaps=self.overlaps, on_device=on_device
+            knobs.bucket_bytes,
+            knobs.first_bucket_bytes,
+            overlaps=self.overlaps or several_nodes,
+            on_device=on_device,
         )
         self.start: tuple[int, ...] = ()  # Fingerprints of the parameters, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
@@ -124,6 +137,8 @@ class PlannedReducer(PersistentOperation):
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._start_complete()
+        if self._hooks_move and self._unfinished:
+            current().fabric.loop.turn()
 
     def finish(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Reduce all tensors in place: one for each entry, and those that were marked ready. Collective; blocks.
@@ -166,9 +181,19 @@ class PlannedReducer(PersistentOperation):
         self._marked.clear()
         if self.overlaps:
             self._expect_all()
+        if self._may_move:
+            self._consider_early_starts(compiled.slow_network)
         self._step += 1
         self.served += 1
         return True
+
+    def _consider_early_starts(self, slow: bool) -> None:
+        """On a slow network it pays to start buckets during backward also where no core is spare: a wire needs none."""
+        self._slow_steps = self._slow_steps + 1 if slow else 0
+        if self._slow_steps == SLOW_STEPS and self.schedule is not None and len(self.schedule.buckets) > 1:
+            self.overlaps = self._hooks_move = True
+            self._may_move = False
+            self._compiled = None
 
     def _finish_generally(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         try:
@@ -319,11 +344,15 @@ class PlannedReducer(PersistentOperation):
     def _start_complete(self) -> None:
         """Start the buckets that are complete, as far as all before them are; with the lock held."""
         schedule = self.schedule
+        if not self._started and self._spare_core is not None and self._spare_core.is_gone():
+            # Nobody would move what is started early. The buckets stay as they are agreed.
+            self.overlaps, self._spare_core = False, None
+            return
         while schedule and self._started < len(schedule.buckets) and not self._missing[self._started]:
             number = self._started
             self._started += 1
             marked = [self._marked[index] for index in schedule.buckets[number].entries]
-            self._start(schedule, number, marked, wake=True)
+            self._start(schedule, number, marked, wake=not self._hooks_move)
 
     def _start(
         self, schedule: Schedule, number: int, tensors: Sequence[torch.Tensor], *, wake: bool, drive: bool = False

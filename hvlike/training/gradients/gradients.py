@@ -113,6 +113,8 @@ class Gradients:
     def _try_one_hook(self) -> None:
         reducer = self.reducer
         if not isinstance(reducer, PlannedReducer) or reducer.wants_marks or not self.allows_one_hook:
+            # It may have had one so far.
+            self._one_hook.end(self._slots)
             return
         last = reducer.last_to_arrive
         if last is None or self.backward_passes_per_step > 1 or self.reduction.sparse_as_dense:

@@ -14,6 +14,9 @@ import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+FIRST_LOOKS = 5
+LATER_LOOKS = 50  # A look takes some 20 us
+
 
 @dataclass(eq=False)
 class Topology:
@@ -67,3 +70,30 @@ def is_crowded(cores: float) -> bool:
 def has_spare_core(cores: float) -> bool:
     """True where the background thread can work beside the main thread."""
     return cores >= 2
+
+
+def runnable_threads() -> int:
+    """Threads of the whole machine that run or wait for a core now, this one included; 0 where it does not say."""
+    try:
+        with open("/proc/loadavg") as load:
+            return int(load.read().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class SpareCore:
+    """Whether a core is idle while this rank computes. Other programs, and ranks in other containers, may use those
+    that the system allows this one.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._busy = 0
+
+    def is_gone(self) -> bool:
+        """Look, the first times and then now and then; True once most looks have found all cores in use."""
+        self._looks += 1
+        if self._looks <= FIRST_LOOKS or self._looks % LATER_LOOKS == 0:
+            # This thread is one of them.
+            self._busy += 1 if runnable_threads() >= (os.cpu_count() or 1) else -1
+        return self._looks >= FIRST_LOOKS and self._busy > 0
