@@ -75,7 +75,7 @@ def drive(pipelines: Sequence[MessagePipeline]) -> Coroutine[None]:
 
 
 SLOW_BYTES_PER_SECOND = 300e6
-SMALLEST_SAMPLE = 4 << 20
+SMALLEST_SAMPLE = 1 << 20
 
 
 class BandwidthEstimator:

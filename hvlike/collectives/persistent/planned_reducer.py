@@ -83,8 +83,9 @@ class PlannedReducer(PersistentOperation):
         self.sizes = choose_sizes(
             knobs.bucket_bytes,
             knobs.first_bucket_bytes,
-            overlaps=self.overlaps or several_nodes,
+            overlaps=self.overlaps,
             on_device=on_device,
+            several_nodes=several_nodes,
         )
         self.start: tuple[int, ...] = ()  # Fingerprints of the parameters, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step

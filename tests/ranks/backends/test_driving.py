@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hvlike.backends.base import SoloBackend
+from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.persistent.planned_reducer import PlannedReducer
@@ -18,6 +19,7 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError
+from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.loop.spin import SpinPolicy
 
@@ -164,3 +166,28 @@ def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
         assert reducer.schedule is None
     step(reducer, hvd.size())
     assert reducer.healthy
+
+
+@pytest.mark.mpi(min_size=2)
+def test_on_a_slow_network_buckets_start_during_backward_without_a_spare_core(
+    hvd: ModuleType, ranks_per_node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks_per_node != 1 or current().knobs.overlap is not None:
+        pytest.skip("needs one rank a node, and that nothing is set")
+    monkeypatch.setattr(topology, "runnable_threads", lambda: 1 << 20)
+    monkeypatch.setattr(HierarchicalBackend, "slow", True)
+    length, count, size = 400_000, 4, hvd.size()
+    entries = [Entry(str(index), (length,), torch.float32, torch.device("cpu")) for index in range(count)]
+    made = PlannedReducer(entries, name="test.early", op=Sum)
+    early = []
+    for _ in range(15):
+        tensors = [torch.full((length,), float(index)) for index in range(count)]
+        for index, tensor in enumerate(tensors):
+            made.mark_ready(index, tensor)
+        early.append(made.overlaps)
+        made.finish(tensors)
+        assert all(bool((tensor == index * size).all()) for index, tensor in enumerate(tensors))
+    # First because the system allows two cores, if it does; then nothing, as all are in use; then as it is slow.
+    assert not early[topology.FIRST_LOOKS + 1]
+    assert early[-1]
+    made.close()

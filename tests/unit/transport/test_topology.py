@@ -51,3 +51,23 @@ def test_local_and_cross_ranks_name_each_rank_once(node_ids: list[int]) -> None:
 def test_a_rank_that_does_not_exist() -> None:
     with pytest.raises(IndexError, match="rank 3 of 2"):
         topology.describe_topology([0, 0], 3)
+
+
+@pytest.mark.parametrize(
+    ("runnable", "gone"),
+    [([1] * 60, False), ([4] * 60, True), ([4, 1, 1, 4, 4] * 12, True), ([1, 4, 1, 1, 4] * 12, False)],
+)
+def test_a_spare_core_is_gone_where_most_looks_find_all_in_use(
+    runnable: list[int], gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter(runnable)
+    monkeypatch.setattr(topology, "runnable_threads", lambda: next(seen))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    core = topology.SpareCore()
+    answers = [core.is_gone() for _ in runnable]
+    assert not any(answers[: topology.FIRST_LOOKS - 1])
+    assert answers[-1] == gone
+
+
+def test_the_system_says_how_many_threads_run() -> None:
+    assert topology.runnable_threads() >= 1
