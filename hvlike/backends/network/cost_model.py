@@ -55,7 +55,7 @@ class Way(NamedTuple):
 
 def is_direct(way: Way) -> bool:
     """Whether every rank sends to every other one."""
-    return len(way.levels) == 1
+    return len(way.levels) < 2
 
 
 @functools.cache
@@ -77,17 +77,21 @@ def _exchange(c: NetworkConstants, radix: int, nbytes: float, sharing: int) -> f
     return peers * max(c.gap, 2 * c.overhead) + c.latency + peers * nbytes * c.gap_per_byte * sharing
 
 
-def level(c: NetworkConstants, radix: int, nbytes: float, sharing: int, *, sharded: bool) -> float:
-    """A level at which every rank holds so many bytes."""
+def level(c: NetworkConstants, radix: int, nbytes: float, sharing: int, *, sharded: bool, only: bool) -> float:
+    """A level at which every rank holds so many bytes. only: there is no other one; else parts have extra headers."""
     part = nbytes / radix if sharded else nbytes
-    return (1 + sharded) * _exchange(c, radix, part, sharing) + (radix - 1) * part * c.fold
+    seconds = (1 + sharded) * _exchange(c, radix, part, sharing) + (radix - 1) * part * c.fold
+    return seconds + (radix - 1) * max(c.gap, 2 * c.overhead) if sharded and not only else seconds
 
 
 def cost(c: NetworkConstants, ranks: int, nbytes: float, way: Way, sharing: int = 1) -> float:
-    """Seconds of a reduction. sharing: how many ranks share a link, each with a reduction of its own."""
-    seconds, held = 0.0, nbytes
+    """Seconds of a reduction. sharing: how many ranks share a link, each with a reduction of its own.
+
+    For several levels all is packed before and unpacked afterwards: a copy takes about as long as an addition.
+    """
+    seconds, held = 0.0 if is_direct(way) else 2 * nbytes * c.fold, nbytes
     for radix in way.levels:
-        seconds += level(c, radix, held, sharing, sharded=way.sharded)
+        seconds += level(c, radix, held, sharing, sharded=way.sharded, only=is_direct(way))
         held = held / radix if way.sharded else held
     if ranks > members(ranks):
         seconds += 2 * message(c, nbytes, sharing) + nbytes * c.fold
@@ -109,7 +113,7 @@ def _levels(c: NetworkConstants, ranks: int, nbytes: float, sharing: int, *, sha
             if radix <= LARGEST_GROUP:
                 seconds, before = found[start]
                 held = nbytes / math.prod(before) if sharded else nbytes
-                seconds += level(c, radix, held, sharing, sharded=sharded)
+                seconds += level(c, radix, held, sharing, sharded=sharded, only=False)
                 best = min(best, (seconds, (*before, radix)))
         found.append(best)
     return Way(sharded, found[-1][1])

@@ -45,8 +45,8 @@ def test_many_ranks_double_what_is_small_and_halve_what_is_large() -> None:
 
 
 def test_sums_of_16_bit_floats_are_twice_as_large_so_more_ranks_send_to_all() -> None:
-    assert choose(VETH, 4, MIB).levels == (2, 2)
-    assert choose(VETH, 4, MIB, widened=2).levels == (4,)
+    assert choose(VETH, 4, 64 * KIB).levels == (2, 2)
+    assert choose(VETH, 4, 64 * KIB, widened=2).levels == (4,)
 
 
 def test_on_a_long_way_one_level_takes_the_place_of_several() -> None:
