@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.network.offers import Offers
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import Agreement, Offer
-from hvlike.collectives.controller.inline_calls import KIND, STEPS, InlineCalls
+from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import find_call_site
@@ -53,6 +53,7 @@ class InlineMessages(InlineCalls[_Plan]):
         peers = {position: rank for position, rank in enumerate(group.ranks) if position != group.rank}
         most = SENT_BYTES if group.size == 2 else 0
         self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, most, fabric.traffic, self._hear)
+        self._pieces: dict[tuple[int, int], tuple[Array, Piece]] = {}  # By address and kind
         self._begun = False  # Whether the offer was sent
         self._wanted = -1  # The operation whose offer is to be sent
         fabric.loop.add_source(self._offers.progress, self._offers.is_unfinished)
@@ -86,7 +87,7 @@ class InlineMessages(InlineCalls[_Plan]):
         try:
             tensor_queue.know_thread()
             tensor_queue.last = (key, place, time.monotonic())
-            raw = bytes_at(address, plan.nbytes)
+            raw, own = self._pieces.get((address, plan.number)) or self._piece(address, plan)
             if not self._agree(index, (index, plan.number, code, 0), raw if plan.is_sent else None, key[1]):
                 self._refused(index)
                 return key[1]
@@ -97,7 +98,7 @@ class InlineMessages(InlineCalls[_Plan]):
                 (theirs,) = agreement.offers.values()
                 assert theirs is not None
                 assert theirs.data is not None
-                self._combine(plan.arithmetic, raw, theirs.data)
+                self._combine(plan.arithmetic, own, theirs.data)
             else:
                 self._reduce(plan.arithmetic, tensor, index, key[1])
         finally:
@@ -118,6 +119,18 @@ class InlineMessages(InlineCalls[_Plan]):
     def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> _Plan:
         nbytes = elements * arithmetic.itemsize
         return _Plan(number, arithmetic, nbytes, self._size == 2 and nbytes <= SENT_BYTES)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._pieces.clear()
+
+    def _piece(self, address: int, plan: _Plan) -> tuple[Array, Piece]:
+        """The bytes and elements of a tensor at an address; they keep no memory: a tensor that is there now does."""
+        if len(self._pieces) >= MOST_KNOWN:
+            self._pieces.clear()
+        raw = bytes_at(address, plan.nbytes)
+        piece = self._pieces[address, plan.number] = raw, plan.arithmetic.over(raw)
+        return piece
 
     def _hear(self, rank: int, words: tuple[int, ...], data: Array | None) -> None:
         index, kind, code, _ = words
@@ -157,8 +170,8 @@ class InlineMessages(InlineCalls[_Plan]):
                 controller.leave_step(key)
         return agreement.answer
 
-    def _combine(self, arithmetic: Arithmetic, raw: Array, received: Array) -> None:
-        own, theirs = arithmetic.over(raw), arithmetic.over(received)
+    def _combine(self, arithmetic: Arithmetic, own: Piece, received: Array) -> None:
+        theirs = arithmetic.over(received)
         if self._is_first:
             arithmetic.combine(own, [theirs])
         else:
