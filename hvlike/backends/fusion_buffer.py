@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.base import Backend, phase
+from hvlike.backends.base import Backend, PreparedReduction, phase
 from hvlike.transport.loop.coroutine import Coroutine
 
 SMALL_BYTES = 64 * 1024
@@ -54,6 +54,29 @@ class FusedViews:
             # It does not write lazy conjugates and negatives. To look for them costs more than they are worth.
             for target, source in zip(self.tensors, self._views, strict=True):
                 target.copy_(source)
+
+
+class CastReduction:
+    """A PreparedReduction of tensors that travel as another dtype: in a buffer of it, into and out of which copies
+    convert them.
+    """
+
+    def __init__(self, reduction: PreparedReduction, buffer: torch.Tensor, views: FusedViews) -> None:
+        """reduction: of the buffer alone; views: of the buffer, one for each tensor."""
+        self._reduction = reduction
+        self._buffer = buffer
+        self._views = views
+
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        self._views.tensors = list(tensors)
+        # In inference mode any tensor may be written: one that requires a gradient, one that was made in it.
+        with torch.inference_mode():
+            self._views.gather()
+        count = yield from self._reduction.run([self._buffer.data_ptr()], active, [self._buffer])
+        with torch.inference_mode():
+            self._views.scatter()
+        self._views.tensors = []
+        return count
 
 
 class FusionBuffer:

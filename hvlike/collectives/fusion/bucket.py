@@ -16,7 +16,14 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
 from hvlike.backends.base import Backend, PreparedReduction, phase
 from hvlike.backends.cuda.device_backend import home_of, in_host_memory
-from hvlike.backends.fusion_buffer import SMALL_BYTES, SMALL_ON_DEVICE, FusedViews, FusionBuffer, small_ones
+from hvlike.backends.fusion_buffer import (
+    SMALL_BYTES,
+    SMALL_ON_DEVICE,
+    CastReduction,
+    FusedViews,
+    FusionBuffer,
+    small_ones,
+)
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.compression import (
     CastCompressor,
@@ -54,11 +61,16 @@ class BucketPacker:
     of each tensor that cannot be reduced in place (another dtype or order of elements than agreed).
     """
 
-    def __init__(self, strides: Sequence[Strides], arithmetic: Arithmetic, *, casts: bool = False) -> None:
-        """strides: agreed for each tensor, None for row by row; casts: some are of another dtype than the reduction."""
+    def __init__(
+        self, strides: Sequence[Strides], arithmetic: Arithmetic, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """strides: agreed for each tensor, None for row by row. dtypes: of each, where some are not that of the
+        reduction.
+        """
         self._agreed = list(strides)
         self._arithmetic = arithmetic
-        self._casts = casts
+        self._dtypes = [arithmetic.dtype] * len(self._agreed) if dtypes is None else list(dtypes)
+        self._casts = any(each is not arithmetic.dtype for each in self._dtypes)
         self._reduction: PreparedReduction | None = None
         self._pick_rows = self._pick_ordered = pick([])
         self._orders: list[Strides] = []
@@ -95,7 +107,8 @@ class BucketPacker:
         operands = [Operand(tensors[index], self._strides[index], dtype, home) for index in self._large]
         flats = [operand.flat for operand in operands]
         if self._reduction is not None:
-            count = yield from self._in_memory(backend, self._reduction, flats, active)
+            dense = [operand.work for operand in operands]
+            count = yield from self._in_memory(backend, self._reduction, dense, active)
         elif self._bundle is None:
             yield from backend.allreduce(flats, self._arithmetic)
         else:
@@ -111,7 +124,7 @@ class BucketPacker:
         arithmetic = self._arithmetic
         return (
             all(map(is_, map(_layout, tensors), repeat(torch.strided)))
-            and all(map(is_, map(_dtype, tensors), repeat(arithmetic.dtype)))
+            and all(map(is_, map(_dtype, tensors), self._dtypes))
             and list(map(_nbytes, tensors)) == self._sizes
             and all(map(_on_host, tensors))
             and all(map(_by_rows, self._pick_rows(tensors)))
@@ -148,9 +161,8 @@ class BucketPacker:
         self._orders = [self._strides[index] for index in ordered]
         lengths = [shape.numel() for shape in shapes]
         itemsize = self._arithmetic.itemsize
-        self._sizes = [length * itemsize for length in lengths]
-        filled = [length for length in lengths if length]
-        self._reduction = None if self._casts or not filled else backend.prepare(filled, self._arithmetic)
+        self._sizes = [length * dtype.itemsize for length, dtype in zip(lengths, self._dtypes, strict=True)]
+        self._reduction = self._prepare(lengths, backend)
         small: list[int] = []
         if self._reduction is None:
             small = small_ones(lengths, itemsize, SMALL_BYTES if home is None else SMALL_ON_DEVICE)
@@ -162,6 +174,23 @@ class BucketPacker:
             self._buffer = torch.empty(total, dtype=self._arithmetic.dtype, device=home or "cpu")
             strides = [self._strides[index] or row_by_row(shapes[index]) for index in small]
             self._bundle = FusedViews(self._buffer, [shapes[index] for index in small], strides) if small else None
+
+    def _prepare(self, lengths: Sequence[int], backend: Backend) -> PreparedReduction | None:
+        filled = [index for index, length in enumerate(lengths) if length]
+        if not filled:
+            return None
+        if not self._casts:
+            return backend.prepare([lengths[index] for index in filled], self._arithmetic)
+        assert self._shapes is not None
+        total = sum(lengths)
+        prepared = backend.prepare([total], self._arithmetic)
+        if prepared is None:
+            return None
+        shapes = [self._shapes[index] for index in filled]
+        strides = [self._strides[index] or row_by_row(self._shapes[index]) for index in filled]
+        with torch.inference_mode(False):
+            buffer = torch.empty(total, dtype=self._arithmetic.dtype, device="cpu")
+            return CastReduction(prepared, buffer, FusedViews(buffer, shapes, strides))
 
 
 class PlannedPart(NamedTuple):
@@ -293,9 +322,8 @@ class Bucket:
             if wire is None:
                 return None
             places = [place for place, each in enumerate(wires) if each is wire]
-            casts = any(dtypes[place] is not wire for place in places)
             strides = [self._strides[place] for place in places]
-            packer = BucketPacker(strides, settings.arithmetic(wire), casts=casts)
+            packer = BucketPacker(strides, settings.arithmetic(wire), [dtypes[place] for place in places])
             parts.append((pick(places), packer))
         return parts
 

@@ -301,7 +301,7 @@ class CompiledStep:
 def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controller: Controller) -> CompiledStep | None:
     """Compile the step of a plan that has just run; None where it has to stay with the general path.
 
-    That is for tensors on a device or on several nodes, sparse ones, compressors with a memory, casts, Adasum, a
+    That is for tensors on a device or on several nodes, sparse ones, compressors with a memory, Adasum, a
     timeline that records, and a queue that is broken.
     """
     queue = schedule.queue

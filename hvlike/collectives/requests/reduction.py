@@ -46,9 +46,11 @@ def working_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 
 class Operand:
-    """`flat` holds the elements of `tensor` in the order of `strides`; it shares its memory where possible."""
+    """`work` holds `tensor` with its strides as agreed, `flat` its elements in their order; both share its memory where
+    possible.
+    """
 
-    __slots__ = ("_tensor", "_work", "flat")
+    __slots__ = ("_tensor", "flat", "work")
 
     def __init__(
         self,
@@ -65,21 +67,21 @@ class Operand:
         as_it_is = source.is_contiguous() if strides is None else source.stride() == strides
         is_home = source.is_cpu if home is None else source.device == home
         if as_it_is and source.dtype is dtype and is_home and not source.is_conj() and not source.is_neg():
-            self._tensor = self._work = source
+            self._tensor = self.work = source
         else:
             agreed = row_by_row(source.shape) if strides is None else strides
             self._tensor = source
             with torch.inference_mode(False):
-                self._work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device=home or "cpu")
-            self._work.copy_(source)
-        elements = self._work.numel()
+                self.work = torch.empty_strided(tuple(source.shape), agreed, dtype=dtype, device=home or "cpu")
+            self.work.copy_(source)
+        elements = self.work.numel()
         # A single element counts as contiguous with any stride, and view() would keep that stride.
         plain = strides is None and elements > 1
-        self.flat = self._work.view(-1) if plain else self._work.as_strided((elements,), (1,))
+        self.flat = self.work.view(-1) if plain else self.work.as_strided((elements,), (1,))
 
     def write_back(self) -> None:
-        if self._work is not self._tensor:
-            self._tensor.copy_(self._work)
+        if self.work is not self._tensor:
+            self._tensor.copy_(self.work)
 
 
 def reduce_operands(

@@ -193,8 +193,8 @@ def test_some_tensors_lie_in_shared_allocations(hvd: ModuleType, everybody: bool
         assert equal(tensors, expected(hvd.size(), shift=step))
 
 
-def test_tensors_of_other_dtypes_are_cast_in_bundles(hvd: ModuleType) -> None:
-    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float16, ReduceOp.SUM), casts=True)
+def test_tensors_of_other_dtypes_are_cast_step_after_step(hvd: ModuleType) -> None:
+    packer = BucketPacker([None] * len(SHAPES), Arithmetic(torch.float16, ReduceOp.SUM), [torch.float32] * len(SHAPES))
     for step in range(2):
         tensors = contributions(hvd.rank(), shift=step)
         reduce(packer, tensors)

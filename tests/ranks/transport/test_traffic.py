@@ -93,3 +93,24 @@ def test_small_reductions_are_counted_whoever_does_them(hvd: ModuleType, alone_o
     # MPI's own reduction, or messages where those are faster.
     assert sent.data_messages + sent.collectives > 0
     assert sent.data_bytes + sent.collective_bytes >= 4000
+
+
+@pytest.mark.mpi(min_size=2)
+def test_compressed_gradients_are_half_the_bytes(hvd: ModuleType, alone_on_a_node: None) -> None:
+    def step(elements: int, compression: Any) -> Sent:
+        parameter = torch.nn.Parameter(torch.zeros(elements))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), compression=compression)
+
+        def work() -> None:
+            parameter.sum().backward()
+            optimizer.synchronize()
+
+        work()
+        work()
+        return sent_during(work)
+
+    # Small ones of more than two nodes are MPI's own sums, in float32.
+    for elements in (100, 50_000, 1_000_000) if hvd.size() == 2 else (1_000_000,):
+        whole, half = step(elements, hvd.Compression.none), step(elements, hvd.Compression.bf16)
+        assert half.data_messages <= whole.data_messages
+        assert half.data_bytes <= 0.5 * whole.data_bytes + 16 * hvd.size()

@@ -7,7 +7,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.base import SoloBackend
+from hvlike.backends.base import PreparedReduction, SoloBackend
 from hvlike.collectives.fusion.bucket import BucketPacker, pick
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -28,6 +28,25 @@ class RecordingBackend(SoloBackend):
     @property
     def lengths(self) -> list[int]:
         return [tensor.numel() for tensor in self.seen]
+
+
+class PreparingBackend(SoloBackend):
+    """Notes what it has prepared, and doubles it; two ranks are active."""
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:  # type: ignore[override]
+        self.lengths.append(list(lengths))
+        self.dtypes.add(arithmetic.dtype)
+        return self
+
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        for tensor in tensors:
+            tensor.mul_(2)
+        yield from ()
+        return 2
 
 
 def reduce(packer: BucketPacker, tensors: Sequence[torch.Tensor]) -> RecordingBackend:
@@ -96,6 +115,24 @@ def test_a_buffer_of_another_dtype_casts() -> None:
     assert {tensor.dtype for tensor in backend.seen} == {torch.bfloat16}
     for tensor, shape in zip(tensors, ((7,), (3, 3), (2, LARGE)), strict=True):
         assert torch.equal(tensor, 2 * values(shape).bfloat16().float())
+
+
+def test_tensors_that_are_cast_are_prepared_as_one_buffer_of_what_they_travel_as() -> None:
+    shapes = [(7,), (3, 4), (0, 5), (), (2, LARGE)]
+    dtypes = [torch.float32, torch.float32, torch.float32, torch.float64, torch.float16]
+    packer = BucketPacker([None, (1, 3), None, None, None], doubling(torch.float16), dtypes)
+    backend = PreparingBackend()
+    agreed = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    agreed[1] = agreed[1].t().contiguous().t()
+    others = [agreed[0].double(), agreed[1].contiguous(), *agreed[2:4], agreed[4].float()]
+    for given, fitting in ((agreed, True), (others, False)):
+        tensors = [tensor.clone() for tensor in given]
+        assert packer.prepare(backend, tensors)
+        assert packer.fits(tensors) == fitting
+        assert list(packer.allreduce(backend, tensors, active=True)) == []
+        for tensor, original in zip(tensors, given, strict=True):
+            assert torch.equal(tensor, 2 * original.half().to(original.dtype))
+    assert (backend.lengths, backend.dtypes) == ([[7 + 12 + 1 + 2 * LARGE]], {torch.float16})
 
 
 def test_tensors_that_require_gradients_or_come_from_inference_mode_are_written_and_their_change_is_noted() -> None:
