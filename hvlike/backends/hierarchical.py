@@ -27,8 +27,9 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import PreparedReduction
-from hvlike.backends.network.network import Network
+from hvlike.backends.network.network import Network, PreparedNetworkReduction
 from hvlike.backends.network.partition import Run, messages
+from hvlike.backends.shared_memory.leader import FlatBuffer, NodeReduction, SingleRank
 from hvlike.backends.shared_memory.schedule import Chunk
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -56,12 +57,34 @@ def side_by_side(coroutines: Sequence[Coroutine[None]]) -> Coroutine[None]:
 
 SHARD_BYTES = 256 << 10  # What one rank reduces of a wave that crosses: the cost of a message does not count
 
+LEADER_BYTES = 8 << 20
+"""Of all ranks of a node together: up to this the first of them crosses for all. The others sleep meanwhile, and each
+node sends a few messages instead of a few for each of its ranks."""
+MOST_KNOWN = 64  # Reductions that are kept; with one more all are prepared anew
+
 _COUNT = Arithmetic(torch.int32, ReduceOp.SUM)
 
 
 class Wave(NamedTuple):
     tensors: list[torch.Tensor]
     chunks: list[Chunk]  # Who owns what on this node; nothing where this rank is alone on it
+
+
+class LeaderReduction:
+    """See PreparedReduction (base.py)."""
+
+    def __init__(self, node: NodeReduction, across: PreparedNetworkReduction | None, flat: FlatBuffer) -> None:
+        """across: reduces the flat buffers of the leaders; None where this rank is none."""
+        self._node = node
+        self._across = across
+        self._flat = flat
+
+    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+        return self._node.run(addresses, active, tensors, self._cross)
+
+    def _cross(self, count: int) -> Coroutine[int]:
+        assert self._across is not None
+        return self._across.run([self._flat.address], count, [self._flat.bytes])
 
 
 class HierarchicalBackend:
@@ -75,11 +98,29 @@ class HierarchicalBackend:
         self._shared = shared
         self._cross = cross
         self._whole = whole
+        self._prepared: dict[object, LeaderReduction] = {}
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
         if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
             return self._cross.prepare(lengths, arithmetic)
-        return None
+        if sum(lengths) * arithmetic.itemsize * max(map(len, self._group.nodes)) > LEADER_BYTES:
+            return None
+        key = (*lengths, arithmetic.dtype, arithmetic.op, arithmetic.factors)
+        if key not in self._prepared:
+            if len(self._prepared) >= MOST_KNOWN:
+                self._prepared.clear()
+            self._prepared[key] = self._by_leader(lengths, arithmetic)
+        return self._prepared[key]
+
+    def _by_leader(self, lengths: Sequence[int], arithmetic: Arithmetic) -> LeaderReduction:
+        flat = FlatBuffer(lengths, arithmetic)
+        node: NodeReduction = SingleRank(flat, arithmetic)
+        if self._shared is not None:
+            node = self._shared.by_leader(lengths, arithmetic, flat)
+        across = None
+        if self._group.local_rank == 0 and self._cross is not None:
+            across = self._cross.prepare([sum(lengths)], arithmetic.continuation)
+        return LeaderReduction(node, across, flat)
 
     @property
     def slow(self) -> bool:
@@ -94,6 +135,11 @@ class HierarchicalBackend:
     def allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
         if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
             yield from self._cross.allreduce(tensors, arithmetic)
+            return
+        tensors = [tensor for tensor in tensors if len(tensor)]
+        prepared = self.prepare(list(map(len, tensors)), arithmetic) if tensors else None
+        if prepared is not None:
+            yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
             return
         waves = self._waves(tensors, arithmetic)
         reduced: deque[Wave] = deque()

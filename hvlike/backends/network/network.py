@@ -38,7 +38,7 @@ _ABANDONED: list[Any] = []
 class NetworkReduction(Protocol):
     """A PreparedReduction (backends/base.py) whose messages somebody else looks after."""
 
-    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active."""
 
     def requests(self) -> Iterable[Any]:
@@ -52,7 +52,7 @@ class PreparedNetworkReduction:
         self._network = network
         self._reduction = reduction
 
-    def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
         return self._network.keep(self._reduction.run(addresses, active), self._reduction.requests, tensors)
 
 

@@ -142,7 +142,7 @@ class PairReduction:
         self._told: set[int] = set()  # The ranks to which the first message is on its way
         self._last: list[Any] = []  # The requests of MPI with which it was given up
 
-    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active.
 
         Raises: MismatchError where another rank reduces something else at this point.

@@ -139,7 +139,7 @@ class RecursiveReduction:
         self._requests: list[Any] = []
         self._told: set[int] = set()  # To these ranks this one has sent the first message
 
-    def run(self, addresses: list[int], active: bool) -> Coroutine[int]:
+    def run(self, addresses: list[int], active: int) -> Coroutine[int]:
         """Reduce the tensors that begin at these addresses, in place; returns how many ranks are active.
 
         Raises: MismatchError where another rank reduces something else at this point.

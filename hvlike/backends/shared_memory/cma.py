@@ -78,41 +78,55 @@ class _Member(NamedTuple):
     copy: Piece  # The same as elements
 
 
-class CmaReduction:
-    """The chunks that this rank reduces of tensors of these lengths, at the addresses that the ranks post."""
+Layout = tuple[list[CmaChunk], Array, Array, list[int]]
+"""Chunks; for all their ranges one after another the tensor, the byte in it at which they begin, and their bytes."""
 
-    def __init__(self, region: Region, memory: CmaMemory, arithmetic: Arithmetic, lengths: Sequence[int]) -> None:
-        """lengths: in elements."""
-        itemsize, count = arithmetic.itemsize, len(lengths)
-        chunks, index, starts, sizes = _layout(tuple(lengths), itemsize, region.ranks)
-        self._own = AddressView(arithmetic)
-        self._claims = WorkStealing(region, chunks, 0)
-        self._rank = region.rank
-        self._join = arithmetic.steps().join
-        self._index, self._starts = index, starts
-        members = [
-            _Member(reached, counters.addresses[:count], Ranges(sizes), address, arithmetic.over(room))
+
+class CmaTables:
+    """Where the chunks of tensors lie on every rank of a node."""
+
+    def __init__(self, region: Region, memory: CmaMemory, arithmetic: Arithmetic, tensors: int, chunks: Layout) -> None:
+        """tensors: how many there are."""
+        _, self._index, self._starts, sizes = chunks
+        self.members = [
+            _Member(reached, counters.addresses[:tensors], Ranges(sizes), address, arithmetic.over(room))
             for reached, counters, (room, address) in zip(memory.ranks, region.counters, memory.scratch(), strict=True)
         ]
-        self._all = members
-        self._posted = np.asarray(region.mine.addresses)[:count]
-        self._said = [b""] * len(members)
-        self._mine = members[region.rank]
-        self._peers = [members[peer] for peer in region.peers]
+        self._posted = np.asarray(region.mine.addresses)[:tensors]
+        self._said = [b""] * len(self.members)
 
     def post(self, addresses: Sequence[int]) -> None:
         """Say where this rank's tensors lie, before it posts the work."""
         self._posted[:] = addresses
 
-    def begin(self, number: int) -> None:
-        """Begin the work of this number; all ranks have arrived, and posted where their tensors lie."""
-        self._claims.begin(number)
-        for rank, member in enumerate(self._all):
+    def locate(self) -> None:
+        """Look where the tensors lie; all ranks have arrived, and posted it."""
+        for rank, member in enumerate(self.members):
             said = member.addresses.tobytes()
             if said != self._said[rank]:
                 # Mostly they are where they were the last time.
                 self._said[rank] = said
                 np.add(np.frombuffer(said, np.uint64)[self._index], self._starts, out=member.ranges.addresses)
+
+
+class CmaReduction(CmaTables):
+    """The chunks that this rank reduces of tensors of these lengths, at the addresses that the ranks post."""
+
+    def __init__(self, region: Region, memory: CmaMemory, arithmetic: Arithmetic, lengths: Sequence[int]) -> None:
+        """lengths: in elements."""
+        chunks = layout(tuple(lengths), arithmetic.itemsize, region.ranks)
+        super().__init__(region, memory, arithmetic, len(lengths), chunks)
+        self._own = AddressView(arithmetic)
+        self._claims = WorkStealing(region, chunks[0], 0)
+        self._rank = region.rank
+        self._join = arithmetic.steps().join
+        self._mine = self.members[region.rank]
+        self._peers = [self.members[peer] for peer in region.peers]
+
+    def begin(self, number: int) -> None:
+        """Begin the work of this number; all ranks have arrived."""
+        self._claims.begin(number)
+        self.locate()
 
     @property
     def unfinished(self) -> bool:
@@ -142,10 +156,8 @@ class CmaReduction:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> tuple[list[CmaChunk], Array, Array, list[int]]:
-    """Cut tensors of these lengths, the same from step to step, into chunks; for all their ranges one after another
-    return also the tensor, the byte in it at which they begin, and how many bytes they have.
-    """
+def layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> Layout:
+    """Cut tensors of these lengths, the same from step to step, into chunks for so many ranks."""
     largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
     short = SHORT_BYTES // itemsize
     together = fitting(sum(length for length in lengths if length < short), largest, smallest, ranks)

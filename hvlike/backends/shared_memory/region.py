@@ -21,6 +21,7 @@ Every counter has one writer and only grows:
     back          chunks of the next rank this rank claims, from the back
     settled       chunks of the next rank this rank has claimed for certain
     active[2]     whether this rank is active in the work, by parity of the work's number
+    total         how many ranks of all nodes are active, as the first rank of the node has heard
     addresses     where the tensors of the newest work lie in this rank's own memory
 """
 
@@ -41,10 +42,11 @@ from hvlike.transport.memory.dtypes import EVERYTHING, FIRST_ADDRESS, Array, byt
 from hvlike.transport.memory.segment import Segment, words
 
 REDUCED, PUBLISHED, FAILED, STAMPS, ARRIVED, DEPARTED, PLACES, ABANDONED = 0, 1, 2, 3, 5, 6, 7, 9
-FRONT, BACK, SETTLED, ACTIVE = 10, 11, 12, 13  # Which of a rank's words hold these. Of those with a parity, the first.
+# Which of a rank's words hold these. Of those with a parity, the first.
+FRONT, BACK, SETTLED, ACTIVE, TOTAL = 10, 11, 12, 13, 15
 APART, LEFT = 1, 2  # The ranks are at different work; a rank has left one in the middle
 ADDRESSES = 2048  # How many tensors of one piece of work can be reached in a rank's own memory
-_WORDS = 15
+_WORDS = 16
 _LINE = 128
 
 

@@ -15,7 +15,8 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.shared_memory.cma import CmaMemory, CmaReduction
 from hvlike.backends.shared_memory.in_place_shm import AllocationPlace, InPlaceReduction, SharedAllocations, place_word
 from hvlike.backends.shared_memory.inline_reduction import InlineReduction
-from hvlike.backends.shared_memory.region import ACTIVE, Region
+from hvlike.backends.shared_memory.leader import FlatBuffer, LeaderByCma, LeaderByStaging, NodeReduction
+from hvlike.backends.shared_memory.region import ACTIVE, ADDRESSES, Region
 from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, assign, deal
 from hvlike.backends.shared_memory.staging import Results, StagedReduction
 from hvlike.backends.shared_memory.transfer import alltoall, gather
@@ -153,7 +154,7 @@ class SharedBackend:
         """Work of which nothing is left to do once all ranks have arrived."""
         number = self._sync.begin(0, 0, active=active)
         yield from self._sync.arrive(number)
-        return sum(counters.words[ACTIVE + number % 2] for counters in self._region.counters)
+        return self._sync.count_active(number)
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction:
         stamp = arithmetic.stamp(lengths)
@@ -172,6 +173,14 @@ class SharedBackend:
         if prepared is None:
             prepared = _keep(self._prepared, key, self.prepare(lengths, arithmetic))
         yield from prepared.run(list(map(arithmetic.address, tensors)), True, tensors)
+
+    def by_leader(self, lengths: Sequence[int], arithmetic: Arithmetic, flat: FlatBuffer) -> NodeReduction:
+        """What reduces tensors of these lengths on this node and, through its first rank, on others."""
+        if self.memory.ranks and len(lengths) <= ADDRESSES:
+            return LeaderByCma(self._sync, self.memory, flat, arithmetic, tuple(lengths))
+        chunks = [chunk._replace(owner=0) for chunk in self._deal(lengths, arithmetic)]
+        staged = StagedReduction(self._sync, arithmetic, chunks, Results.PARTIAL)
+        return LeaderByStaging(self._sync, flat, staged, arithmetic.stamp([*lengths, 0]))
 
     def inline(self, arithmetic: Arithmetic, length: int, stamp: int) -> InlineReduction:
         """What reduces one tensor of this length, on which all ranks agree elsewhere; stamp: of this kind of call."""

@@ -104,8 +104,17 @@ class WorkSync:
                     yield Wait.NOTIFY
         region.order()
 
+    def count_active(self, number: int) -> int:
+        """How many ranks have posted that they are active in this work; all have posted."""
+        return sum(counters.words[ACTIVE + number % 2] for counters in self.region.counters)
+
     def reduce_unstaged(self, reduction: Unstaged, number: int) -> Coroutine[None]:
         """Do this rank's chunks of a work at which all have arrived, and depart. The caller silences numpy."""
+        yield from self.finish(reduction, number)
+        yield from self.depart(number)
+
+    def finish(self, reduction: Unstaged, number: int) -> Coroutine[None]:
+        """The same without the departure."""
         region = self.region
         while reduction.unfinished:
             while any(each.words[ABANDONED] >= number for each in region.others):
@@ -122,7 +131,19 @@ class WorkSync:
                 ) from None
             # Where nothing can be taken, a peer is between two statements.
             yield Wait.AGAIN if moved else Wait.NOTIFY
-        yield from self.depart(number)
+
+    def for_all(self, coroutine: Coroutine[int]) -> Coroutine[int]:
+        """Do what the peers wait for; where it fails, this rank gives the region up: they would wait for ever."""
+        try:
+            return (yield from coroutine)
+        except GeneratorExit:
+            # The loop ends a job that cannot be completed: messages tell the other ranks why.
+            raise
+        except BaseException:
+            words = self.region.mine.words
+            words[FAILED] = words[FAILED] or LEFT
+            self.region.notify_if_sleeping()
+            raise
 
     @contextlib.contextmanager
     def exposed(self, tensors: Sequence[torch.Tensor], number: int) -> Iterator[None]:
