@@ -188,7 +188,8 @@ class HierarchicalBackend:
             crossed.append(wave)
 
     def _own(self, wave: Wave) -> list[torch.Tensor]:
-        if self._shared is None:
+        if not self._group.homogeneous:
+            # This rank owns all, and so does one on each other node, however that has cut it.
             return wave.tensors
         return [
             wave.tensors[tensor][start:stop]

@@ -76,7 +76,7 @@ class PlannedReducer(PersistentOperation):
         automatic = knobs.overlap is None and not on_device
         self._spare_core = SpareCore() if self.overlaps and automatic else None
         # The hooks of backward move what was started, where no other thread can.
-        self._hooks_move = False
+        self._hooks_move = self._early_from_next = False
         several_nodes = len(self._set_state.group.nodes) > 1
         self._may_move = several_nodes and automatic
         self._slow_steps = 0
@@ -192,7 +192,8 @@ class PlannedReducer(PersistentOperation):
         """On a slow network it pays to start buckets during backward also where no core is spare: a wire needs none."""
         self._slow_steps = self._slow_steps + 1 if slow else 0
         if self._slow_steps == SLOW_STEPS and self.schedule is not None and len(self.schedule.buckets) > 1:
-            self.overlaps = self._hooks_move = True
+            # The next step is for the hooks: so far one may serve all tensors.
+            self._early_from_next = True
             self._may_move = False
             self._compiled = None
 
@@ -216,6 +217,8 @@ class PlannedReducer(PersistentOperation):
         finally:
             self._marked = {}
             self._expect_all()
+            if self._early_from_next:
+                self.overlaps = self._hooks_move = True
             self._started = 0
             self._step += 1
             if self._arrivals is not None:

@@ -176,18 +176,26 @@ def test_on_a_slow_network_buckets_start_during_backward_without_a_spare_core(
         pytest.skip("needs one rank a node, and that nothing is set")
     monkeypatch.setattr(topology, "runnable_threads", lambda: 1 << 20)
     monkeypatch.setattr(HierarchicalBackend, "slow", True)
-    length, count, size = 400_000, 4, hvd.size()
-    entries = [Entry(str(index), (length,), torch.float32, torch.device("cpu")) for index in range(count)]
-    made = PlannedReducer(entries, name="test.early", op=Sum)
+    torch.manual_seed(0)
+    width, layers = 700, 4
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.0), model.named_parameters(), op=hvd.Sum)
     early = []
-    for _ in range(15):
-        tensors = [torch.full((length,), float(index)) for index in range(count)]
-        for index, tensor in enumerate(tensors):
-            made.mark_ready(index, tensor)
-        early.append(made.overlaps)
-        made.finish(tensors)
-        assert all(bool((tensor == index * size).all()) for index, tensor in enumerate(tensors))
+    for step in range(15):
+        optimizer.zero_grad()
+        model(torch.full((2, width), float(hvd.rank() + step))).sum().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        # Of linear layers without biases the gradients are linear in the input.
+        total = torch.full((2, width), float(sum(rank + step for rank in range(hvd.size()))))
+        (alone,) = torch.autograd.grad(model(total).sum(), model[0].weight)
+        assert torch.allclose(model[0].weight.grad, alone, rtol=1e-3, atol=1e-3)
+        planned = [
+            each for each in current().find_set(None, "test").proxies.planned if isinstance(each, PlannedReducer)
+        ]
+        early += [each.overlaps for each in planned if each.total_bytes == layers * width * width * 4]
     # First because the system allows two cores, if it does; then nothing, as all are in use; then as it is slow.
+    assert len(early) == 15
     assert not early[topology.FIRST_LOOKS + 1]
     assert early[-1]
-    made.close()
