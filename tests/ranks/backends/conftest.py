@@ -6,15 +6,23 @@ from types import ModuleType
 import pytest
 from support.pretended_nodes import nodes_of
 
+from hvlike.backends import hierarchical
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.session.context import current
 
+WAYS = {"shared": (None, None), "network": (1, None), "leader": (2, 1 << 40), "waves": (2, 0)}
 
-@pytest.fixture(params=[None, 1, 2], ids=["shared", "network", "hierarchical"], scope="module")
+
+@pytest.fixture(params=list(WAYS), scope="module")
 def ranks_per_node(request: pytest.FixtureRequest, hvd: ModuleType) -> Iterator[int | None]:
-    """hvlike started anew with so many ranks on each pretended node."""
-    with nodes_of(hvd, request.param):
-        yield request.param
+    """hvlike started anew with so many ranks on each pretended node; where these are several, the first of them crosses
+    for all, or all cross in waves.
+    """
+    ranks, leader_bytes = WAYS[request.param]
+    with pytest.MonkeyPatch.context() as patch, nodes_of(hvd, ranks):
+        if leader_bytes is not None:
+            patch.setattr(hierarchical, "LEADER_BYTES", leader_bytes)
+        yield ranks
 
 
 @pytest.fixture

@@ -117,6 +117,11 @@ def reducer(hvd: ModuleType) -> Iterator[PlannedReducer]:
     made.close()
 
 
+def some_rank_overlaps(hvd: ModuleType) -> bool:
+    """Whether buckets may start early on a rank: one that is alone on its node has more cores."""
+    return any(hvd.allgather_object(current().overlaps))
+
+
 def step(reducer: PlannedReducer, size: int) -> None:
     tensors = [torch.full((ELEMENTS,), float(index)) for index in range(3)]
     reducer.finish(tensors)
@@ -128,8 +133,8 @@ def test_a_planned_step_needs_no_loop_where_all_come_at_once(hvd: ModuleType, re
     step(reducer, hvd.size())
     assert reducer.schedule is not None
     queue: Any = reducer.schedule.queue
-    if not queue.drives or current().overlaps:
-        pytest.skip("the loop does it: ranks on several nodes, or cores to spare")
+    if not queue.drives or some_rank_overlaps(hvd):
+        pytest.skip("the loop does it where there are cores to spare")
     submitted: list[Any] = []
     real, queue.submit = queue.submit, lambda *job, **how: (submitted.append(job), real(*job, **how))
     queue.spin = waits_for(math.inf)
@@ -160,7 +165,7 @@ def test_an_error_in_the_middle_loses_the_plan_and_the_next_step_makes_one(
     def failing(coroutine: Coroutine[None], after: object) -> bool:
         raise KeyboardInterrupt
 
-    if queue.drives and not current().overlaps:
+    if queue.drives and not some_rank_overlaps(hvd):
         monkeypatch.setattr(queue, "drive", failing)
         with pytest.raises(KeyboardInterrupt):
             step(reducer, hvd.size())
