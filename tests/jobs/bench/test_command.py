@@ -20,7 +20,8 @@ def test_json_has_every_contestant_and_ratio(ranks: int, output_of: Callable[[st
     for each in found["results"]:
         floors = {"read-write pass", "pass, shared", "memcpy"}
         assert set(each["seconds"]) == {"hvlike", "empty_shared", "MPI_Allreduce", "gloo", *floors}
-        assert set(each["ratios"]) == set(RATIOS) - {"Horovod/hvlike", "NCCL/hvlike", "MPI/bare", "hvlike/bare"}
+        absent = {"Horovod/hvlike", "NCCL/hvlike", "MPI/bare", "hvlike/bare", "hvlike/exchange"}  # on one node
+        assert set(each["ratios"]) == set(RATIOS) - absent
         assert all(len(summary["samples"]) == 3 for summary in each["seconds"].values())
 
 
