@@ -60,9 +60,9 @@ def _everything(proposal: QueueProposal) -> tuple[tuple[str, str], ...]:
 
 OVERLAPPED_BUCKET_BYTES = 8 << 20  # Bucket size where communication can run beside backward
 SINGLE_BUCKET_BYTES = 64 << 20  # Bucket size where it cannot, so that fewer buckets cost less
-ACROSS_BUCKET_BYTES = 2 << 20
-"""Bucket size across nodes. On a slow network small ones start early: of 13 MiB over 1 Gbit/s 40 ms were left at the
-end of backward, with buckets of 4 MiB 120. On a fast one both took the same time, one of 64 MiB a tenth more.
+ACROSS_BUCKET_BYTES = 3 << 20
+"""Bucket size across nodes. On a slow network small ones start early: of 13 MiB over 1 Gbit/s 80 ms were left at the
+end of backward, with buckets of 4 MiB 120, without an early start 160. On a fast one each bucket costs its latency.
 """
 DEVICE_BUCKET_BYTES = 24 << 20  # Of tensors of a GPU: about that of DistributedDataParallel. Not measured yet
 
