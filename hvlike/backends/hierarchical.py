@@ -99,6 +99,7 @@ class HierarchicalBackend:
         self._cross = cross
         self._whole = whole
         self._prepared: dict[object, LeaderReduction] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # Of the leader, for one reduction at a time
 
     def prepare(self, lengths: Sequence[int], arithmetic: Arithmetic) -> PreparedReduction | None:
         if self._cross is not None and all(len(node) == 1 for node in self._group.nodes):
@@ -113,7 +114,11 @@ class HierarchicalBackend:
         return self._prepared[key]
 
     def _by_leader(self, lengths: Sequence[int], arithmetic: Arithmetic) -> LeaderReduction:
-        flat = FlatBuffer(lengths, arithmetic)
+        nbytes = sum(lengths) * arithmetic.itemsize
+        if len(self._memory) < nbytes:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        flat = FlatBuffer(lengths, arithmetic, self._memory)
         node: NodeReduction = SingleRank(flat, arithmetic)
         if self._shared is not None:
             node = self._shared.by_leader(lengths, arithmetic, flat)

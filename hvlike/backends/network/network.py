@@ -20,7 +20,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.network.cost_model import TYPICAL, NetworkConstants, choose, is_direct
 from hvlike.backends.network.pairwise_reduction import PairwiseReduction, SwapReduction
 from hvlike.backends.network.partition import Run, shards
-from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
+from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, SharedScratch, drive
 from hvlike.backends.network.recursive_reduction import RecursiveReduction
 from hvlike.transport.loop.coroutine import Coroutine, T, complete
 from hvlike.transport.memory.dtypes import Kind, MpiConstants, raw_view
@@ -68,7 +68,7 @@ class Network:
         self.constants = constants
         self._ranks = list(range(self._size)) if ranks is None else ranks
         self._natives = MpiConstants()
-        self._buffers = BufferPool()
+        self._buffers, self._scratch = BufferPool(), SharedScratch()
         self.bandwidth = BandwidthEstimator()  # Limits how many messages are in flight
         self._prepared: dict[object, PreparedNetworkReduction] = {}
         self._broken = False
@@ -113,7 +113,7 @@ class Network:
         parts = self._comm, self._natives.byte, arithmetic
         stamp = arithmetic.stamp(lengths)
         if not is_direct(way):
-            return RecursiveReduction(*parts, lengths, stamp, self._ranks, way)
+            return RecursiveReduction(*parts, lengths, stamp, self._ranks, way, self._scratch)
         if way.sharded:
             return self._pairwise(lengths, None, arithmetic)
         whole = [[Run(index, 0, length) for index, length in enumerate(lengths)]]

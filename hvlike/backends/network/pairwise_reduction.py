@@ -37,7 +37,7 @@ from hvlike.backends.network.partition import Message, Run, message_length, pack
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
 from hvlike.backends.network.summation_order import combine
 from hvlike.errors import MismatchError
-from hvlike.transport.loop.coroutine import Coroutine, complete
+from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.memory.dtypes import Array, bytes_at
 
 FIRST_BYTES = 60 << 10
@@ -233,6 +233,8 @@ class SwapReduction(PairReduction):
                 copies.insert(self._rank, packet.piece)
                 combine(self._arithmetic, copies, packet.piece)
                 packet.unpack()
+                # It has worked, and was not held up: whoever drives tells that by this.
+                yield Wait.AGAIN
         self._requests = []
 
 

@@ -105,6 +105,21 @@ class BandwidthEstimator:
             self.slow = self._bytes < SLOW_BYTES_PER_SECOND * (self._last - self._first)
 
 
+class SharedScratch:
+    """Memory of the reductions of one network, which run one at a time: the n-th buffer of each is the same."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Array] = []
+
+    def take(self, number: int, nbytes: int) -> Array:
+        """Buffer `number` for a reduction that is prepared. Earlier ones keep a smaller one that they have."""
+        if number == len(self._buffers):
+            self._buffers.append(np.empty(nbytes, np.uint8))
+        elif len(self._buffers[number]) < nbytes:
+            self._buffers[number] = np.empty(nbytes, np.uint8)
+        return self._buffers[number][:nbytes]
+
+
 class BufferPool:
     """Buffers of one size that are taken and given back."""
 

@@ -32,9 +32,10 @@ from hvlike.backends.network.pairwise_reduction import (
     open_header,
     split,
 )
+from hvlike.backends.network.progress import SharedScratch
 from hvlike.backends.network.summation_order import fold
 from hvlike.errors import MismatchError
-from hvlike.transport.loop.coroutine import Coroutine, complete
+from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.memory.dtypes import Array, Kind, bytes_at
 
 _REST_TAG, _RESULT_TAG = 5, 6
@@ -103,10 +104,13 @@ class RecursiveReduction:
         stamp: int,
         ranks: Sequence[int],
         way: Way,
+        scratch: SharedScratch,
     ) -> None:
         """comm: of mpi4py, with errors that raise; byte: its datatype of bytes. stamp: of this reduction, the same on
         every rank. ranks: the names of the communicator's, for errors. way: as `choose` says, the same on every rank.
+        scratch: where sums are kept while this runs.
         """
+        self._scratch, self._slots = scratch, 0
         self._comm, self._byte = comm, byte
         self._rank, size = comm.Get_rank(), comm.Get_size()
         self._stamp = stamp
@@ -176,6 +180,8 @@ class RecursiveReduction:
         for level in self._levels:
             yield from self._exchange(level.sends, level.receives)
             fold(level.pieces, rest.fold)
+            # It has worked, and was not held up: whoever drives tells that by this.
+            yield Wait.AGAIN
         rest.end(self._sum.piece, self._sum.piece)
         if self._result is not self._sum:
             yield from self._gather()
@@ -216,9 +222,13 @@ class RecursiveReduction:
     # -- memory ---------------------------------------------------------------------------------
 
     def _slot(self, elements: int) -> Slot:
-        memory = np.empty(FIRST_BYTES, np.uint8)
         nbytes = elements * self._wide.itemsize
-        payload = memory[HEADER.size :][:nbytes] if self._together else np.empty(nbytes, np.uint8)
+        memory = self._scratch.take(2 * self._slots, FIRST_BYTES)
+        payload = memory[HEADER.size :][:nbytes]
+        # Also where it is not needed: the numbers of buffers follow from the number of slots.
+        rest = self._scratch.take(2 * self._slots + 1, 0 if self._together else nbytes)
+        self._slots += 1
+        payload = payload if self._together else rest
         return Slot(self._wide, memory, payload, together=self._together)
 
     def _add_level(self, step: Step, held: Slot, *, sharded: bool) -> Slot:

@@ -33,10 +33,10 @@ Cross = Callable[[int], Coroutine[int]]
 class FlatBuffer:
     """Room for tensors of these lengths one after another, in an order that is the same on every rank."""
 
-    def __init__(self, lengths: Sequence[int], arithmetic: Arithmetic) -> None:
+    def __init__(self, lengths: Sequence[int], arithmetic: Arithmetic, memory: torch.Tensor) -> None:
+        """memory: of bytes, enough; shared by all that do not run at the same time."""
         self.chunks, self._index, self._starts, self._sizes = layout(tuple(lengths), arithmetic.itemsize, 1)
-        with torch.inference_mode(False):
-            self.bytes = torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
+        self.bytes = memory[: sum(self._sizes)]
         self.array: Array = self.bytes.numpy()
         self.piece = arithmetic.over(self.array)
         self.address = self.bytes.data_ptr()

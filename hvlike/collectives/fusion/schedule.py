@@ -301,8 +301,8 @@ class CompiledStep:
 def compile_step(schedule: Schedule, key: RequestKey, epoch: PlanEpoch, controller: Controller) -> CompiledStep | None:
     """Compile the step of a plan that has just run; None where it has to stay with the general path.
 
-    That is for tensors on a device or on several nodes, sparse ones, compressors with a memory, Adasum, a
-    timeline that records, and a queue that is broken.
+    That is for tensors on a device, much to reduce on nodes with several ranks each, sparse tensors, compressors with a
+    memory, Adasum, a timeline that records, and a queue that is broken.
     """
     queue = schedule.queue
     if not queue.drives or queue.recorder.on or queue.broken is not None or schedule.plan.sparse:
