@@ -1,7 +1,6 @@
 """A thread that waits for a job takes its steps itself, and leaves them to the loop once it would have to wait long."""
 
 import math
-import threading
 import time
 from collections.abc import Iterator
 from types import ModuleType
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvlike.backends.base import SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
-from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.collectives.persistent.planned_reducer import PlannedReducer
 from hvlike.collectives.requests.plan import Entry
@@ -26,66 +23,11 @@ from hvlike.transport.loop.spin import SpinPolicy
 ELEMENTS = 1000
 
 
-@pytest.fixture
-def queue(hvd: ModuleType) -> OpQueue:
-    first = current().find_set(None, "test").queues.first
-    return OpQueue(current().fabric, first.group, -1, SoloBackend())
-
-
 def waits_for(seconds: float) -> SpinPolicy:
     """A queue that goes by this leaves a job that does not move to the loop after so long."""
     policy = SpinPolicy(crowded=False)
     policy.queue_seconds = policy.network_seconds = seconds
     return policy
-
-
-def counted(steps: int, wait: Wait, taken: list[int]) -> Coroutine[None]:
-    for _ in range(steps):
-        taken.append(threading.get_ident())
-        yield wait
-
-
-def test_what_moves_is_done_by_the_caller(queue: OpQueue) -> None:
-    taken: list[int] = []
-    ended: list[Task[None]] = []
-    assert queue.drive(counted(1000, Wait.AGAIN, taken), ended.append)
-    assert taken == [threading.get_ident()] * 1000
-    assert queue.idle
-    assert not ended
-
-
-def test_what_has_to_wait_goes_on_in_the_loop(queue: OpQueue) -> None:
-    arrived, taken = threading.Event(), []
-
-    def waiting() -> Coroutine[None]:
-        while not arrived.is_set():
-            taken.append(time.monotonic())
-            yield Wait.POLL
-
-    ended: list[Task[None]] = []
-    assert not queue.drive(waiting(), ended.append)
-    before = len(taken)
-    threading.Timer(0.05, arrived.set).start()
-    assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
-    assert ended[0].error is None
-    assert len(taken) > before
-    assert queue.idle
-
-
-def test_an_error_is_the_callers_or_the_tasks(queue: OpQueue) -> None:
-    def failing(still: int) -> Coroutine[None]:
-        yield from counted(still, Wait.POLL, [])
-        raise KeyError("expected")
-
-    ended: list[Task[None]] = []
-    queue.spin = waits_for(math.inf)
-    with pytest.raises(KeyError, match="expected"):
-        queue.drive(failing(3), ended.append)
-    assert not ended
-    queue.spin = waits_for(0.0)
-    assert not queue.drive(failing(1000), ended.append)
-    assert current().fabric.loop.wait(lambda: bool(ended), 30.0)
-    assert isinstance(ended[0].error, KeyError)
 
 
 def test_no_thread_but_the_loops_driver_calls_mpi(hvd: ModuleType, ranks_per_node: int | None) -> None:
