@@ -116,12 +116,16 @@ class OpQueue:
 
     def _ended(self, after: Callable[[Task[None]], None], task: Task[None]) -> None:
         if task.error is not None:
-            if self.peer_left is not None and type(task.error) is HorovodInternalError:
-                task.error = self.peer_left
-            # The ranks no longer agree on where they are in the queue.
-            self.broken = self.broken or task.error
+            task.error = self.lose(task.error)
         after(task)
         self._next()
+
+    def lose(self, error: BaseException) -> BaseException:
+        """The error to raise where a job has ended with `error`: the ranks no longer agree on where they are."""
+        if self.peer_left is not None and type(error) is HorovodInternalError:
+            error = self.peer_left
+        self.broken = self.broken or error
+        return error
 
     def _refuse(self, error: BaseException) -> Coroutine[None]:
         yield from ()

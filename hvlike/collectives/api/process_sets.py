@@ -44,7 +44,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
     try:
         added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         ranks = ranks_of(added.mpi_comm, context.world) if added.ranks is None else added.ranks
-        wrong = what_is_wrong(ranks, [each.ranks or [] for each in registry.sets.values()], context.world.size)
+        wrong = what_is_wrong(ranks, [each.ranks or [] for each in registry.shared_sets()], context.world.size)
     except UsageError as error:
         # Told to the others all the same: they wait for this rank.
         wrong = str(error)

@@ -10,6 +10,8 @@ from hvlike.errors import UsageError
 
 _registered: dict[tuple[int, ...], ProcessSet] = {}
 
+FIRST_PRIVATE_SET = 1 << 32  # Sets from this number on were made by their members: other ranks do not know them
+
 
 class ProcessSet:
     """Some ranks of the job; pass it as `process_set=` to any operation once it is registered.
@@ -45,13 +47,14 @@ class ProcessSet:
             me: The rank of this process in the job.
         """
         self.process_set_id, self.ranks, self._me = number, list(ranks), me
-        _registered[tuple(ranks)] = self
+        if number < FIRST_PRIVATE_SET:
+            _registered[tuple(ranks)] = self
 
     def removed(self) -> None:
         """Called when the set is removed or hvlike shut down."""
         self.process_set_id = None
-        if self.ranks is not None:
-            _registered.pop(tuple(self.ranks), None)
+        if self.ranks is not None and _registered.get(tuple(self.ranks)) is self:
+            del _registered[tuple(self.ranks)]
 
     def size(self) -> int | None:
         """How many ranks the set has; None until it is registered."""

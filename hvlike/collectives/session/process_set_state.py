@@ -20,7 +20,7 @@ from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMe
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.status_query import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
 from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies
 from hvlike.config import Config
 from hvlike.errors import HorovodInternalError, ShutdownError, UsageError
@@ -148,8 +148,26 @@ class Registry:
         return number is not None and self.sets.get(number) is process_set
 
     def enroll(self, process_set: ProcessSet) -> Coroutine[None]:
+        """Register a set. All ranks of the job, in the same order."""
         number = self._next
         self._next += 1
+        yield from self._enroll(number, process_set)
+
+    def enroll_members(self, number: int, ranks: Sequence[int]) -> Coroutine[ProcessSetState]:
+        """Register a set that its members alone know. All of them, at the same time.
+
+        number: from FIRST_PRIVATE_SET on; no other set has it. ranks: in the order of the set.
+        """
+        process_set = ProcessSet(ranks)
+        process_set.ranks = list(ranks)
+        yield from self._enroll(number, process_set)
+        return self.set_states[number]
+
+    def shared_sets(self) -> list[ProcessSet]:
+        """The sets that all ranks of the job know."""
+        return [each for number, each in self.sets.items() if number < FIRST_PRIVATE_SET]
+
+    def _enroll(self, number: int, process_set: ProcessSet) -> Coroutine[None]:
         ranks = process_set.ranks or []
         world = self._fabric.world
         if world.rank in ranks:
@@ -162,6 +180,7 @@ class Registry:
         process_set.registered(number, ranks, world.rank)
 
     def dismiss(self, process_set: ProcessSet) -> Coroutine[None]:
+        """Forget a set. All ranks that know it."""
         yield from ()
         number = process_set.process_set_id or 0
         set_state = self.set_states.pop(number, None)

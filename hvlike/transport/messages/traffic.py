@@ -24,6 +24,7 @@ class Topic(enum.IntEnum):
     ZERO_STATE = 5  # state of ZeRO's optimizer that one rank asks another one for
     METRICS = 6
     DEVICE = 7  # failures of a GPU backend
+    GROUP_CALLS = 8  # how many calls the members of a group of torch.distributed have made in it
     BENCH_READY = 990  # messages of the LogGP benchmark: what a rank sends when it is ready
     BENCH_TOLD = 991  # messages of the LogGP benchmark: what rank 0 announces
 

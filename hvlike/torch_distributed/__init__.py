@@ -1,0 +1,1 @@
+"""The backend "hvlike" of torch.distributed."""

@@ -1,0 +1,355 @@
+"""`ProcessGroup`: what torch.distributed makes for the backend "hvlike", and calls for every collective.
+
+torch calls these methods from its Python functions, and from C++ (DDP's reducer, functional collectives) by the names
+that PyProcessGroup.hpp lists. Source: torch/csrc/distributed/c10d/ProcessGroup.hpp.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.base import Backend, PreparedReduction
+from hvlike.backends.op_queue import Job
+from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
+from hvlike.collectives.session import basics
+from hvlike.errors import UsageError
+from hvlike.torch_distributed import operations
+from hvlike.torch_distributed.groups import close_group, names, open_group
+from hvlike.torch_distributed.work import Work, Works
+from hvlike.transport.loop.coroutine import Coroutine
+
+BACKEND_NAME = "hvlike"
+
+# Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
+_ProcessGroupBase: Any = dist.ProcessGroup
+
+_MOST_PREPARED = 256  # Reductions of single tensors that are kept; with one more all are prepared anew
+
+_Batch = Sequence[Sequence[Tensor]]
+
+
+class ProcessGroup(_ProcessGroupBase):
+    """Some ranks of the job as a group of torch.distributed."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, store: Any, rank: int, size: int, ranks: Sequence[int], name: str, seconds: float) -> None:
+        """ranks: of the job, in the order of the group. name: unique in the job. seconds: the timeout of its calls."""
+        super().__init__(rank, size)
+        self._place = rank
+        self._ranks = size
+        self._store = store
+        self._names = ["", ""]
+        self._prepared: dict[object, PreparedReduction | None] = {}
+        self._coalescing: threading.local = threading.local()
+        self.calls = open_group(name, ranks, seconds)
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        reduction = _reduction(opts)
+        tensor = tensors[0]
+        if tensor.is_sparse:
+            return self._call("all_reduce", operations.sparse_allreduce(self.calls.group, tensor), tensors, opts)
+        job = None
+        if len(tensors) == 1:
+            job = self._in_place(tensor, reduction)
+        if job is None:
+            job = operations.allreduce(self.calls.group, tensors, reduction)
+        return self._call("all_reduce", job, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def _in_place(self, tensor: Tensor, reduction: Reduction) -> Job | None:
+        """The job of a dense tensor in host memory, which is prepared once; None for all others."""
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        key = (tensor.numel(), tensor.dtype, reduction)
+        if key in self._prepared:
+            prepared = self._prepared[key]
+        else:
+            prepared = None
+            op, prescale, postscale = reduction
+            if working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
+                arithmetic = arithmetic_of(tensor.dtype, op, self._ranks, prescale, postscale)
+                prepared = self.calls.backend.prepare([tensor.numel()], arithmetic)
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        if prepared is None:
+            return None
+
+        def job(backend: Backend) -> Coroutine[Any]:
+            return prepared.run([tensor.data_ptr()], True, [tensor])
+
+        return job
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        self._check_root("reduce", opts.rootRank)
+        job = operations.reduce_to(self.calls.group, tensors, opts.rootRank, _reduction(opts))
+        return self._call("reduce", job, tensors, opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        self._check_root("broadcast", opts.rootRank)
+        return self._call("broadcast", operations.broadcast(tensors, opts.rootRank), tensors, opts)
+
+    def allgather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        for row in outputs:
+            self._check_count("all_gather", "output tensors", len(row))
+        for row, tensor in zip(outputs, inputs, strict=True):
+            own = row[self._place]
+            if own.numel() != tensor.numel() or own.dtype != tensor.dtype:
+                raise self._wrong("all_gather", f"output {self._place} like the input {_like(tensor)}", _like(own))
+        return self._call(
+            "all_gather", operations.allgather(self.calls.group, outputs, inputs), inputs, opts, outputs=outputs
+        )
+
+    def allgather_coalesced(self, output_lists: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Write input j of rank i into the list number i, at place j."""
+        return self.allgather([list(column) for column in zip(*output_lists, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_share("all_gather_into_tensor", output, tensor)
+        job = operations.allgather_single(self.calls.group, outputs, inputs)
+        return self._call("all_gather_into_tensor", job, inputs, opts, outputs=outputs)
+
+    def gather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        self._check_root("gather", opts.rootRank)
+        (tensor,) = inputs
+        targets = outputs[0] if self._place == opts.rootRank else []
+        if self._place == opts.rootRank:
+            self._check_count("gather", "output tensors", len(targets))
+        job = operations.gather(self.calls.group, targets, tensor, opts.rootRank)
+        return self._call("gather", job, inputs, opts, outputs=outputs)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any) -> dist.Work:
+        self._check_root("scatter", opts.rootRank)
+        (output,) = outputs
+        sources = inputs[0] if self._place == opts.rootRank else []
+        if self._place == opts.rootRank:
+            self._check_count("scatter", "input tensors", len(sources))
+        job = operations.scatter(self.calls.group, output, sources, opts.rootRank)
+        return self._call("scatter", job, outputs, opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any = None) -> dist.Work:
+        for row in inputs:
+            self._check_count("reduce_scatter", "input tensors", len(row))
+        job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
+        return self._call("reduce_scatter", job, outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_share("reduce_scatter_tensor", tensor, output)
+        rows = [each.detach().contiguous().view(self._ranks, -1).unbind() for each in inputs]
+        job = operations.reduce_scatter(self.calls.group, outputs, rows, _reduction(opts))
+        return self._call("reduce_scatter_tensor", job, outputs, opts)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Send tensor number i to rank i; the shapes may differ."""
+        self._check_count("all_to_all", "output tensors", len(outputs))
+        self._check_count("all_to_all", "input tensors", len(inputs))
+        return self._call("all_to_all", operations.alltoall(outputs, inputs), inputs, opts, outputs=outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send rows to every rank: so many to each, or equally many."""
+        sends = self._split("input", tensor.detach(), input_splits)
+        copied = not output.is_contiguous()
+        work_on = output.detach().contiguous() if copied else output.detach()
+        receives = self._split("output", work_on, output_splits)
+        exchange = operations.alltoall(receives, sends)
+
+        def job(backend: Backend) -> Coroutine[None]:
+            yield from exchange(backend)
+            if copied:
+                output.detach().copy_(work_on)
+
+        return self._call("all_to_all_single", job, [tensor], opts, outputs=[output])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._call("barrier", operations.barrier(), [], opts)
+
+    # What torch.distributed called some of them before 2.10.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- what torch.distributed asks of a group ---------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._names[0]
+
+    def setGroupName(self, name: str) -> None:
+        self._names[0] = name
+
+    def getGroupDesc(self) -> str:
+        return self._names[1]
+
+    def setGroupDesc(self, description: str) -> None:
+        self._names[1] = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.calls.made
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The calls of the members are numbered from the beginning."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.calls.seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing.works = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalescing.works = self._coalescing.works, None
+        return Works(works)
+
+    def abort(self) -> None:
+        self.calls.end(UsageError(f"the group {self.calls.name!r} of torch.distributed was aborted on this rank"))
+
+    def shutdown(self) -> None:
+        close_group(self.calls)
+
+    # -- a call -----------------------------------------------------------------------------------
+
+    def _call(self, what: str, job: Job, tensors: Sequence[Tensor], opts: Any, *, outputs: Any = None) -> dist.Work:
+        waits, seconds = False, None
+        if opts is not None:
+            waits = not opts.asyncOp
+            given = opts.timeout.total_seconds()
+            seconds = given if given > 0 else None
+        outputs = list(tensors) if outputs is None else outputs
+        work: Work = self.calls.call(what, job, tensors, outputs, waits=waits, seconds=seconds)
+        coalesced = getattr(self._coalescing, "works", None)
+        if coalesced is not None:
+            coalesced.append(work)
+        return work
+
+    def _split(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[Tensor]:
+        if not splits:
+            if len(tensor) % self._ranks:
+                raise self._wrong(
+                    "all_to_all_single", f"an {which} whose first dimension divides by {self._ranks}", _like(tensor)
+                )
+            splits = [len(tensor) // self._ranks] * self._ranks
+        self._check_count("all_to_all_single", f"{which} splits", len(splits))
+        if sum(splits) != len(tensor):
+            raise self._wrong("all_to_all_single", f"{which} splits that add up to {len(tensor)} rows", list(splits))
+        return list(torch.split(tensor, list(splits)))
+
+    def _check_count(self, what: str, which: str, count: int) -> None:
+        if count != self._ranks:
+            raise self._wrong(what, f"{self._ranks} {which}, one for each rank of the group", count)
+
+    def _check_share(self, what: str, whole: Tensor, share: Tensor) -> None:
+        if whole.numel() != share.numel() * self._ranks or whole.dtype != share.dtype:
+            raise self._wrong(what, f"a tensor {self._ranks} times as large as {_like(share)}", _like(whole))
+
+    def _check_root(self, what: str, root: int) -> None:
+        if not 0 <= root < self._ranks:
+            raise self._wrong(what, f"a root among the {self._ranks} ranks of the group", root)
+
+    def _wrong(self, what: str, expected: str, got: object) -> UsageError:
+        return UsageError(
+            f"torch.distributed.{what} on rank {self._place} of the group: expected {expected}, got {got}."
+        )
+
+
+def _like(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+_OPS: dict[str, ReduceOp] = {each.name: each for each in ReduceOp}
+_OPS["AVG"] = ReduceOp.AVERAGE
+_SUM = Reduction(ReduceOp.SUM, 1.0, 1.0)
+_known: dict[int, Reduction] = {}
+
+
+def _reduction(opts: Any) -> Reduction:
+    """What hvlike calls a reduction of torch. Raises: UsageError for one that it does not have."""
+    if opts is None:
+        return _SUM
+    given = opts.reduceOp.op
+    found = _known.get(int(given))
+    if found is not None:
+        return found
+    if given == dist.ReduceOp.PREMUL_SUM:
+        return Reduction(ReduceOp.SUM, float(opts.reduceOp.factor), 1.0)
+    op = _OPS.get(given.name)
+    if op is None:
+        raise UsageError(f"torch.distributed over hvlike has no reduction {given.name}; it has {', '.join(_OPS)}.")
+    return _known.setdefault(int(given), Reduction(op, 1.0, 1.0))
+
+
+def create(opts: Any, options: Any = None) -> ProcessGroup:
+    """Make a group: the creator that is registered with torch.distributed, with its extended arguments.
+
+    Args:
+        opts: torch.distributed's description of the group.
+        options: The `pg_options` of the user; hvlike has none.
+
+    Returns:
+        The group.
+
+    Raises:
+        UsageError: For a rank or a number of ranks that are not those of MPI.
+        StalledError: Where members are missing after the timeout.
+    """
+    basics.init()
+    ranks = list(opts.global_ranks_in_group)
+    if not ranks:
+        if (opts.group_rank, opts.group_size) != (basics.rank(), basics.size()):
+            raise UsageError(
+                f"torch.distributed was told rank {opts.group_rank} of {opts.group_size}, but MPI started this process "
+                f"as rank {basics.rank()} of {basics.size()}. Start the program with mpirun -n {opts.group_size} (not "
+                "torchrun), and leave rank and world_size out of init_process_group."
+            )
+        ranks = list(range(basics.size()))
+    name = names.unique(opts.group_id, default=not opts.global_ranks_in_group)
+    return ProcessGroup(opts.store, opts.group_rank, opts.group_size, ranks, name, opts.timeout.total_seconds())

@@ -1,0 +1,163 @@
+"""`Work`: what a call of torch.distributed returns; it ends in the loop, or in the thread that drives the call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hvlike.transport.loop.coroutine import Task
+
+if TYPE_CHECKING:
+    from hvlike.torch_distributed.calls import CallQueue
+
+# Bound from C++, with overloads that no class written in Python can repeat.
+_WorkBase: Any = dist.Work
+
+_NOTHING = timedelta()
+
+
+class Work(_WorkBase):
+    """One call of a group. Its methods are those of torch.distributed.Work, which torch also calls from C++."""
+
+    def __init__(self, calls: CallQueue, number: int, what: str, outputs: Any, deadline: float) -> None:
+        """number: of the call in its group. outputs: what `result` returns. deadline: in time.monotonic()."""
+        super().__init__()
+        self.number = number
+        self.what = what
+        self.deadline = deadline
+        self.began = time.monotonic()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.source = -1
+        self.fence: Callable[[], None] | None = None  # What the stream of a GPU still has to be told by who waits
+        self.waited_for = False  # By a thread, from another one than that which drives the call
+        self._calls = calls
+        self.outputs = outputs
+        self._untold: list[torch.futures.Future[None]] = []  # Who takes the future from here completes it
+        self._future: Any = None
+
+    # -- how it ends ----------------------------------------------------------------------------
+
+    def end(self, task: Task[None]) -> None:
+        """The op queue has done it; in the loop."""
+        self.settle(task.error, in_loop=True)
+
+    def settle(self, error: BaseException | None, *, in_loop: bool) -> None:
+        """It has ended, with this error or none."""
+        self.error = error
+        self.ended = True
+        self._calls.forget(self)
+        if self._untold:
+            if in_loop:
+                # What is chained to the future may wait for other calls, which the loop could not.
+                self._calls.loop.thread_pool.submit(self._tell)
+            else:
+                self._tell()
+
+    # -- torch.distributed.Work -----------------------------------------------------------------
+
+    def wait(self, timeout: timedelta = _NOTHING) -> bool:
+        """Wait until the call has ended. Blocks.
+
+        Args:
+            timeout: How long at most, beside the timeout of the group; 0: as long as that.
+
+        Returns:
+            True.
+
+        Raises:
+            StalledError: After the timeout; it names the ranks that are missing. The group cannot be used any more.
+            HorovodInternalError: Where a rank is lost, or the ranks have called different things.
+        """
+        if not self.ended:
+            seconds = timeout.total_seconds()
+            self._calls.wait_for(self, seconds if seconds > 0 else None)
+        if self.error is not None:
+            raise self.error
+        if self.fence is not None:
+            self.fence()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self.ended:
+            self._calls.loop.turn()
+        return self.ended
+
+    def is_success(self) -> bool:
+        return self.ended and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> Any:
+        self.wait()
+        return self.outputs
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the outputs; it fails with the error of the call, also for those that wait in C++."""
+        if self._future is None:
+            trigger: torch.futures.Future[None] = torch.futures.Future()
+            # Only an exception in a callback is an error for C++, too.
+            self._future = trigger.then(lambda _: self._value())
+            self._untold.append(trigger)
+            if self.ended:
+                self._tell()
+        return self._future
+
+    get_future_result = get_future
+
+    def _tell(self) -> None:
+        try:
+            trigger = self._untold.pop()
+        except IndexError:
+            return
+        trigger.set_result(None)
+
+    def _value(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        if self.fence is not None:
+            self.fence()
+        return self.outputs
+
+
+class Works(_WorkBase):
+    """Several works as one: those that were begun while torch.distributed coalesced."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = _NOTHING) -> bool:
+        return all(each.wait(timeout) for each in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(each.is_completed() for each in self._works)
+
+    def is_success(self) -> bool:
+        return all(each.is_success() for each in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((each.error for each in self._works if each.error is not None), None)
+
+    def result(self) -> Any:
+        return [each.result() for each in self._works]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([each.get_future() for each in self._works])
