@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
+from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.zero.optimizer import ZeroRedundancyOptimizer
 
 Form = tuple[torch.Size, torch.dtype]
@@ -81,7 +83,8 @@ class OptimizerEntries:
             for name, values in self._states().items()
         }
         if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            others = {name: each[name] for each in allgather_object(others) for name in each}
+            everybody = allgather_object(others, process_set=self._optimizer.process_set)
+            others = {name: each[name] for each in everybody for name in each}
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self._state()["param_groups"]
@@ -140,18 +143,28 @@ def _prefix(name: str) -> str:
     return f"optimizer.state.{name}."
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any) -> None:
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **more: Any,
+) -> None:
     """Write a model, its optimizer and more into a folder, to which all ranks contribute.
 
-    The folder counts as a checkpoint once everything is on disk. Collective: every rank calls it. Blocks until done.
+    The folder counts as a checkpoint once everything is on disk. Collective: every rank of the group calls it. Blocks
+    until done.
 
     Args:
         path: A folder in a file system that all ranks see, without a checkpoint: one that is overwritten could be lost
             with the job.
-        model: Wrapped in a DistributedDataParallel, or not. Rank 0 writes its buffers.
+        model: Wrapped in a DistributedDataParallel, or not. The first rank writes its buffers.
         optimizer: Any. Of a ZeroRedundancyOptimizer each rank writes its share.
-        more: By name, objects with state_dict (schedules, scalers, samplers), and values that pickle. Rank 0 writes
-            its own.
+        process_group: The group of torch.distributed, of the backend "hvlike", that the model is trained in. Default:
+            all ranks.
+        more: By name, objects with state_dict (schedules, scalers, samplers), and values that pickle. The first rank
+            writes its own.
 
     Raises:
         UsageError: On every rank, where the folder holds a checkpoint.
@@ -162,11 +175,11 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
 
     Source: torch.distributed.checkpoint.save.
     """
-    folder = Path(path)
-    if _read_metadata(folder) is not None:
+    folder, ranks = Path(path), _ranks_of(process_group)
+    if _read_metadata(folder, ranks) is not None:
         raise UsageError(f"{folder} holds a checkpoint already. Save each into a folder of its own.")
     tensors, rest = model_entries(model)
-    if basics.rank() > 0:
+    if ranks.rank() != 0:
         # Parameters are equal on all ranks, which write some each; buffers may be each rank's own.
         parameters = {f"model.{name}" for name, _ in unwrapped(model).named_parameters()}
         tensors = {name: tensor for name, tensor in tensors.items() if name in parameters}
@@ -177,15 +190,21 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         tensors.update(entries.tensors())
         rest["optimizer"] = entries.rest()
     state: dict[str, Any] = dict(tensors)
-    if basics.rank() == 0:
+    if ranks.rank() == 0:
         state[_REST] = rest
     with _process_group():
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        state_dict_saver.save(state, storage_writer=FileSystemWriter(folder), planner=planner)
+        writer = FileSystemWriter(folder)
+        state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=process_group)
 
 
 def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Read what `save` has written, on any number of ranks, into a model and an optimizer made alike.
 
@@ -196,6 +215,7 @@ def load(
         path: The folder.
         model: Wrapped or not, however the one that was saved was wrapped.
         optimizer: The same.
+        process_group: As for save; any number of ranks, whatever the number was that saved.
         more: Objects with load_state_dict that were saved by these names.
 
     Returns:
@@ -209,7 +229,7 @@ def load(
     Source: torch.distributed.checkpoint.load.
     """
     folder = Path(path)
-    saved = _read_metadata(folder)
+    saved = _read_metadata(folder, _ranks_of(process_group))
     if saved is None:
         raise UsageError(f"{folder} holds no checkpoint that is complete (it has no .metadata).")
     tensors, _ = model_entries(model)
@@ -221,7 +241,8 @@ def load(
     state: dict[str, Any] = {**wanted, _REST: None}
     with _process_group():
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        state_dict_loader.load(state, storage_reader=FileSystemReader(folder), planner=planner)
+        reader = FileSystemReader(folder)
+        state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=process_group)
     rest = state[_REST]
     absent = sorted(set(more) - set(rest["more"]))
     if absent:
@@ -250,22 +271,27 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _read_metadata(folder: Path) -> Mapping[str, object] | None:
-    """Return on every rank what rank 0 finds in the folder, by name; None where there is no checkpoint.
+def _ranks_of(process_group: dist.ProcessGroup | None) -> ProcessSet:
+    basics.init()
+    ranks: ProcessSet = ranks_of_group(process_group) or global_process_set
+    return ranks
+
+
+def _read_metadata(folder: Path, ranks: ProcessSet) -> Mapping[str, object] | None:
+    """Return on every rank what the first one finds in the folder, by name; None where there is no checkpoint.
 
     Collective; blocks. Raises: UsageError, on every rank, where it cannot be read.
     """
-    basics.init()
     problem: str | None = None
     saved: Mapping[str, object] | None = None
-    if basics.rank() == 0:
+    if ranks.rank() == 0:
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         except FileNotFoundError:
             pass  # No checkpoint, or not a complete one
         except Exception as error:  # unpickling a damaged file may raise anything
             problem = f"{type(error).__name__}: {error}"
-    problem, saved = broadcast_object((problem, saved), root_rank=0)
+    problem, saved = broadcast_object((problem, saved), root_rank=(ranks.ranks or [0])[0], process_set=ranks)
     if problem is not None:
         raise UsageError(f"{folder} holds a checkpoint whose .metadata cannot be read ({problem}).")
     return saved

@@ -7,6 +7,7 @@ that PyProcessGroup.hpp lists. Source: torch/csrc/distributed/c10d/ProcessGroup.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.groups import close_group, names, open_group
+from hvlike.torch_distributed.untraced import untraced
 from hvlike.torch_distributed.work import Work, Works
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -36,6 +38,7 @@ _MOST_PREPARED = 256  # Reductions of single tensors that are kept; with one mor
 _Batch = Sequence[Sequence[Tensor]]
 
 
+@untraced
 class ProcessGroup(_ProcessGroupBase):
     """Some ranks of the job as a group of torch.distributed."""
 
@@ -52,6 +55,8 @@ class ProcessGroup(_ProcessGroupBase):
         self._names = ["", ""]
         self._prepared: dict[object, PreparedReduction | None] = {}
         self._coalescing: threading.local = threading.local()
+        # DDP in a Join context leaves the work of such a call to C++, which would keep only its own half of it.
+        self._last_counts: deque[dist.Work] = deque(maxlen=16)
         self.calls = open_group(name, ranks, seconds)
 
     # -- collectives ----------------------------------------------------------------------------
@@ -66,7 +71,10 @@ class ProcessGroup(_ProcessGroupBase):
             job = self._in_place(tensor, reduction)
         if job is None:
             job = operations.allreduce(self.calls.group, tensors, reduction)
-        return self._call("all_reduce", job, tensors, opts)
+        work = self._call("all_reduce", job, tensors, opts)
+        if tensor.numel() == 1:
+            self._last_counts.append(work)
+        return work
 
     allreduce_coalesced = allreduce
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hvlike.torch_distributed.untraced import untraced
 from hvlike.transport.loop.coroutine import Task
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _WorkBase: Any = dist.Work
 _NOTHING = timedelta()
 
 
+@untraced
 class Work(_WorkBase):
     """One call of a group. Its methods are those of torch.distributed.Work, which torch also calls from C++."""
 
@@ -134,6 +136,7 @@ class Work(_WorkBase):
         return self.outputs
 
 
+@untraced
 class Works(_WorkBase):
     """Several works as one: those that were begun while torch.distributed coalesced."""
 

@@ -18,7 +18,7 @@ from hvlike.backends.shared_memory.region import PUBLISHED, REDUCED, Region, fir
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.backends.shared_memory.staging import PASSES
 from hvlike.transport.loop.coroutine import Coroutine, Wait
-from hvlike.transport.memory.dtypes import Array, raw_view
+from hvlike.transport.memory.dtypes import Array, bytes_of, raw_view
 
 Counter = tuple[memoryview, int]  # Some words of a rank, and which of them: how many chunks it has put or taken
 
@@ -71,7 +71,7 @@ def gather(region: Region, parts: Iterable[tuple[torch.Tensor, int]], check: Cal
             else:
                 waits = [((counters[owner].words, PUBLISHED), -1)]
                 streams[owner] = _Stream(region, owner, owner, (region.mine.fetched, owner), waits)
-        streams[owner].add(tensor.numpy() if tensor.dtype is torch.uint8 else raw_view(tensor))
+        streams[owner].add(bytes_of(tensor) if tensor.dtype is torch.uint8 else raw_view(tensor))
     yield from _move(region, list(streams.values()), check)
 
 

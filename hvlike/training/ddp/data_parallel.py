@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # torch's own optimizers use it, too: torch.compile does not trace such methods.
@@ -56,7 +57,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         dim: Accepted for torch's sake, without effect.
         broadcast_buffers: False leaves buffers to each rank, also at the start.
         init_sync: Compare the ranks' modules and start from rank 0's.
-        process_group: Torch's name of process_set.
+        process_group: Torch's name of process_set. Also a group of torch.distributed with the backend "hvlike".
         bucket_cap_mb: MiB that are reduced together. Default: HVLIKE_BUCKET_BYTES, or hvlike's choice.
         find_unused_parameters: An iteration may leave out parameters. One that no rank has used keeps its `.grad`.
         check_reduction: Accepted for torch's sake, with a warning.
@@ -88,7 +89,7 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: ProcessSet | None = None,
+        process_group: ProcessSet | dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
@@ -46,8 +47,25 @@ class Reducer(Protocol):
         """Forget what was agreed."""
 
 
-def registered_set(process_set: object, owner: str) -> ProcessSet | None:
-    """Return the set, None for all ranks. Raises UsageError unless it is registered."""
+def ranks_of_group(given: Any) -> Any:
+    """Return the process set of a group of torch.distributed, and everything else as it is.
+
+    Raises: UsageError for a group of another backend.
+    """
+    if not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+        return given
+    # Whoever has such a group has loaded it.
+    from hvlike.torch_distributed.groups import process_set_of
+
+    return process_set_of(given)
+
+
+def registered_set(given: object, owner: str) -> ProcessSet | None:
+    """Return the set, None for all ranks; `given` may be a group of torch.distributed.
+
+    Raises: UsageError unless it is registered.
+    """
+    process_set = ranks_of_group(given)
     if process_set is None or process_set is global_process_set:
         return None
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:

@@ -31,6 +31,7 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.requests.request import Handle, RequestKey, RequestSpec
 from hvlike.collectives.session.context import current
 from hvlike.errors import HorovodInternalError, InputsExhaustedError, JoinError, NotJoinableError, UsageError
+from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.join.joinable import BuiltInHook, Joinable, JoinConfig, JoinHook
 from hvlike.training.usage_errors import warn_user
 from hvlike.transport.loop.coroutine import Coroutine
@@ -373,7 +374,7 @@ class Join:
 
 
 def _common_process_set(joinables: Sequence[Joinable]) -> ProcessSet:
-    sets = [joinable.join_process_group or global_process_set for joinable in joinables]
+    sets = [ranks_of_group(joinable.join_process_group) or global_process_set for joinable in joinables]
     if any(each is not sets[0] for each in sets):
         raise UsageError("Using join context manager with multiple process groups")
     if not isinstance(sets[0], ProcessSet):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 
@@ -82,7 +83,7 @@ class Joinable(ABC):
 
     @property
     @abstractmethod
-    def join_process_group(self) -> ProcessSet:
+    def join_process_group(self) -> ProcessSet | dist.ProcessGroup:
         """The ranks that take part; the same for all joinables of a context."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.optimizer_wrapper import after, is_read_by_grad_scaler
 from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of, temporary_gradients
+from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.join.join import Join, JoinContext
 from hvlike.training.join.joinable import BuiltInJoinable
 from hvlike.training.zero.exchange import (
@@ -58,7 +60,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             leaves them; where they are not, the first step logs a warning. True: they are this rank's own, and step()
             averages each over the ranks, on the rank that owns its parameter. Missing ones count as zeros, and p.grad
             is None afterwards on other ranks.
-        process_group: Torch's name of process_set.
+        process_group: Torch's name of process_set. Also a group of torch.distributed with the backend "hvlike".
         defaults: Keywords of optimizer_class.
 
     Raises:
@@ -82,7 +84,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         overlap_with_ddp: bool = False,
         *,
         reduce_gradients: bool = False,
-        process_group: ProcessSet | None = None,
+        process_group: ProcessSet | dist.ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
         accepted = check_parameters(params)
@@ -100,7 +102,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._groups: list[dict[str, Any]] = []
         Optimizer.__init__(self, accepted, defaults)
         BuiltInJoinable.__init__(self)
-        self.process_set = process_set or process_group
+        self.process_set = ranks_of_group(process_set or process_group)
         self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
         self.rank, self.world_size = self._group.rank, self._group.size
         self.parameters_as_bucket_view = parameters_as_bucket_view

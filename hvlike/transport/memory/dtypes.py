@@ -110,9 +110,10 @@ def storage_view(tensor: torch.Tensor) -> Array:
 
 
 class _Memory:
-    """Memory that somebody else keeps, as numpy asks for it."""
+    """Memory that somebody else keeps, as numpy asks for it; or `keeper` does, as long as there is a view of it."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, keeper: object = None) -> None:
+        self.keeper = keeper
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
@@ -130,7 +131,17 @@ def bytes_at(address: int, nbytes: int) -> Array:
 
 def raw_view(tensor: torch.Tensor) -> Array:
     """View the bytes of a contiguous CPU tensor as 1-D uint8, not copied. Raises: UsageError as check_movable does."""
-    return storage_view(tensor).view(np.uint8)
+    check_movable(tensor)
+    return bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """View the bytes of a tensor as raw_view does, without a check, and keep its memory.
+
+    After tensor.numpy() torch refuses for ever to resize that memory; FSDP does so with what it has gathered.
+    """
+    view: Array = np.asarray(_Memory(tensor.data_ptr() or FIRST_ADDRESS, tensor.nbytes, tensor))
+    return view
 
 
 class MpiConstants:

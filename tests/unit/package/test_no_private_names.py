@@ -22,13 +22,16 @@ NOT_OURS = {
     "_set_generator_metaclass",
 }
 OF_TORCH = {
+    "_OptimizerHookState",
     "_all_gather",
     "_barrier",
     "_check_has_gpu",
     "_ddp_params_and_buffers_to_ignore",
+    "_get_ddp_logging_data",
     "_get_debug_info",
     "_get_future",
     "_get_type",
+    "_hook_then_optimizer",
     "_is_current_rpc_agent_set",
     "_join_config",
     "_reset_state",

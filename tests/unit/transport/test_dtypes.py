@@ -42,6 +42,15 @@ def test_views_of_leaves_that_require_grad() -> None:
     assert leaf.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_a_view_keeps_the_memory_and_leaves_it_resizable() -> None:
+    """FSDP lets go of what it has gathered so."""
+    tensor = torch.ones(1000)
+    view = raw_view(tensor)
+    assert tensor.untyped_storage().resizable()
+    del tensor
+    assert view.view(np.float32).tolist() == [1.0] * 1000
+
+
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_view_of_a_slice_is_the_slice(start: int, length: int) -> None:
     base = torch.arange(10, dtype=torch.bfloat16)
