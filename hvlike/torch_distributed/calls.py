@@ -2,7 +2,7 @@
 
     call n      every member numbers its calls: call n of one is call n of all. No name, no agreement.
     drive       where nothing is in flight, a thread that waits takes the steps of its call itself; so does any caller
-                that has no core to spare for the loop
+                that has no core to spare for the loop, or the end of backward for those from within it
     submit      all else waits in the op queue, and the loop advances it
 
 A call that takes longer than its timeout ends the group: nobody knows any more where the others are. The error names
@@ -14,7 +14,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -31,10 +34,12 @@ from hvlike.errors import ShutdownError, StalledError
 from hvlike.observe.stacks import main_stack
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.messages.traffic import Topic
 
 logger = logging.getLogger("hvlike")
+
+LATE_SECONDS = 0.05  # How long the end of a backward waits for peers before the loop goes on alone
 
 Answer = tuple[int, str]  # How many calls a member has made in the group, -1: it has no such group; its stack
 
@@ -54,8 +59,11 @@ class CallQueue:
         self._report_seconds = stall_limits(context.knobs).report_seconds
         self._lock = threading.Lock()
         self._pending: dict[int, Work] = {}
-        self._driving = False
-        self._held: list[tuple[Job, Work]] = []  # What came while a thread drove a call
+        self._held: deque[tuple[Job, Work]] = deque()  # Calls that nobody has begun yet
+        self._submitted = 0  # Calls that were left to the loop and have not ended
+        self._driver = 0  # The thread that drives calls, one after the other
+        self._backward = self._last_backward = -1  # By autograd's number: the one with calls held, and the last one
+        self._of_backward: list[Work] = []
         self._expiring = False
         self._directory = directory_of(context)
         self._directory.groups[name] = self
@@ -87,43 +95,105 @@ class CallQueue:
         with self._lock:
             self.made += 1
             work = Work(self, self.made, what, outputs, deadline)
-            if self._queue.broken is not None:
-                work.settle(self._queue.broken, in_loop=False)
-                return work
-            drives = not self._pending and kind not in KINDS and (waits or not self._overlaps)
             self._pending[work.number] = work
-            if drives:
-                self._driving = True
-            elif self._driving:
-                self._held.append((job, work))
-            else:
-                self._queue.submit(job, self._after(kind, work), wake=not waits)
-        if drives:
-            self._drive(job, work, waits=waits)
+            self._held.append((job, work))
+            if self._driver and self._driver != get_ident():
+                return work
+            if self._driver or kind in KINDS or (self._overlaps and not waits):
+                # This thread drives already where a callback of a future that has ended makes the call.
+                self._hand_over(wake=self._driver > 0 or not waits)
+                return work
+            if not waits and self._waits_for_backward(work):
+                return work
+            self._driver = get_ident()
+        self._drive(waits=waits)
         return work
 
-    def _drive(self, job: Job, work: Work, *, waits: bool) -> None:
-        error: BaseException | None = None
-        ended = True
+    def _hand_over(self, *, wake: bool) -> None:
+        """Leave what is held to the loop; with the lock held."""
+        while self._held:
+            job, work = self._held.popleft()
+            self._submitted += 1
+            self._queue.submit(job, partial(self._end, work), wake=wake)
+
+    def _drive(self, *, waits: bool) -> None:
+        """Drive what is held, in its order, as far as nothing before it is in the loop. This thread alone may."""
         try:
-            ended = self._queue.drive(job(self._queue.backend), work.end)
+            while True:
+                with self._lock:
+                    if self._submitted:
+                        self._hand_over(wake=not waits)
+                    if not self._held:
+                        return
+                    job, work = self._held.popleft()
+                self._drive_one(job, work, waits=waits)
+        finally:
+            with self._lock:
+                self._driver = 0
+                self._hand_over(wake=True)
+
+    def _drive_one(self, job: Job, work: Work, *, waits: bool) -> None:
+        queue, ended = self._queue, True
+        error = queue.broken
+        try:
+            if error is None:
+                ended = queue.drive(job(queue.backend), partial(self._end, work))
         except BaseException as raised:
-            error = self._queue.lose(raised)
+            error = queue.lose(raised)
             if not isinstance(raised, Exception):
                 raise
         finally:
-            with self._lock:
-                self._driving = False
-                for held, its in self._held:
-                    self._queue.submit(held, its.end)
-                self._held.clear()
             if ended:
                 work.settle(error, in_loop=False)
-                if work.waited_for:
-                    self.loop.post(_nothing)
-            elif not waits:
-                # Handed over quietly, as by a caller that waits next: have the background thread go on with it.
+            else:
+                with self._lock:
+                    self._submitted += 1
+            if work.waited_for or not (ended or waits):
+                # Another thread waits for it; or the background thread has to go on, as this one does not wait.
                 self.loop.post(_nothing)
+
+    def _end(self, work: Work, task: Task[None]) -> None:
+        """The op queue has done what was left to it; in the loop."""
+        with self._lock:
+            self._submitted -= 1
+        device = self._queue.device
+        if task.error is None and device is not None:
+            device.keep(work.outputs)
+            work.fence = device.fence(work.outputs)
+        work.settle(task.error, in_loop=True)
+
+    def _waits_for_backward(self, work: Work) -> bool:
+        """Leave a call that is made in backward to the end of it: there is no core to spare before. With the lock held.
+
+        torch's DDP then waits for its buckets in C++, but only after what is called back here has driven them.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward in (-1, self._last_backward):
+            return False
+        if backward != self._backward:
+            self._backward, self._of_backward = backward, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self._of_backward.append(work)
+        return True
+
+    def _after_backward(self) -> None:
+        with self._lock:
+            self._last_backward = self._backward
+            drives = bool(self._held) and not self._driver
+            if drives:
+                self._driver = get_ident()
+        if drives:
+            self._drive(waits=True)
+        if not self.loop.wait(lambda: all(each.ended for each in self._of_backward), LATE_SECONDS):
+            # A peer is late, and what it waits for may come after this backward.
+            self.loop.post(_nothing)
+
+    def flush(self) -> None:
+        """Have the loop do what is held during backward: somebody waits for it. Any thread."""
+        if self._held:
+            with self._lock:
+                if not self._driver:
+                    self._hand_over(wake=True)
 
     def _on_device(self, kind: str, job: Job, tensors: Sequence[torch.Tensor]) -> Job:
         runtime, device = runtime_of(kind), tensors[0].device
@@ -134,19 +204,6 @@ class CallQueue:
 
         return on_device(self._queue, opening, job, events_of(kind, tensors))
 
-    def _after(self, kind: str, work: Work) -> Callable[[Any], None]:
-        if kind not in KINDS:
-            return work.end
-
-        def end(task: Any) -> None:
-            device = self._queue.device
-            if task.error is None and device is not None:
-                device.keep(work.outputs)
-                work.fence = device.fence(work.outputs)
-            work.end(task)
-
-        return end
-
     def forget(self, work: Work) -> None:
         """A work has ended."""
         self._pending.pop(work.number, None)
@@ -155,18 +212,23 @@ class CallQueue:
         """Wait until a work has ended, at most so many seconds; reports who is missing in a long wait."""
         mpi_library.check_not_forked()
         work.waited_for = True
-        if seconds is not None:
-            work.deadline = min(work.deadline, time.monotonic() + seconds)
-        while not self.loop.wait(lambda: work.ended, self._report_seconds):
-            waited = time.monotonic() - work.began
+        self.flush()
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self.loop.wait(lambda: work.ended, _shorter(self._report_seconds, seconds)):
             missing = self._directory.missing(self, work.number, lambda: work.ended)
-            if not work.ended:
-                logger.warning("%s has taken %.0f s. %s", self._describe(work), waited, missing)
+            if work.ended:
+                return
+            text = f"{self._describe(work)} has taken {time.monotonic() - work.began:.1f} s. {missing}"
+            if until is not None and time.monotonic() >= until:
+                raise StalledError(text)
+            logger.warning("%s", text)
 
     # -- timeouts, in the loop --------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Has a call taken longer than it may? A few times a second."""
+        """Has a call taken longer than it may? A few times a second, in the loop."""
+        # A long backward does not keep the others waiting.
+        self.flush()
         pending = list(self._pending.values())
         if pending and not self._expiring and min(each.deadline for each in pending) < time.monotonic():
             self._expiring = True
@@ -199,6 +261,10 @@ class CallQueue:
 
 def _nothing() -> None:
     pass
+
+
+def _shorter(first: float | None, second: float | None) -> float | None:
+    return min((each for each in (first, second) if each is not None), default=None)
 
 
 class Directory:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from hvlike.torch_distributed.untraced import untraced
-from hvlike.transport.loop.coroutine import Task
 
 if TYPE_CHECKING:
     from hvlike.torch_distributed.calls import CallQueue
@@ -45,10 +44,6 @@ class Work(_WorkBase):
 
     # -- how it ends ----------------------------------------------------------------------------
 
-    def end(self, task: Task[None]) -> None:
-        """The op queue has done it; in the loop."""
-        self.settle(task.error, in_loop=True)
-
     def settle(self, error: BaseException | None, *, in_loop: bool) -> None:
         """It has ended, with this error or none."""
         self.error = error
@@ -73,7 +68,8 @@ class Work(_WorkBase):
             True.
 
         Raises:
-            StalledError: After the timeout; it names the ranks that are missing. The group cannot be used any more.
+            StalledError: After the timeout; it names the ranks that are missing. The call goes on, but after the timeout
+                of the group that cannot be used any more.
             HorovodInternalError: Where a rank is lost, or the ranks have called different things.
         """
         if not self.ended:
@@ -90,6 +86,7 @@ class Work(_WorkBase):
 
     def is_completed(self) -> bool:
         if not self.ended:
+            self._calls.flush()
             self._calls.loop.turn()
         return self.ended
 
