@@ -68,8 +68,8 @@ class Work(_WorkBase):
             True.
 
         Raises:
-            StalledError: After the timeout; it names the ranks that are missing. The call goes on, but after the timeout
-                of the group that cannot be used any more.
+            StalledError: After the timeout; it names the ranks that are missing. The call goes on; it is the timeout of
+                the group that ends it, and the group with it.
             HorovodInternalError: Where a rank is lost, or the ranks have called different things.
         """
         if not self.ended:
