@@ -12,6 +12,7 @@
     │   ├── DataParallelError      (also RuntimeError)  a DistributedDataParallel cannot work in this way
     │   ├── DuplicateNameError                          the name is already in flight on this rank
     │   ├── NotJoinableError       (also AssertionError)  an object in Join([...]) that has not called Joinable.__init__
+    │   ├── ProcessGroupError      (also RuntimeError)  a wrong argument of a collective of torch.distributed
     │   ├── StateError             (also RuntimeError)  a call that cannot be made now, or not from here
     │   ├── UnknownHandleError                          never created here, or already synchronised
     │   └── WrongTypeError         (also TypeError)     an argument of a type that is not accepted
@@ -85,6 +86,10 @@ class DuplicateNameError(UsageError):
 
 class NotJoinableError(UsageError, AssertionError):
     """An object was passed to Join whose class has not called Joinable.__init__."""
+
+
+class ProcessGroupError(UsageError, RuntimeError):
+    """A wrong argument of a collective of torch.distributed, whose backends raise a RuntimeError."""
 
 
 class StateError(UsageError, RuntimeError):

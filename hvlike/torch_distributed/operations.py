@@ -92,7 +92,7 @@ def allgather_single(group: Group, outputs: Tensors, inputs: Tensors) -> Job:
         operands = [Operand(each, None, home=home) for each in outputs]
         parts: list[torch.Tensor] = []
         for operand, tensor in zip(operands, inputs, strict=True):
-            pieces = _even(operand.flat, group.size)
+            pieces = even(operand.flat, group.size)
             _copy(pieces[group.rank].view(tensor.shape), tensor)
             parts += pieces
         yield from _gather(backend, parts, list(range(group.size)) * len(operands))
@@ -186,9 +186,9 @@ def sparse_allreduce(group: Group, tensor: torch.Tensor) -> Job:
         parts = [own.indices().t().contiguous(), own.values().contiguous()]
         yield from in_host_memory(backend, parts, partial(add, results=results))
         indices, values = (each.to(tensor.device) for each in results)
-        tensor.detach().copy_(
-            torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=tensor.device).coalesce()
-        )
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=tensor.device).coalesce()
+        with torch.no_grad():  # Not into `detach()`: the new indices and values would be those of the alias.
+            tensor.copy_(total)
 
     return job
 
@@ -209,6 +209,6 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _even(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
+def even(flat: torch.Tensor, size: int) -> list[torch.Tensor]:
     length = len(flat) // size
     return [flat[position * length : (position + 1) * length] for position in range(size)]

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp
 from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
 from hvlike.collectives.session import basics
-from hvlike.errors import UsageError
+from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.groups import close_group, names, open_group
+from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.untraced import untraced
 from hvlike.torch_distributed.work import Work, Works
 from hvlike.transport.loop.coroutine import Coroutine
@@ -32,6 +33,7 @@ BACKEND_NAME = "hvlike"
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup
+_AllgatherOptions: Any = torch._C._distributed_c10d.AllgatherOptions
 
 _MOST_PREPARED = 256  # Reductions of single tensors that are kept; with one more all are prepared anew
 
@@ -61,6 +63,7 @@ class ProcessGroup(_ProcessGroupBase):
 
     # -- collectives ----------------------------------------------------------------------------
 
+    @short_form(dist.AllreduceOptions, 1, "op", "timeout")
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         reduction = _reduction(opts)
         tensor = tensors[0]
@@ -102,22 +105,23 @@ class ProcessGroup(_ProcessGroupBase):
 
         return job
 
+    @short_form(dist.ReduceOptions, 1, "root", "op", "timeout")
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("reduce", opts.rootRank)
         job = operations.reduce_to(self.calls.group, tensors, opts.rootRank, _reduction(opts))
         return self._call("reduce", job, tensors, opts)
 
+    @short_form(dist.BroadcastOptions, 1, "root", "timeout")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("broadcast", opts.rootRank)
         return self._call("broadcast", operations.broadcast(tensors, opts.rootRank), tensors, opts)
 
+    @short_form(_AllgatherOptions, 2, "timeout")
     def allgather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         for row in outputs:
             self._check_count("all_gather", "output tensors", len(row))
         for row, tensor in zip(outputs, inputs, strict=True):
-            own = row[self._place]
-            if own.numel() != tensor.numel() or own.dtype != tensor.dtype:
-                raise self._wrong("all_gather", f"output {self._place} like the input {_like(tensor)}", _like(own))
+            self._check_own("all_gather", "output", row[self._place], tensor)
         return self._call(
             "all_gather", operations.allgather(self.calls.group, outputs, inputs), inputs, opts, outputs=outputs
         )
@@ -137,27 +141,33 @@ class ProcessGroup(_ProcessGroupBase):
         job = operations.allgather_single(self.calls.group, outputs, inputs)
         return self._call("all_gather_into_tensor", job, inputs, opts, outputs=outputs)
 
+    @short_form(dist.GatherOptions, 2, "root", "timeout")
     def gather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("gather", opts.rootRank)
         (tensor,) = inputs
         targets = outputs[0] if self._place == opts.rootRank else []
         if self._place == opts.rootRank:
             self._check_count("gather", "output tensors", len(targets))
+            self._check_own("gather", "output", targets[self._place], tensor)
         job = operations.gather(self.calls.group, targets, tensor, opts.rootRank)
         return self._call("gather", job, inputs, opts, outputs=outputs)
 
+    @short_form(dist.ScatterOptions, 2, "root", "timeout")
     def scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any) -> dist.Work:
         self._check_root("scatter", opts.rootRank)
         (output,) = outputs
         sources = inputs[0] if self._place == opts.rootRank else []
         if self._place == opts.rootRank:
             self._check_count("scatter", "input tensors", len(sources))
+            self._check_own("scatter", "input", sources[self._place], output)
         job = operations.scatter(self.calls.group, output, sources, opts.rootRank)
         return self._call("scatter", job, outputs, opts)
 
+    @short_form(dist.ReduceScatterOptions, 2, "op", "timeout")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any = None) -> dist.Work:
-        for row in inputs:
+        for row, output in zip(inputs, outputs, strict=True):
             self._check_count("reduce_scatter", "input tensors", len(row))
+            self._check_own("reduce_scatter", "input", row[self._place], output)
         job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
         return self._call("reduce_scatter", job, outputs, opts)
 
@@ -169,7 +179,7 @@ class ProcessGroup(_ProcessGroupBase):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_share("reduce_scatter_tensor", tensor, output)
-        rows = [each.detach().contiguous().view(self._ranks, -1).unbind() for each in inputs]
+        rows = [operations.even(each.detach().contiguous().view(-1), self._ranks) for each in inputs]
         job = operations.reduce_scatter(self.calls.group, outputs, rows, _reduction(opts))
         return self._call("reduce_scatter_tensor", job, outputs, opts)
 
@@ -177,8 +187,10 @@ class ProcessGroup(_ProcessGroupBase):
         """Send tensor number i to rank i; the shapes may differ."""
         self._check_count("all_to_all", "output tensors", len(outputs))
         self._check_count("all_to_all", "input tensors", len(inputs))
+        self._check_own("all_to_all", "output", outputs[self._place], inputs[self._place])
         return self._call("all_to_all", operations.alltoall(outputs, inputs), inputs, opts, outputs=outputs)
 
+    @short_form(dist.AllToAllOptions, 4, "timeout", lists=False)
     def all_to_all_single(
         self,
         output: Tensor,
@@ -192,6 +204,7 @@ class ProcessGroup(_ProcessGroupBase):
         copied = not output.is_contiguous()
         work_on = output.detach().contiguous() if copied else output.detach()
         receives = self._split("output", work_on, output_splits)
+        self._check_own("all_to_all_single", "part of the output", receives[self._place], sends[self._place])
         exchange = operations.alltoall(receives, sends)
 
         def job(backend: Backend) -> Coroutine[None]:
@@ -201,6 +214,7 @@ class ProcessGroup(_ProcessGroupBase):
 
         return self._call("all_to_all_single", job, [tensor], opts, outputs=[output])
 
+    @short_form(dist.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", operations.barrier(), [], opts)
 
@@ -259,7 +273,7 @@ class ProcessGroup(_ProcessGroupBase):
         return Works(works)
 
     def abort(self) -> None:
-        self.calls.end(UsageError(f"the group {self.calls.name!r} of torch.distributed was aborted on this rank"))
+        self.calls.end(ShutdownError(f"the group {self.calls.name!r} of torch.distributed was aborted on this rank"))
 
     def shutdown(self) -> None:
         close_group(self.calls)
@@ -295,6 +309,10 @@ class ProcessGroup(_ProcessGroupBase):
         if count != self._ranks:
             raise self._wrong(what, f"{self._ranks} {which}, one for each rank of the group", count)
 
+    def _check_own(self, what: str, which: str, one: Tensor, other: Tensor) -> None:
+        if one.numel() != other.numel() or one.dtype != other.dtype:
+            raise self._wrong(what, f"{which} {self._place} like the tensor of this rank, {_like(other)}", _like(one))
+
     def _check_share(self, what: str, whole: Tensor, share: Tensor) -> None:
         if whole.numel() != share.numel() * self._ranks or whole.dtype != share.dtype:
             raise self._wrong(what, f"a tensor {self._ranks} times as large as {_like(share)}", _like(whole))
@@ -303,8 +321,8 @@ class ProcessGroup(_ProcessGroupBase):
         if not 0 <= root < self._ranks:
             raise self._wrong(what, f"a root among the {self._ranks} ranks of the group", root)
 
-    def _wrong(self, what: str, expected: str, got: object) -> UsageError:
-        return UsageError(
+    def _wrong(self, what: str, expected: str, got: object) -> ProcessGroupError:
+        return ProcessGroupError(
             f"torch.distributed.{what} on rank {self._place} of the group: expected {expected}, got {got}."
         )
 
@@ -313,14 +331,14 @@ def _like(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-_OPS: dict[str, ReduceOp] = {each.name: each for each in ReduceOp}
+_OPS: dict[str, AnyOp] = {each.name: each for each in (*ReduceOp, *BitwiseOp) if each is not ReduceOp.ADASUM}
 _OPS["AVG"] = ReduceOp.AVERAGE
 _SUM = Reduction(ReduceOp.SUM, 1.0, 1.0)
 _known: dict[int, Reduction] = {}
 
 
 def _reduction(opts: Any) -> Reduction:
-    """What hvlike calls a reduction of torch. Raises: UsageError for one that it does not have."""
+    """What hvlike calls a reduction of torch. Raises: ProcessGroupError for one that it does not have."""
     if opts is None:
         return _SUM
     given = opts.reduceOp.op
@@ -331,7 +349,7 @@ def _reduction(opts: Any) -> Reduction:
         return Reduction(ReduceOp.SUM, float(opts.reduceOp.factor), 1.0)
     op = _OPS.get(given.name)
     if op is None:
-        raise UsageError(f"torch.distributed over hvlike has no reduction {given.name}; it has {', '.join(_OPS)}.")
+        raise ProcessGroupError(f"torch.distributed over hvlike has no {given.name}; it has {', '.join(_OPS)}.")
     return _known.setdefault(int(given), Reduction(op, 1.0, 1.0))
 
 

@@ -226,8 +226,9 @@ class Group:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(world.rank)
         position = {rank: index for index, rank in enumerate(self.ranks)}
-        nodes = (tuple(position[rank] for rank in node if rank in position) for node in world.nodes)
-        self.nodes = tuple(node for node in nodes if node)
+        # Members may come in another order than that of the job.
+        nodes = (tuple(sorted(position[rank] for rank in node if rank in position)) for node in world.nodes)
+        self.nodes = tuple(sorted(node for node in nodes if node))
         self.node = next(node for node in self.nodes if self.rank in node)
         self.local_rank = self.node.index(self.rank)
         self.local_size = len(self.node)

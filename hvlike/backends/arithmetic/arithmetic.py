@@ -24,7 +24,7 @@ from hvlike.backends.arithmetic.kernels import (
     direct_contributions,
     threaded_kernel,
 )
-from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name
+from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, check_supported, op_name
 from hvlike.backends.arithmetic.threads import THREADED_BYTES, THREADS
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
@@ -66,7 +66,7 @@ class Arithmetic:
     """
 
     def __init__(
-        self, dtype: torch.dtype, op: ReduceOp, *, divisor: int = 1, prescale: float = 1.0, postscale: float = 1.0
+        self, dtype: torch.dtype, op: AnyOp, *, divisor: int = 1, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         """Raises: UsageError when `op` is not defined on `dtype` or not element-wise (Adasum), when a factor is
         given for bool, when a factor of an integer reduction is not finite, or when the divisor is below 1.
@@ -252,7 +252,7 @@ def _blocks(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def early_factor(op: ReduceOp, post: float) -> float:
+def early_factor(op: AnyOp, post: float) -> float:
     """The part of a factor below 1 that partial results carry: a power of two, so it rounds nothing (1/4 for 1/3); 1
     for products, which are not linear.
     """
@@ -261,7 +261,7 @@ def early_factor(op: ReduceOp, post: float) -> float:
     return 2.0 ** math.floor(math.log2(abs(post)))
 
 
-def _check_factors(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> None:
+def _check_factors(dtype: torch.dtype, op: AnyOp, factors: Factors) -> None:
     if op is ReduceOp.ADASUM:
         raise UsageError("Adasum is no element-wise reduction; it cannot be used here. Use Average or Sum.")
     if factors.divisor < 1:

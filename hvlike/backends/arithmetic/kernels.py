@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import Array, Element, Kind
 
@@ -104,12 +104,15 @@ class Factors:
         return self.postscale / self.divisor
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[AnyOp, str] = {
     ReduceOp.AVERAGE: "add",
     ReduceOp.SUM: "add",
     ReduceOp.MIN: "minimum",
     ReduceOp.MAX: "maximum",
     ReduceOp.PRODUCT: "multiply",
+    BitwiseOp.BAND: "bitwise_and",
+    BitwiseOp.BOR: "bitwise_or",
+    BitwiseOp.BXOR: "bitwise_xor",
 }
 
 
@@ -128,7 +131,7 @@ class Kernel:
 
     library: Any
 
-    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+    def __init__(self, element: Element, op: AnyOp, factors: Factors) -> None:
         self.element = element
         self.op = op
         self.factors = factors
@@ -147,7 +150,7 @@ class ArrayKernel(Kernel):
 
     library = np
 
-    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+    def __init__(self, element: Element, op: AnyOp, factors: Factors) -> None:
         super().__init__(element, op, factors)
         self._finishes_joined = factors.postscale != 1 or factors.divisor != 1
         self._factor: Any = None  # What `deliver` multiplies the real numbers of a result with
@@ -254,7 +257,7 @@ class IntegerKernel(ArrayKernel):
 class FloatKernel(ArrayKernel):
     """float32, float64 and complex: one multiplication by a factor of the same width."""
 
-    def __init__(self, element: Element, op: ReduceOp, factors: Factors) -> None:
+    def __init__(self, element: Element, op: AnyOp, factors: Factors) -> None:
         super().__init__(element, op, factors)
         # A complex number is scaled as two real ones: a complex product would make NaN of infinity.
         self._real = np.dtype(np.float32) if element.storage in (np.float32, np.complex64) else np.dtype(np.float64)
@@ -337,7 +340,7 @@ class ThreadedKernel(DirectKernel):
         torch.add(other, accumulator, out=accumulator)  # Where two NaN meet torch keeps the second, numpy the first
 
 
-def threaded_kernel(element: Element, op: ReduceOp, factors: Factors) -> ThreadedKernel | None:
+def threaded_kernel(element: Element, op: AnyOp, factors: Factors) -> ThreadedKernel | None:
     """Only for sums of real numbers: torch multiplies complex ones otherwise, and the minimum of two zeros may have
     either sign. None for all others.
     """
@@ -346,7 +349,7 @@ def threaded_kernel(element: Element, op: ReduceOp, factors: Factors) -> Threade
     return ThreadedKernel(element, op, factors) if known and _FUNCTIONS[op] == "add" and factors.prescale == 1 else None
 
 
-def direct_contributions(dtype: torch.dtype, op: ReduceOp, factors: Factors) -> int:
+def direct_contributions(dtype: torch.dtype, op: AnyOp, factors: Factors) -> int:
     """Return how many 16-bit contributions besides the own one can be reduced in place with the same result.
 
     torch computes each 16-bit operation in float32 and rounds. A minimum needs no rounding, a sum of two has one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import TypeAlias
 
 import torch
 
@@ -21,7 +22,17 @@ class ReduceOp(enum.IntEnum):
     PRODUCT = 5
 
 
-LIBRARY_NAMES = {
+class BitwiseOp(enum.IntEnum):
+    """A reduction of bits, which torch.distributed and MPI have and Horovod has not."""
+
+    BAND = 16
+    BOR = 17
+    BXOR = 18
+
+
+AnyOp: TypeAlias = ReduceOp | BitwiseOp
+
+LIBRARY_NAMES: dict[AnyOp, str] = {
     ReduceOp.AVERAGE: "sum",
     ReduceOp.SUM: "sum",
     ReduceOp.MIN: "min",
@@ -31,11 +42,12 @@ LIBRARY_NAMES = {
 """What MPI and NCCL call the element-wise reductions, in small letters; of an average the division is left."""
 
 _ELEMENTWISE = frozenset(LIBRARY_NAMES)
+_BITWISE = frozenset(BitwiseOp)
 
-_SUPPORTED: dict[Kind, frozenset[ReduceOp]] = {
+_SUPPORTED: dict[Kind, frozenset[AnyOp]] = {
     # Sum and Max of truth values are "or", Min and Product are "and"; a mean of them is no truth value.
-    Kind.BOOL: _ELEMENTWISE - {ReduceOp.AVERAGE},
-    Kind.INTEGER: _ELEMENTWISE,
+    Kind.BOOL: _ELEMENTWISE - {ReduceOp.AVERAGE} | _BITWISE,
+    Kind.INTEGER: _ELEMENTWISE | _BITWISE,
     Kind.HALF: _ELEMENTWISE | {ReduceOp.ADASUM},
     Kind.FLOAT: _ELEMENTWISE | {ReduceOp.ADASUM},
     # Complex numbers have no order.
@@ -43,7 +55,7 @@ _SUPPORTED: dict[Kind, frozenset[ReduceOp]] = {
 }
 
 
-def op_name(op: ReduceOp) -> str:
+def op_name(op: AnyOp) -> str:
     return op.name.capitalize()
 
 
@@ -56,7 +68,7 @@ def reduce_op(value: int) -> ReduceOp:
         raise UsageError(f"op {value!r} is no reduction; expected one of: {known}.") from None
 
 
-def check_supported(op: ReduceOp, dtype: torch.dtype) -> None:
+def check_supported(op: AnyOp, dtype: torch.dtype) -> None:
     """Raises: UsageError for a dtype that cannot be sent, or on which `op` is not defined; the text lists those."""
     supported = _SUPPORTED[element_of(dtype).kind]
     if op not in supported:

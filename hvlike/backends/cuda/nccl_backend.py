@@ -39,6 +39,8 @@ def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
     """How to do it among `size` ranks; None where NCCL cannot, or not with the results that the host gives."""
     op, factors, kind = arithmetic.op, arithmetic.factors, arithmetic.element.kind
     before, after = factors.prescale, factors.postscale
+    if op not in LIBRARY_NAMES:
+        return None
     if kind is Kind.BOOL:
         return Recipe("max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min", 1.0, 1.0, torch.uint8)
     if kind is Kind.INTEGER:

@@ -82,7 +82,7 @@ def _gradient_of_choice(
     """To the elements that are the minimum or maximum, in equal parts where several ranks hold it."""
     total = run(incoming, "gradient", _SUM)
     # The result of the forward call may be rounded, by its factors or between nodes; without factors it is exact.
-    op = reduction.op if reduction.prescale >= 0 else {Min: Max, Max: Min}[reduction.op]
+    op = reduction.op if reduction.prescale >= 0 else Min if reduction.op is Max else Max
     plain = [each.detach() for each in inputs]
     best = run(plain, "choice", Reduction(op, 1.0, 1.0))
     chosen = [(own == extreme).to(gradient.dtype) for own, extreme, gradient in zip(plain, best, incoming, strict=True)]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
-from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name
+from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name
 from hvlike.errors import UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
@@ -40,7 +40,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def working_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+def working_dtype(dtype: torch.dtype, op: AnyOp) -> torch.dtype:
     """The dtype to reduce in: a mean of narrow integers would overflow while it is summed."""
     return torch.int32 if op is ReduceOp.AVERAGE and dtype in _NARROW_INTEGERS else dtype
 
@@ -110,13 +110,13 @@ Product = ReduceOp.PRODUCT
 
 
 class Reduction(NamedTuple):
-    op: ReduceOp  # result = postscale * op over ranks of (prescale * tensor)
+    op: AnyOp  # result = postscale * op over ranks of (prescale * tensor)
     prescale: float
     postscale: float
 
 
 @lru_cache(maxsize=256)
-def arithmetic_of(dtype: torch.dtype, op: ReduceOp, size: int, prescale: float, postscale: float) -> Arithmetic:
+def arithmetic_of(dtype: torch.dtype, op: AnyOp, size: int, prescale: float, postscale: float) -> Arithmetic:
     """The arithmetic of a reduction over `size` ranks; kept, as programs repeat few of them. Used in the loop only."""
     divisor = size if op is Average else 1
     return Arithmetic(dtype, op, divisor=divisor, prescale=prescale, postscale=postscale)

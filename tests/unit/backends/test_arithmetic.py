@@ -10,7 +10,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, early_factor
 from hvlike.backends.arithmetic.kernels import BLOCK_BYTES
-from hvlike.backends.arithmetic.reduce_op import ReduceOp
+from hvlike.backends.arithmetic.reduce_op import BitwiseOp, ReduceOp
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -67,6 +67,21 @@ def test_integers_truncate_toward_zero_at_each_scaling(dtype: torch.dtype, op: R
             expected = math.trunc(total * Fraction(postscale) / divisor)
             if -(1 << (bits - 1)) <= total < 1 << (bits - 1) and -(1 << (bits - 1)) <= expected < 1 << (bits - 1):
                 assert value == expected, (prescale, postscale, count, scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS], ids=dtype_name)
+@pytest.mark.parametrize("op", BitwiseOp)
+def test_bits(dtype: torch.dtype, op: BitwiseOp) -> None:
+    reduce = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op.name]
+    for count in COUNTS:
+        contributions = integers(dtype, count)
+        assert torch.equal(combined(Arithmetic(dtype, op), contributions), functools.reduce(reduce, contributions))
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=dtype_name)
+def test_numbers_with_a_point_have_no_bits(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match=r"op Bxor is not defined on dtype .*; possible there: Average, Sum"):
+        Arithmetic(dtype, BitwiseOp.BXOR)
 
 
 def wide_reference(
