@@ -156,9 +156,9 @@ class CmaReduction(CmaTables):
 
 
 @functools.lru_cache(maxsize=64)
-def layout(lengths: tuple[int, ...], itemsize: int, ranks: int) -> Layout:
+def layout(lengths: tuple[int, ...], itemsize: int, ranks: int, chunk_bytes: int = CHUNK_BYTES) -> Layout:
     """Cut tensors of these lengths, the same from step to step, into chunks for so many ranks."""
-    largest, smallest = CHUNK_BYTES // itemsize, SMALLEST_SHARE // itemsize
+    largest, smallest = chunk_bytes // itemsize, SMALLEST_SHARE // itemsize
     short = SHORT_BYTES // itemsize
     together = fitting(sum(length for length in lengths if length < short), largest, smallest, ranks)
     elements = fitting(sum(length for length in lengths if length >= short), largest, smallest, ranks)

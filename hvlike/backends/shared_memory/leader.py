@@ -95,7 +95,7 @@ class LeaderByStaging:
         if not region.rank:
             self._flat.pack(addresses)
             region.mine.words[TOTAL] = yield from sync.for_all(cross(sync.count_active(number)))
-        yield from gather(region, [(self._flat.bytes, 0)], sync.check_peers)
+        yield from gather(sync, [(self._flat.bytes, 0)])
         self._flat.unpack(addresses)
         return region.counters[0].words[TOTAL]
 

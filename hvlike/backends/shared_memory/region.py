@@ -11,6 +11,7 @@ Every counter has one writer and only grows:
     fetched[o]    chunks published by o this rank has copied out
     passed[o]     chunks this rank has put into its slots for o alone (alltoall)
     received[o]   chunks put there by o for this rank that it has copied out
+    lengths[2]    bytes this rank sends to each in an alltoall and expects from each, by parity of the work's number
     stamps[2]     hash of the work this rank is at, by parity of the work's number
     failed        why this rank has given the region up: APART or LEFT; 0: it has not
     arrived       number of the newest work this rank has entered
@@ -55,11 +56,11 @@ def region_bytes(ranks: int, chunk: int) -> int:
 
 
 def _counter_bytes(ranks: int) -> int:
-    return -(-8 * (5 * ranks + _WORDS + ADDRESSES) // _LINE) * _LINE
+    return -(-8 * (9 * ranks + _WORDS + ADDRESSES) // _LINE) * _LINE
 
 
 class RankCounters:
-    __slots__ = ("addresses", "fetched", "passed", "received", "staged", "taken", "words")
+    __slots__ = ("addresses", "fetched", "lengths", "passed", "received", "staged", "taken", "words")
 
     def __init__(self, segment: Segment, rank: int, ranks: int) -> None:
         first = rank * _counter_bytes(ranks)
@@ -70,6 +71,8 @@ class RankCounters:
         self.received = words(segment, first + 32 * ranks, ranks)
         self.words = words(segment, first + 40 * ranks, _WORDS)
         self.addresses = words(segment, first + 40 * ranks + 8 * _WORDS, ADDRESSES)
+        first += 40 * ranks + 8 * (_WORDS + ADDRESSES)
+        self.lengths = [words(segment, first + 16 * ranks * parity, 2 * ranks) for parity in range(2)]
 
 
 class Slots(NamedTuple):
@@ -107,6 +110,7 @@ class Region:
         self._slots_start = ranks * _counter_bytes(ranks)
         self.fence = fence
         self._tables: dict[torch.dtype, Slots] = {}
+        self._byte_slots: dict[tuple[int, int], list[Array]] = {}
         self._scratch = np.empty(chunk, np.uint8)
         self._typed_scratch: dict[torch.dtype, Piece] = {}
         self.sleepers = [bells[peer] for peer in self.peers]
@@ -117,8 +121,12 @@ class Region:
 
     def byte_slots(self, stager: int, owner: int) -> list[Array]:
         """The slots in which `stager` stages for `owner`, by turn modulo SLOTS; owner == stager: for everybody."""
-        first = self._slots_start + (stager * self.ranks + owner) * SLOTS * self.chunk
-        return [self._segment.array[first + turn * self.chunk :][: self.chunk] for turn in range(SLOTS)]
+        known = self._byte_slots.get((stager, owner))
+        if known is None:
+            first, chunk = self._slots_start + (stager * self.ranks + owner) * SLOTS * self.chunk, self.chunk
+            known = [self._segment.array[each : each + chunk] for each in range(first, first + SLOTS * chunk, chunk)]
+            self._byte_slots[stager, owner] = known
+        return known
 
     def slots(self, arithmetic: Arithmetic) -> Slots:
         table = self._tables.get(arithmetic.dtype)

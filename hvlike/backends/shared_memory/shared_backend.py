@@ -1,7 +1,7 @@
 """The shared backend: ranks of one node reduce and exchange through a small region of shared memory.
 
 Reductions are prepared once for the lengths of their tensors (staging.py, cma.py). Bytes move through the same
-slots (transfer.py).
+slots, or from one rank's memory to another's (transfer.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvlike.backends.shared_memory.leader import FlatBuffer, LeaderByCma, Leader
 from hvlike.backends.shared_memory.region import ACTIVE, ADDRESSES, Region
 from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, assign, deal
 from hvlike.backends.shared_memory.staging import Results, StagedReduction
-from hvlike.backends.shared_memory.transfer import alltoall, gather
+from hvlike.backends.shared_memory.transfer import alltoall, gather, gather_at_once
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine
 
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 STAGED_CHUNK_BYTES = 128 << 10  # Half a slot: with more chunks the ranks wait less for the first one
 SHORT_BYTES = 64 << 10
+
+# Beside lengths and owners, in the stamp of a reduction that leaves its results with owners.
+_STAMPED = {Results.TO_OWNER: 1 << 60, Results.PARTIAL: 1 << 61}
 
 MOST_KNOWN = 64  # Kinds of work that are kept; with one more all are prepared anew
 
@@ -148,7 +151,7 @@ class SharedBackend:
         self.memory = memory  # Decides which work is done by cross-memory attach
         self._sync = WorkSync(region)
         self._prepared: dict[object, PreparedReduction] = {}
-        self._partial: dict[object, tuple[StagedReduction, list[Chunk]]] = {}
+        self._partial: dict[object, tuple[StagedReduction, list[Chunk], int]] = {}
 
     def count_active(self, active: bool) -> Coroutine[int]:
         """Work of which nothing is left to do once all ranks have arrived."""
@@ -202,14 +205,15 @@ class SharedBackend:
         yield from self._reduce_for(tensors, owners, arithmetic, Results.PARTIAL if partial else Results.TO_OWNER)
 
     def gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
-        yield from gather(self._region, zip(tensors, owners, strict=True), self._sync.check_peers)
+        if any(map(len, tensors)):
+            yield from gather_at_once(self._sync, self.memory, tensors, owners)
 
     def gather_chunks(self, tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> Coroutine[None]:
         parts = [(tensors[tensor][start:stop], chunk.owner) for chunk in chunks for tensor, start, stop in chunk.runs]
-        yield from gather(self._region, parts, self._sync.check_peers)
+        yield from gather(self._sync, parts)
 
     def alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
-        yield from alltoall(self._region, sends, receives, self._sync.check_peers)
+        yield from alltoall(self._sync, self.memory, sends, receives)
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -238,8 +242,9 @@ class SharedBackend:
             else:
                 chunks = assign(lengths, owners, self._region.chunk // arithmetic.itemsize)
             staged = StagedReduction(self._sync, arithmetic, chunks, results)
-            known = _keep(self._partial, key, (staged, chunks))
-        self._sync.begin(arithmetic.stamp(lengths), 0)
+            stamp = arithmetic.stamp([*lengths, *(owners or ()), _STAMPED[results]])
+            known = _keep(self._partial, key, (staged, chunks, stamp))
+        self._sync.begin(known[2], 0)
         addresses = list(map(arithmetic.address, tensors))
         yield from self._region.quiet.drive(known[0].run(addresses))
         return known[1]

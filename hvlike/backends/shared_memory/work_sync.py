@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from hvlike.backends.shared_memory.region import (
 )
 from hvlike.errors import HorovodInternalError, MismatchError, PeerLeftError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
+
+T = TypeVar("T")
 
 kept: list[Sequence[torch.Tensor]] = []  # Of reductions given up: a peer may still write there, so they are never freed
 
@@ -51,7 +53,6 @@ class WorkSync:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.number = 0
-        self._stamp = 0
 
     def post(self, stamp: int, place: int, *, active: bool = True) -> int:
         """Say what the next work is, before it is certain that it comes; the newest post counts. Returns its number.
@@ -59,7 +60,7 @@ class WorkSync:
         """
         words, number = self.region.mine.words, self.number + 1
         parity = number % 2
-        self._stamp = words[STAMPS + parity] = stamp & 0xFFFFFFFFFFFFFFFF
+        words[STAMPS + parity] = stamp & 0xFFFFFFFFFFFFFFFF
         words[PLACES + parity] = place
         words[ACTIVE + parity] = active
         words[ARRIVED] = number
@@ -87,14 +88,15 @@ class WorkSync:
         self.compare()
 
     # As the steps of a reduction, what follows is run between chunks that have emptied the caches.
-    def depart(self, number: int) -> Coroutine[None]:
+    def depart(self, number: int, readers: Sequence[int] | None = None) -> Coroutine[None]:
+        """Wait until all ranks have done their part; readers: only those, which reach into this rank's tensors."""
         region = self.region
         region.order()
         region.mine.words[DEPARTED] = number
         region.notify_if_sleeping()
         checks = region.spin.counter_checks
-        for counters in region.others:
-            words = counters.words
+        for peer in region.peers if readers is None else readers:
+            words = region.counters[peer].words
             while words[DEPARTED] < number:
                 for _ in range(checks):
                     if words[DEPARTED] >= number:
@@ -118,7 +120,8 @@ class WorkSync:
         region = self.region
         while reduction.unfinished:
             while any(each.words[ABANDONED] >= number for each in region.others):
-                # The rank that has given the work up reports the reason elsewhere.
+                # The rank that has given the work up reports the reason here or elsewhere.
+                self.check_peers()
                 yield Wait.NOTIFY
             try:
                 moved = reduction.advance()
@@ -132,7 +135,7 @@ class WorkSync:
             # Where nothing can be taken, a peer is between two statements.
             yield Wait.AGAIN if moved else Wait.NOTIFY
 
-    def for_all(self, coroutine: Coroutine[int]) -> Coroutine[int]:
+    def for_all(self, coroutine: Coroutine[T]) -> Coroutine[T]:
         """Do what the peers wait for; where it fails, this rank gives the region up: they would wait for ever."""
         try:
             return (yield from coroutine)
@@ -160,20 +163,28 @@ class WorkSync:
             self.region.mine.words[ABANDONED] = number
             kept.append(tensors)
 
-    def compare(self) -> None:
+    def compare(self, arrived: Sequence[int] | None = None) -> None:
         """Raises: MismatchError, and gives the region up, if a peer has begun other work: its chunks would be foreign
-        memory.
+        memory. arrived: the peers that have begun; None: all have.
         """
         region, word = self.region, STAMPS + self.number % 2
-        others = [peer for peer in region.peers if region.counters[peer].words[word] != self._stamp]
+        stamp = region.mine.words[word]
+        peers = region.peers if arrived is None else arrived
+        others = [peer for peer in peers if region.counters[peer].words[word] != stamp]
         if others:
-            region.mine.words[FAILED] = APART
-            region.notify_if_sleeping()
-            raise MismatchError(
-                f"the ranks with local ranks {others} reduce other tensors at this point than local rank "
-                f"{region.rank}: a planned reduction must have the same tensors, dtypes and "
-                "factors in the same order on every rank"
+            self.set_apart(
+                others, "calls, tensors, dtypes and factors must be the same, in the same order, on every rank"
             )
+
+    def set_apart(self, others: Sequence[int], why: str) -> NoReturn:
+        """Give the region up, as these ranks are at other work. Raises: MismatchError."""
+        region = self.region
+        region.mine.words[FAILED] = APART
+        region.notify_if_sleeping()
+        raise MismatchError(
+            f"the ranks with local ranks {list(others)} are at other work at this point than local rank {region.rank}: "
+            f"{why}"
+        )
 
     def check_peers(self) -> None:
         """Give the region up if a peer has. Raises: MismatchError: different work; HorovodInternalError: one left."""
@@ -185,9 +196,13 @@ class WorkSync:
             region.mine.words[FAILED] = why
             if why == LEFT:
                 raise HorovodInternalError(
-                    f"local rank {peer} has left a reduction in the middle: it was interrupted, or an error ended it "
+                    f"local rank {peer} has left a collective in the middle: it was interrupted, or an error ended it "
                     "there or on a rank that it waited for"
                 )
             raise MismatchError(
-                f"local rank {peer} has found that the ranks of this node reduce different tensors at this point"
+                f"local rank {peer} has found that the ranks of this node are at different work at this point"
             )
+        # Each may wait for what the other, at other work, never does.
+        arrived = [peer for peer in region.peers if region.counters[peer].words[ARRIVED] >= self.number]
+        region.order()
+        self.compare(arrived)

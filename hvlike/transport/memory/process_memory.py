@@ -84,6 +84,12 @@ class ProcessMemory:
         if FUNCTIONS[_WRITE](self._process, self._mine, 1, rows, count, 0) != nbytes:
             self._one_by_one(_WRITE, rows, count, mine)
 
+    def read(self, rows: int, mine: int, count: int, nbytes: int) -> None:
+        """Copy `count` ranges, whose rows in a table begin at `rows`, to as many here, whose rows begin at `mine`."""
+        if FUNCTIONS[_READ](self._process, mine, count, rows, count, 0) != nbytes:
+            for row in range(0, count * ROW_BYTES, ROW_BYTES):
+                self._one_by_one(_READ, rows + row, 1, _Range.from_address(mine + row).address)
+
     def _one_by_one(self, name: str, rows: int, count: int, mine: int) -> None:
         """The same once more, range by range: the system raises the reason why it stopped, or goes on."""
         for row in range(rows, rows + count * ROW_BYTES, ROW_BYTES):

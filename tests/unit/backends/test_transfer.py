@@ -1,13 +1,19 @@
 """Bytes through the slots of a region: every chunk arrives once, in order, whoever goes on first."""
 
+import itertools
+import os
 import random
 
 import pytest
 import torch
-from support.backends.node import on_all, play, regions
+from support.backends.node import play, regions
 
-from hvlike.backends.shared_memory.region import Region
-from hvlike.backends.shared_memory.transfer import alltoall, gather
+from hvlike.backends.shared_memory import peer_reads, transfer, work_sync
+from hvlike.backends.shared_memory.cma import CmaMemory
+from hvlike.backends.shared_memory.transfer import alltoall, gather, gather_at_once, is_read
+from hvlike.backends.shared_memory.work_sync import WorkSync
+from hvlike.errors import HorovodInternalError, MismatchError
+from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.pure
 
@@ -18,29 +24,44 @@ def noise(length: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 255, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def check() -> None:
-    """Nobody gives up."""
+def reach(ranks: int, far: bool) -> CmaMemory:
+    """All ranks are this process; far: they do not reach each other."""
+    return CmaMemory([] if far else [os.getpid()] * ranks)
+
+
+@pytest.fixture(params=["through the slots", "where it lies"])
+def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """What is longer than some 3 KiB is read where it lies, or all goes through the slots."""
+    monkeypatch.setattr(transfer, "GATHER_READ_BYTES", 3000)
+    monkeypatch.setattr(transfer, "ALLTOALL_READ_BYTES", 3000)
+    monkeypatch.setattr(peer_reads, "PIECE_BYTES", 10_000)
+    return request.param == "through the slots"
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_what_an_owner_has_all_have(ranks: int, seed: int) -> None:
-    everybody, draw = regions(ranks, CHUNK), random.Random(seed)
-    for step in range(3):
-        lengths = [9 * CHUNK + 5, 0, 3, CHUNK]
+def test_what_an_owner_has_all_have(ranks: int, seed: int, far: bool) -> None:
+    syncs, draw = [WorkSync(region) for region in regions(ranks, CHUNK)], random.Random(seed)
+    for step in range(4):
+        lengths = [[9 * CHUNK + 5, 0, 3, CHUNK, *[100] * 90], [5, 0], [7 * CHUNK] * ranks][step % 3]
         owners = [(step + index) % ranks for index in range(len(lengths))]
         expected = [noise(length, 100 * step + index) for index, length in enumerate(lengths)]
-
-        def tensors(region: Region, step: int = step, values: list[torch.Tensor] = expected) -> list[torch.Tensor]:
-            mine = [(step + index) % ranks == region.rank for index in range(len(values))]
-            return [value.clone() if own else torch.zeros_like(value) for own, value in zip(mine, values, strict=True)]
-
-        each = on_all(everybody, tensors)
+        each = [
+            [
+                value.clone() if owner == rank else torch.zeros_like(value)
+                for value, owner in zip(expected, owners, strict=True)
+            ]
+            for rank in range(ranks)
+        ]
+        memory = reach(ranks, far)
+        as_parts = step == 3
         play(
             draw,
             [
-                gather(region, zip(mine, owners, strict=True), check)
-                for region, mine in zip(everybody, each, strict=True)
+                gather(sync, list(zip(mine, owners, strict=True)))
+                if as_parts
+                else gather_at_once(sync, memory, mine, owners)
+                for sync, mine in zip(syncs, each, strict=True)
             ],
         )
         assert all(torch.equal(one, value) for mine in each for one, value in zip(mine, expected, strict=True))
@@ -48,15 +69,16 @@ def test_what_an_owner_has_all_have(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_everybody_has_what_was_sent_to_it(ranks: int, seed: int) -> None:
-    everybody, draw = regions(ranks, CHUNK), random.Random(seed)
+def test_everybody_has_what_was_sent_to_it(ranks: int, seed: int, far: bool) -> None:
+    syncs, draw = [WorkSync(region) for region in regions(ranks, CHUNK)], random.Random(seed)
     for step in range(3):
         lengths = [[(5 * CHUNK * (a + 2 * b + step)) % 30011 for b in range(ranks)] for a in range(ranks)]
         sends = [[noise(length, 7 * a + b) for b, length in enumerate(lengths[a])] for a in range(ranks)]
         receives = [[torch.zeros(lengths[a][b], dtype=torch.uint8) for a in range(ranks)] for b in range(ranks)]
+        memory = reach(ranks, far)
         play(
             draw,
-            [alltoall(region, sends[region.rank], receives[region.rank], check) for region in everybody],
+            [alltoall(sync, memory, sends[rank], receives[rank]) for rank, sync in enumerate(syncs)],
         )
         assert all(torch.equal(receives[b][a], sends[a][b]) for a in range(ranks) for b in range(ranks))
 
@@ -65,7 +87,8 @@ def test_an_alltoall_leaves_slots_in_which_a_reduction_is_under_way() -> None:
     everybody = regions(2, CHUNK)
     sends = [torch.ones(5, dtype=torch.uint8) for _ in range(2)]
     everybody[0].turns[1] += 1
-    running = alltoall(everybody[0], sends, [torch.zeros(5, dtype=torch.uint8) for _ in range(2)], check)
+    received = [torch.zeros(5, dtype=torch.uint8) for _ in range(2)]
+    running = alltoall(WorkSync(everybody[0]), reach(2, far=True), sends, received)
     for _ in range(5):
         next(running)
     assert list(everybody[0].mine.passed) == [0, 0]
@@ -75,3 +98,52 @@ def test_an_alltoall_leaves_slots_in_which_a_reduction_is_under_way() -> None:
     everybody[1].mine.taken[1] = everybody[0].mine.taken[1] = 1
     next(running)
     assert list(everybody[0].mine.passed) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "owners", "expected"),
+    [
+        pytest.param([1 << 20] * 2, [0, 1], True, id="as much of each"),
+        pytest.param([1 << 18] * 2, [0, 1], False, id="little"),
+        pytest.param([1 << 24], [0], False, id="from one to all"),
+        pytest.param([1 << 24, 1 << 20], [0, 1], False, id="nearly all from one"),
+        pytest.param([0, 0], [0, 1], False, id="nothing"),
+    ],
+)
+def test_what_is_read_where_it_lies(lengths: list[int], owners: list[int], expected: bool) -> None:
+    assert is_read(lengths, owners) is expected
+
+
+def other_calls(kind: str, sync: WorkSync, memory: CmaMemory) -> Coroutine[None]:
+    """Rank 1 calls something else than rank 0."""
+    rank = sync.region.rank
+    size = 5000 + rank if kind == "other lengths" else 5000
+    tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    if kind == "other kinds" and rank:
+        return gather_at_once(sync, memory, tensors, [0, 1])
+    if kind == "other owners":
+        return gather_at_once(sync, memory, tensors, [rank, rank])
+    return alltoall(sync, memory, tensors, [each.clone() for each in tensors])
+
+
+@pytest.mark.parametrize("kind", ["other lengths", "other owners", "other kinds"])
+def test_ranks_that_call_other_things_are_told(kind: str, far: bool) -> None:
+    syncs = [WorkSync(region) for region in regions(2, CHUNK)]
+    first, second = (other_calls(kind, sync, reach(2, far)) for sync in syncs)
+    next(first)
+    for rank, running in [(1, second), (0, first)]:
+        with pytest.raises(MismatchError, match=rf"local rank {rank}: |different work"):
+            list(itertools.islice(running, 50))
+
+
+def test_who_interrupts_a_transfer_ends_it_for_all(far: bool) -> None:
+    """Peers may read from it: its tensors stay."""
+    syncs, kept = [WorkSync(region) for region in regions(2, CHUNK)], len(work_sync.kept)
+    tensors = [torch.zeros(9 * CHUNK, dtype=torch.uint8) for _ in range(2)]
+    first, second = (gather_at_once(sync, reach(2, far), tensors, [0, 1]) for sync in syncs)
+    next(first)
+    with pytest.raises(KeyboardInterrupt):
+        first.throw(KeyboardInterrupt())
+    with pytest.raises(HorovodInternalError, match="local rank 0 has left"):
+        list(itertools.islice(second, 50))
+    assert len(work_sync.kept) == kept + (0 if far else 2)
