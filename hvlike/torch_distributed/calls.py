@@ -184,7 +184,8 @@ class CallQueue:
                 self._driver = get_ident()
         if drives:
             self._drive(waits=True)
-        if not self.loop.wait(lambda: all(each.ended for each in self._of_backward), LATE_SECONDS):
+        works, self._of_backward = self._of_backward, []
+        if not self.loop.wait(lambda: all(each.ended for each in works), LATE_SECONDS):
             # A peer is late, and what it waits for may come after this backward.
             self.loop.post(_nothing)
 
