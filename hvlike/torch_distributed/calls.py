@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -26,22 +26,24 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import KINDS, events_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
-from hvlike.collectives.health.status_query import ANSWER_SECONDS
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
-from hvlike.errors import ShutdownError, StalledError
-from hvlike.observe.stacks import main_stack
+from hvlike.errors import MismatchError, ShutdownError, StalledError
+from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
-from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
-from hvlike.transport.messages.traffic import Topic
+from hvlike.transport.loop.coroutine import Coroutine, Task
+from hvlike.transport.memory.dtypes import dtype_name
 
 logger = logging.getLogger("hvlike")
 
 LATE_SECONDS = 0.05  # How long the end of a backward waits for peers before the loop goes on alone
+_SHOWN = 3  # Tensors of a call that its description shows
+_REMEMBERED = 16  # Calls that a member can still describe where another one has called something else
 
-Answer = tuple[int, str]  # How many calls a member has made in the group, -1: it has no such group; its stack
+
+_ADVICE = "Every member has to make the same calls in the same order."
 
 
 class CallQueue:
@@ -54,6 +56,7 @@ class CallQueue:
         self.fabric = context.fabric
         self.loop = context.fabric.loop
         self.made = 0  # Calls so far
+        self._records: deque[Any] = deque(maxlen=_REMEMBERED)
         self._queue = queue
         self._overlaps = context.overlaps
         self._report_seconds = stall_limits(context.knobs).report_seconds
@@ -94,6 +97,7 @@ class CallQueue:
         deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
         with self._lock:
             self.made += 1
+            self._records.append((self.made, what, [(each.dtype, each.shape) for each in tensors[:_SHOWN]]))
             work = Work(self, self.made, what, outputs, deadline)
             self._pending[work.number] = work
             self._held.append((job, work))
@@ -216,10 +220,10 @@ class CallQueue:
         self.flush()
         until = None if seconds is None else time.monotonic() + seconds
         while not self.loop.wait(lambda: work.ended, _shorter(self._report_seconds, seconds)):
-            missing = self._directory.missing(self, work.number, lambda: work.ended)
+            missing = describe_missing(self._directory.ask_all(self, work), work.number)
             if work.ended:
                 return
-            text = f"{self._describe(work)} has taken {time.monotonic() - work.began:.1f} s. {missing}"
+            text = f"{self._name(work)} has taken {time.monotonic() - work.began:.1f} s. {missing}"
             if until is not None and time.monotonic() >= until:
                 raise StalledError(text)
             logger.warning("%s", text)
@@ -238,15 +242,31 @@ class CallQueue:
     def _expire(self, work: Work) -> Coroutine[None]:
         """End the group, once it is known who is missing."""
         waited = time.monotonic() - work.began
-        missing = yield from self._directory.ask(self, work.number, lambda: work.ended)
+        answers = yield from self._directory.ask(self, work)
         self._expiring = False
         if not work.ended:
-            advice = "Every member has to make the same calls in the same order."
-            self._queue.fail(StalledError(f"{self._describe(work)} timed out after {waited:.1f} s. {missing} {advice}"))
+            missing = describe_missing(answers, work.number)
+            self._queue.fail(StalledError(f"{self._name(work)} timed out after {waited:.1f} s. {missing} {_ADVICE}"))
 
-    def _describe(self, work: Work) -> str:
+    def explained(self, error: BaseException, work: Work) -> BaseException:
+        """The error to raise for a call: with what each member has called, where that does not fit. Blocks a moment."""
+        if not isinstance(error, MismatchError) or error is not self._queue.broken:
+            return error
+        calls = describe_calls(self._directory.ask_all(self, work))
+        others = f", but {calls}" if calls else ""
+        text = f"{self._name(work)} is {self.describe(work.number)} here{others}. {_ADVICE} ({error})"
+        return type(error)(text)
+
+    def describe(self, number: int) -> str:
+        """Call `number` as this rank has made it; empty where that was long ago."""
+        for each, what, tensors in list(self._records):
+            if each == number:
+                return f"{what}({', '.join(f'{dtype_name(dtype)} {list(shape)}' for dtype, shape in tensors)})"
+        return ""
+
+    def _name(self, work: Work) -> str:
         return (
-            f"rank {self.fabric.world.rank}: {work.what}, call {work.number} of the group {self.name!r} with "
+            f"rank {self.fabric.world.rank}: call {work.number}, {work.what}, of the group {self.name!r} with "
             f"{name_ranks(self.group.ranks)},"
         )
 
@@ -266,71 +286,3 @@ def _nothing() -> None:
 
 def _shorter(first: float | None, second: float | None) -> float | None:
     return min((each for each in (first, second) if each is not None), default=None)
-
-
-class Directory:
-    """The groups of this rank; asks the members of one how many calls they have made in it, and answers that."""
-
-    def __init__(self, context: Context) -> None:
-        self.groups: dict[str, CallQueue] = {}
-        self._fabric = context.fabric
-        self._answers: dict[tuple[str, int], Answer] = {}
-        self._fabric.channel.listen(Topic.GROUP_CALLS, lambda rank, message, tensors: self._hear(rank, *message))
-        self._fabric.ticks.append(self._watch)
-
-    def _watch(self) -> None:
-        for each in list(self.groups.values()):
-            each.watch()
-
-    def _hear(self, rank: int, name: str, answer: Answer | None) -> None:
-        if answer is not None:
-            self._answers[name, rank] = answer
-            return
-        group = self.groups.get(name)
-        made = -1 if group is None else group.made
-        self._fabric.channel.send(rank, Topic.GROUP_CALLS, (name, (made, main_stack())), kind="status")
-
-    def missing(self, group: CallQueue, number: int, done: Callable[[], bool]) -> str:
-        """Who has not made call `number`, in words. Blocks for a moment."""
-        task = self._fabric.loop.start(self.ask(group, number, done), wake=False)
-        self._fabric.loop.wait(lambda: task.done, 2 * ANSWER_SECONDS)
-        return str(task.result or "")
-
-    def ask(self, group: CallQueue, number: int, done: Callable[[], bool]) -> Coroutine[str]:
-        others = [rank for rank in group.group.ranks if rank != self._fabric.world.rank]
-        for rank in others:
-            self._answers.pop((group.name, rank), None)
-            self._fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, None), kind="status")
-        until = time.monotonic() + ANSWER_SECONDS
-        while (
-            time.monotonic() < until and not done() and any((group.name, each) not in self._answers for each in others)
-        ):
-            yield Wait.NOTIFY
-        answers = {rank: self._answers.pop((group.name, rank), None) for rank in others}
-        return describe_missing(answers, number)
-
-
-def describe_missing(answers: dict[int, Answer | None], number: int) -> str:
-    """Who has not made call `number` of a group, from what each member has answered; None: nothing."""
-    silent = [rank for rank, answer in answers.items() if answer is None]
-    behind = {rank: answer for rank, answer in answers.items() if answer is not None and answer[0] < number}
-    lines = []
-    if behind:
-        lines.append(f"Missing: {name_ranks(list(behind))}.")
-    if silent:
-        lines.append(f"No answer from {name_ranks(silent)} (stopped, or busy in a call that holds Python's lock).")
-    for rank, (made, stack) in list(behind.items())[:4]:
-        state = "has not made this group" if made < 0 else f"has made {made} calls in it"
-        where = f" and is at\n{stack}\n" if stack else " and waits inside hvlike."
-        lines.append(f"Rank {rank} {state}{where}")
-    return " ".join(lines) or "All members have made this call: the data do not arrive."
-
-
-_known: dict[Context, Directory] = {}
-
-
-def directory_of(context: Context) -> Directory:
-    if context not in _known:
-        _known.clear()
-        _known[context] = Directory(context)
-    return _known[context]

@@ -76,6 +76,7 @@ class Work(_WorkBase):
             seconds = timeout.total_seconds()
             self._calls.wait_for(self, seconds if seconds > 0 else None)
         if self.error is not None:
+            self.error = self._calls.explained(self.error, self)
             raise self.error
         if self.fence is not None:
             self.fence()

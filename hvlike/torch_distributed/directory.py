@@ -1,0 +1,103 @@
+"""Where the members of a group are: how many calls each has made in it, and what it does now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvlike.collectives.health.status_query import ANSWER_SECONDS, SHOWN_STACKS
+from hvlike.collectives.requests.message_table import name_ranks
+from hvlike.collectives.session.context import Context
+from hvlike.observe.stacks import main_stack
+from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.messages.traffic import Topic
+
+if TYPE_CHECKING:
+    from hvlike.torch_distributed.calls import CallQueue
+    from hvlike.torch_distributed.work import Work
+
+
+class Answer(NamedTuple):
+    made: int  # Calls in the group so far; -1: there is no such group
+    call: str  # The call that was asked for, as the member has made it
+    stack: str  # Of its main thread; empty while that waits inside hvlike
+
+
+class Directory:
+    """The groups of this rank; asks the members of one where they are, and answers that."""
+
+    def __init__(self, context: Context) -> None:
+        self.groups: dict[str, CallQueue] = {}
+        self._fabric = context.fabric
+        self._answers: dict[tuple[str, int], Answer] = {}
+        self._fabric.channel.listen(Topic.GROUP_CALLS, lambda rank, message, tensors: self._hear(rank, *message))
+        self._fabric.ticks.append(self._watch)
+
+    def _watch(self) -> None:
+        for each in list(self.groups.values()):
+            each.watch()
+
+    def _hear(self, rank: int, name: str, number: int, answer: Answer | None) -> None:
+        if answer is not None:
+            self._answers[name, rank] = answer
+            return
+        group = self.groups.get(name)
+        answer = Answer(-1, "", main_stack())
+        if group is not None:
+            answer = Answer(group.made, group.describe(number), main_stack())
+        self._fabric.channel.send(rank, Topic.GROUP_CALLS, (name, number, answer), kind="status")
+
+    def ask(self, group: CallQueue, work: Work) -> Coroutine[Mapping[int, Answer | None]]:
+        """Ask all other members about a call; None for those that do not answer in time. A call that ends ends this."""
+        fabric = self._fabric
+        others = [rank for rank in group.group.ranks if rank != fabric.world.rank]
+        for rank in others:
+            self._answers.pop((group.name, rank), None)
+            fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, work.number, None), kind="status")
+        until, had_ended = time.monotonic() + ANSWER_SECONDS, work.ended
+        while time.monotonic() < until and work.ended == had_ended:
+            if all((group.name, each) in self._answers for each in others):
+                break
+            yield Wait.NOTIFY
+        return {rank: self._answers.pop((group.name, rank), None) for rank in others}
+
+    def ask_all(self, group: CallQueue, work: Work) -> Mapping[int, Answer | None]:
+        """The same for a thread that waits. Blocks for a moment."""
+        loop = self._fabric.loop
+        task = loop.start(self.ask(group, work), wake=False)
+        loop.wait(lambda: task.done, 2 * ANSWER_SECONDS)
+        return task.result or {}
+
+
+def describe_missing(answers: Mapping[int, Answer | None], number: int) -> str:
+    """Who has not made call `number` of a group, from what each member has answered."""
+    silent = [rank for rank, answer in answers.items() if answer is None]
+    behind = {rank: answer for rank, answer in answers.items() if answer is not None and answer.made < number}
+    lines = []
+    if behind:
+        lines.append(f"Missing: {name_ranks(behind)}.")
+    if silent:
+        lines.append(f"No answer from {name_ranks(silent)} (stopped, or busy in a call that holds Python's lock).")
+    for rank, answer in list(behind.items())[:SHOWN_STACKS]:
+        state = f"has made {answer.made} calls in it" if answer.made >= 0 else "has not made this group"
+        where = f" and is at\n{answer.stack}\n" if answer.stack else " and waits inside hvlike."
+        lines.append(f"Rank {rank} {state}{where}")
+    if not lines:
+        lines.append(f"All have made this call, but the data do not arrive; it is {describe_calls(answers)}.")
+    return " ".join(lines)
+
+
+def describe_calls(answers: Mapping[int, Answer | None]) -> str:
+    """What each member that has answered has called, for an error."""
+    return ", ".join(f"rank {rank} {answer.call}" for rank, answer in answers.items() if answer and answer.call)
+
+
+_known: dict[Context, Directory] = {}
+
+
+def directory_of(context: Context) -> Directory:
+    if context not in _known:
+        _known.clear()
+        _known[context] = Directory(context)
+    return _known[context]
