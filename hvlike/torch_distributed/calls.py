@@ -181,20 +181,23 @@ class CallQueue:
         return True
 
     def _after_backward(self) -> None:
-        with self._lock:
-            self._last_backward = self._backward
-            drives = bool(self._held) and not self._driver
-            if drives:
-                self._driver = get_ident()
-        if drives:
-            self._drive(waits=True)
+        self._last_backward = self._backward
+        self._drive_held()
         works, self._of_backward = self._of_backward, []
         if not self.loop.wait(lambda: all(each.ended for each in works), LATE_SECONDS):
             # A peer is late, and what it waits for may come after this backward.
             self.loop.post(_nothing)
 
+    def _drive_held(self) -> None:
+        """Drive what is held, unless another thread does that."""
+        with self._lock:
+            if not self._held or self._driver:
+                return
+            self._driver = get_ident()
+        self._drive(waits=True)
+
     def flush(self) -> None:
-        """Have the loop do what is held during backward: somebody waits for it. Any thread."""
+        """Have the loop do what is held. Any thread."""
         if self._held:
             with self._lock:
                 if not self._driver:
@@ -217,7 +220,7 @@ class CallQueue:
         """Wait until a work has ended, at most so many seconds; reports who is missing in a long wait."""
         mpi_library.check_not_forked()
         work.waited_for = True
-        self.flush()
+        self._drive_held()
         until = None if seconds is None else time.monotonic() + seconds
         while not self.loop.wait(lambda: work.ended, _shorter(self._report_seconds, seconds)):
             missing = describe_missing(self._directory.ask_all(self, work), work.number)
