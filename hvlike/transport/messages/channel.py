@@ -19,6 +19,7 @@ import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -90,7 +91,7 @@ class Channel:
         self._sending: list[tuple[list[Any], bytes, Sequence[torch.Tensor]]] = []
         self._incoming: tuple[int, Array, Any] | None = None
         self._expecting = False
-        self._receiving = 0
+        self._unfinished = 0
         self._copying = 0
         self._next_tag = 0
         loop.add_source(self._progress, self._is_unfinished)
@@ -122,8 +123,7 @@ class Channel:
             views, descriptions = describe_tensors(tensors)
             flags, payload_bytes = HAS_TENSORS, sum(view.nbytes for view in views)
             if payload_bytes > INLINE_BYTES:
-                self._next_tag = (self._next_tag + 1) % _PAYLOAD_TAGS
-                tag = _FIRST_PAYLOAD_TAG + self._next_tag
+                tag = self._new_tag()
                 offer = self.direct.offer(rank, tensors)
             content = (value, descriptions, offer)
         found: list[pickle.PickleBuffer] = []
@@ -138,7 +138,7 @@ class Channel:
         self._traffic.control_bytes += len(message) + (payload_bytes if tag else 0)
         requests = [self._comm.Isend([message, self._mpi.BYTE], rank, _MESSAGE_TAG)]
         if tag:
-            requests += [self._comm.Isend([piece, self._mpi.BYTE], rank, tag) for piece in pieces_of(views, offer)]
+            requests += self._start_sends(rank, tag, pieces_of(views, offer))
             requests.reverse()
         if rank in self._place:
             self._sent[self._place[rank]] += 1
@@ -150,6 +150,19 @@ class Channel:
         if offer is not None:
             self._loop.begin(self._copy_to(rank, views[offer[0]], tag))
 
+    def send_payload(self, rank: int, view: Array) -> tuple[int, Coroutine[None]]:
+        """Start sending memory to another rank, which receives it where it likes by the tag that is returned, together
+        with what ends when the memory is free again. `rank` has to be told the tag.
+        """
+        tag = self._new_tag()
+        self._traffic.data_messages += 1
+        self._traffic.data_bytes += view.nbytes
+        return tag, self._finish(self._start_sends(rank, tag, pieces_of([view])))
+
+    def receive_payload(self, rank: int, tag: int, view: Array) -> Coroutine[None]:
+        """Receive into `view` what `rank` sends by this tag; as long as that."""
+        return self._finish(self._start_receives(rank, tag, pieces_of([view])))
+
     @property
     def quiet(self) -> bool:
         """Whether all that was sent has left, and all that the ranks of this node have sent has been taken."""
@@ -159,7 +172,7 @@ class Channel:
         """True while something is on its way whose arrival no doorbell announces."""
         if self._sending:
             self._advance_sends()
-        return bool(self._sending or self._receiving or self._copying) or self._expecting or self._incoming is not None
+        return bool(self._sending or self._unfinished or self._copying) or self._expecting or self._incoming is not None
 
     def _progress(self, rung: bool) -> Wait:
         wait = self._advance_sends() if self._sending else Wait.NOTIFY
@@ -238,34 +251,50 @@ class Channel:
         tag: int,
         offer: CopyOffer | None,
     ) -> Coroutine[None]:
-        def start(views: Sequence[Array], offer: CopyOffer | None = None) -> list[Any]:
-            return [self._comm.Irecv([piece, self._mpi.BYTE], source, tag) for piece in pieces_of(views, offer)]
-
-        requests = start(views, offer)
-        self._receiving += 1
+        requests = self._start_receives(source, tag, pieces_of(views, offer))
+        self._unfinished += 1
         try:
             if offer is not None:
                 view = views[offer[0]]
-                yield from self.direct.receive(source, offer[1], view, lambda: complete(start([view])))
-            for request in requests[:-1]:
-                yield from complete([request])
-                yield Wait.AGAIN
-            yield from complete(requests[-1:])
+                again = partial(self.receive_payload, source, tag, view)
+                yield from self.direct.receive(source, offer[1], view, again)
         finally:
-            self._receiving -= 1
+            self._unfinished -= 1
+        yield from self._finish(requests)
         self._handlers[topic](source, value, tensors)
 
     def _copy_to(self, rank: int, view: Array, tag: int) -> Coroutine[None]:
         """The sender's part of a direct copy; by MPI where the receiver asks for that."""
 
         def by_mpi() -> Coroutine[None]:
-            return complete([self._comm.Isend([piece, self._mpi.BYTE], rank, tag) for piece in pieces_of([view])])
+            return complete(self._start_sends(rank, tag, pieces_of([view])))
 
         self._copying += 1
         try:
             yield from self.direct.send(rank, view, by_mpi)
         finally:
             self._copying -= 1
+
+    def _new_tag(self) -> int:
+        self._next_tag = (self._next_tag + 1) % _PAYLOAD_TAGS
+        return _FIRST_PAYLOAD_TAG + self._next_tag
+
+    def _start_sends(self, rank: int, tag: int, pieces: Sequence[Array]) -> list[Any]:
+        return [self._comm.Isend([piece, self._mpi.BYTE], rank, tag) for piece in pieces]
+
+    def _start_receives(self, rank: int, tag: int, pieces: Sequence[Array]) -> list[Any]:
+        return [self._comm.Irecv([piece, self._mpi.BYTE], rank, tag) for piece in pieces]
+
+    def _finish(self, requests: Sequence[Any]) -> Coroutine[None]:
+        """Wait for the pieces of a payload, which end in order: each shows that it pays to go on polling."""
+        self._unfinished += 1
+        try:
+            for request in requests[:-1]:
+                yield from complete([request])
+                yield Wait.AGAIN
+            yield from complete(requests[-1:])
+        finally:
+            self._unfinished -= 1
 
 
 class _Handlers(dict[int, Handler]):

@@ -83,9 +83,13 @@ class DirectCopies:
             return False
         return True
 
+    def is_free_for(self, rank: int) -> bool:
+        """Whether a payload to that rank can go this way now."""
+        return self.enabled and not self._busy and rank in self._slots
+
     def offer(self, rank: int, tensors: Sequence[torch.Tensor]) -> CopyOffer | None:
         """What to tell the receiver of the longest of these tensors; None where they better go by MPI."""
-        if not self.enabled or self._busy or rank not in self._slots:
+        if not self.is_free_for(rank):
             return None
         index = max(range(len(tensors)), key=lambda place: tensors[place].nbytes)
         return None if tensors[index].nbytes < LEAST_BYTES else (index, tensors[index].data_ptr())
@@ -96,12 +100,16 @@ class DirectCopies:
         for word in (_DESTINATION, _READ, _WRITTEN, _SETTLED, _RECEIVED, _REFUSED):
             self._mine[word] = 0
 
-    def send(self, rank: int, view: Array, otherwise: Callable[[], Coroutine[None]]) -> Coroutine[None]:
-        """The sender's part: help to copy, until the receiver has everything; or `otherwise`, where it asks for MPI."""
+    def send(
+        self, rank: int, view: Array, otherwise: Callable[[], Coroutine[None]], *, patience: Wait = Wait.POLL
+    ) -> Coroutine[None]:
+        """The sender's part: help to copy, until the receiver has everything; or `otherwise`, where it asks for MPI.
+        patience: NOTIFY where the receiver may begin at any time; it rings.
+        """
         slot = self._mine
         try:
             while not (slot[_DESTINATION] or slot[_RECEIVED] or slot[_REFUSED]):
-                yield Wait.POLL
+                yield patience
             if slot[_DESTINATION]:
                 yield from self._write(self._bells[rank].process, slot, view)
             while not (slot[_RECEIVED] or slot[_REFUSED]):
@@ -140,7 +148,7 @@ class DirectCopies:
         slot = self._slots[rank]
         over = False
         try:
-            yield from self._read(self._bells[rank].process, slot, address, view)
+            yield from self._read(rank, slot, address, view)
             over = True
             slot[_RECEIVED] = 1
         except OSError:
@@ -154,7 +162,12 @@ class DirectCopies:
             if not over:
                 self._abandon(slot, view)
 
-    def _read(self, process: int, slot: memoryview, address: int, view: Array) -> Coroutine[None]:
+    def decline(self, rank: int) -> None:
+        """The receiver does not want what that rank has offered."""
+        self._slots[rank][_RECEIVED] = 1
+
+    def _read(self, rank: int, slot: memoryview, address: int, view: Array) -> Coroutine[None]:
+        process = self._bells[rank].process
         payload = _Payload(view)
         read = 0
 
@@ -167,7 +180,9 @@ class DirectCopies:
             self._fence()
             if read + units + slot[_WRITTEN] > payload.units:
                 break
-            slot[_DESTINATION] = payload.address
+            if not read:
+                slot[_DESTINATION] = payload.address
+                self._bells[rank].ring()
             copy(units)
             read += units
             if payload.free(slot):
