@@ -43,10 +43,10 @@ class Matching(Generic[M, R]):
         self._messages.setdefault(tag, []).append((source, message))
         return None
 
-    def take_receives(self, chosen: Callable[[int | None], bool]) -> list[R]:
-        """Take the receives that wait for a source that is chosen (None: any)."""
-        taken = [each for receives in self._receives.values() for source, each in receives if chosen(source)]
-        left = {tag: [each for each in receives if not chosen(each[0])] for tag, receives in self._receives.items()}
+    def take_receives(self, chosen: Callable[[int | None, R], bool]) -> list[R]:
+        """Take the receives that wait and are chosen, by the source they wait for (None: any)."""
+        taken = [each for receives in self._receives.values() for source, each in receives if chosen(source, each)]
+        left = {tag: [each for each in receives if not chosen(*each)] for tag, receives in self._receives.items()}
         self._receives = {tag: receives for tag, receives in left.items() if receives}
         return taken
 

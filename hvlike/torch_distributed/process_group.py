@@ -21,10 +21,12 @@ from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
 from hvlike.collectives.session import basics
+from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.groups import close_group, names, open_group
 from hvlike.torch_distributed.short_forms import short_form
+from hvlike.torch_distributed.transfers import Transfers
 from hvlike.torch_distributed.untraced import untraced
 from hvlike.torch_distributed.work import Work, Works
 from hvlike.transport.loop.coroutine import Coroutine
@@ -60,6 +62,7 @@ class ProcessGroup(_ProcessGroupBase):
         # DDP in a Join context leaves the work of such a call to C++, which would keep only its own half of it.
         self._last_counts: deque[dist.Work] = deque(maxlen=16)
         self.calls = open_group(name, ranks, seconds)
+        self.transfers = Transfers(current(), self.calls, ranks)
 
     # -- collectives ----------------------------------------------------------------------------
 
@@ -218,6 +221,17 @@ class ProcessGroup(_ProcessGroupBase):
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", operations.barrier(), [], opts)
 
+    # -- point to point -------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], position: int, tag: int) -> dist.Work:
+        return self._begun(self.transfers.send(tensors, position, tag))
+
+    def recv(self, tensors: Sequence[Tensor], position: int, tag: int) -> dist.Work:
+        return self._begun(self.transfers.recv(tensors, position, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        return self._begun(self.transfers.recv(tensors, None, tag))
+
     # What torch.distributed called some of them before 2.10.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -273,9 +287,12 @@ class ProcessGroup(_ProcessGroupBase):
         return Works(works)
 
     def abort(self) -> None:
-        self.calls.end(ShutdownError(f"the group {self.calls.name!r} of torch.distributed was aborted on this rank"))
+        error = ShutdownError(f"the group {self.calls.name!r} of torch.distributed was aborted on this rank")
+        self.calls.end(error)
+        self.transfers.end(error)
 
     def shutdown(self) -> None:
+        self.transfers.close()
         close_group(self.calls)
 
     # -- a call -----------------------------------------------------------------------------------
@@ -288,6 +305,9 @@ class ProcessGroup(_ProcessGroupBase):
             seconds = given if given > 0 else None
         outputs = list(tensors) if outputs is None else outputs
         work: Work = self.calls.call(what, job, tensors, outputs, waits=waits, seconds=seconds)
+        return self._begun(work)
+
+    def _begun(self, work: Work) -> dist.Work:
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
             coalesced.append(work)

@@ -14,6 +14,7 @@ from hvlike.torch_distributed.untraced import untraced
 
 if TYPE_CHECKING:
     from hvlike.torch_distributed.calls import CallQueue
+    from hvlike.torch_distributed.transfers import Transfers
 
 # Bound from C++, with overloads that no class written in Python can repeat.
 _WorkBase: Any = dist.Work
@@ -25,7 +26,7 @@ _NOTHING = timedelta()
 class Work(_WorkBase):
     """One call of a group. Its methods are those of torch.distributed.Work, which torch also calls from C++."""
 
-    def __init__(self, calls: CallQueue, number: int, what: str, outputs: Any, deadline: float) -> None:
+    def __init__(self, calls: CallQueue | Transfers, number: int, what: str, outputs: Any, deadline: float) -> None:
         """number: of the call in its group. outputs: what `result` returns. deadline: in time.monotonic()."""
         super().__init__()
         self.number = number

@@ -15,7 +15,8 @@ from hvlike.backends.cuda import runtime
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError, ShutdownError, UsageError
 from hvlike.torch_distributed import tensor_bytes
-from hvlike.torch_distributed.point_to_point import INLINE_BYTES, PointToPoint, Transfer
+from hvlike.torch_distributed.endpoint import INLINE_BYTES, Transfer
+from hvlike.torch_distributed.point_to_point import PointToPoint
 
 SECONDS = 30.0
 LARGE = (5 << 20) + 12  # Bytes: several pieces, of which the last is short

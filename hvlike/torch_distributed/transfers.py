@@ -1,0 +1,114 @@
+"""The sends and receives of a group, as works of torch.distributed: with its timeout, and until a rank is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hvlike.collectives.session.context import Context
+from hvlike.collectives.session.process_set_state import stall_limits
+from hvlike.errors import ShutdownError, StalledError
+from hvlike.torch_distributed.calls import CallQueue
+from hvlike.torch_distributed.endpoint import Transfer
+from hvlike.torch_distributed.point_to_point import PointToPoint
+from hvlike.torch_distributed.work import Work
+from hvlike.transport.host import mpi_library
+
+logger = logging.getLogger("hvlike")
+
+
+class Transfers:
+    def __init__(self, context: Context, calls: CallQueue, ranks: Sequence[int]) -> None:
+        """calls: of the same group; theirs are its name and its timeout. ranks: of the world, by position."""
+        self.loop = calls.loop
+        self._calls = calls
+        self._context = context
+        self._ranks = tuple(ranks)
+        self._group = PointToPoint(calls.fabric, calls.name, ranks)
+        self._begun = 0
+        self._pending: dict[int, tuple[Work, Transfer]] = {}
+        self._report_seconds = stall_limits(context.knobs).report_seconds
+        calls.fabric.ticks.append(self._watch)
+        context.when_lost.append(self._group.lose)
+        context.before_close.append(self._shut_down)
+
+    def send(self, tensors: Sequence[torch.Tensor], position: int, tag: int) -> Work:
+        mpi_library.check_not_forked()
+        (tensor,) = tensors
+        return self._work(
+            f"send to {self._name(position)}, tag {tag},", self._group.send(tensor, position, tag), tensors
+        )
+
+    def recv(self, tensors: Sequence[torch.Tensor], position: int | None, tag: int) -> Work:
+        """position: None: from any."""
+        mpi_library.check_not_forked()
+        (tensor,) = tensors
+        source = "any rank" if position is None else self._name(position)
+        return self._work(f"recv from {source}, tag {tag},", self._group.recv(tensor, position, tag), tensors)
+
+    def _name(self, position: int) -> str:
+        return f"rank {self._ranks[position]}" if 0 <= position < len(self._ranks) else f"position {position}"
+
+    def _work(self, what: str, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> Work:
+        self._begun += 1
+        work = Work(self, self._begun, what, list(tensors), time.monotonic() + self._calls.seconds)
+        if not transfer.done:
+            self._pending[work.number] = work, transfer
+        transfer.add_done(partial(self._end, work, transfer))
+        return work
+
+    def _end(self, work: Work, transfer: Transfer) -> None:
+        work.source = transfer.source
+        work.settle(transfer.error, in_loop=True)
+
+    def forget(self, work: Work) -> None:
+        """A work has ended."""
+        self._pending.pop(work.number, None)
+
+    def wait_for(self, work: Work, seconds: float | None) -> None:
+        """Wait until a work has ended, at most so many seconds; a long wait is reported."""
+        mpi_library.check_not_forked()
+        if seconds is not None:
+            work.deadline = min(work.deadline, time.monotonic() + seconds)
+        while not self.loop.wait(lambda: work.ended, self._report_seconds):
+            logger.warning("%s has taken %.0f s: the other rank has not called", self._describe(work), _age(work))
+
+    def _watch(self) -> None:
+        """End what has taken too long; in the loop."""
+        if not self._pending:
+            return
+        now = time.monotonic()
+        for work, transfer in list(self._pending.values()):
+            if work.deadline < now:
+                self._group.cancel(
+                    transfer,
+                    StalledError(
+                        f"{self._describe(work)} timed out after {_age(work):.1f} s: the other rank has not made the "
+                        "call that belongs to it (the same group and tag)."
+                    ),
+                )
+
+    def _describe(self, work: Work) -> str:
+        return f"rank {self._context.world.rank}: {work.what} group {self._calls.name!r},"
+
+    def end(self, error: BaseException) -> None:
+        """End what is in flight, and every later call."""
+        self._group.close(error)
+
+    def close(self) -> None:
+        """The group is destroyed on this rank."""
+        self._calls.fabric.ticks.remove(self._watch)
+        self._context.when_lost.remove(self._group.lose)
+        self._context.before_close.remove(self._shut_down)
+        self.end(ShutdownError(f"the group {self._calls.name!r} of torch.distributed was destroyed on this rank"))
+
+    def _shut_down(self) -> None:
+        self.end(ShutdownError("Horovod has been shut down on this rank while the operation was in flight."))
+
+
+def _age(work: Work) -> float:
+    return time.monotonic() - work.began

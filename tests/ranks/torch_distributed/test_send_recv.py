@@ -1,0 +1,215 @@
+"""torch.distributed's own functions for point to point, over hvlike: what gloo does, and pipelines."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from hvlike.errors import MismatchError, StalledError
+
+SECONDS = timedelta(seconds=30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend(hvd: ModuleType) -> Iterator[None]:
+    if hvd.size() == 1:
+        pytest.skip("needs two ranks")
+    if not hasattr(dist.Backend, "HVLIKE"):
+        from hvlike.torch_distributed.process_group import create
+
+        dist.Backend.register_backend("hvlike", create, extended_api=True, devices=["cpu", "cuda"])
+    # The launcher is the parent of all ranks.
+    path = Path(tempfile.gettempdir()) / f"hvlike-send-recv-{os.getppid()}"
+    store = dist.FileStore(str(path), hvd.size())
+    dist.init_process_group("hvlike", store=store, rank=hvd.rank(), world_size=hvd.size(), timeout=SECONDS)
+    yield
+    dist.destroy_process_group()
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+@pytest.mark.parametrize("elements", [0, 5, 300_000])
+def test_send_and_recv(place: tuple[int, int], elements: int) -> None:
+    rank, size = place
+    tensor = torch.zeros(elements)
+    if rank == 0:
+        dist.send(torch.full((elements,), 3.0), 1, tag=4)
+        assert dist.recv(tensor, size - 1, tag=5) == size - 1
+    elif rank == 1:
+        assert dist.recv(tensor, 0, tag=4) == 0
+        assert (tensor == 3).all()
+    if rank == size - 1:
+        dist.send(torch.full((elements,), 4.0), 0, tag=5)
+    if rank == 0:
+        assert (tensor == 4).all()
+
+
+def test_recv_from_any(place: tuple[int, int]) -> None:
+    rank, size = place
+    if rank > 0:
+        dist.send(torch.tensor([rank]), 0)
+        return
+    tensor = torch.zeros(1, dtype=torch.int64)
+    sources = set()
+    for _ in range(size - 1):
+        sources.add(dist.recv(tensor))
+        assert tensor.item() in sources
+    assert sources == set(range(1, size))
+
+
+def test_works_end_after_the_call(place: tuple[int, int]) -> None:
+    rank, size = place
+    tensor = torch.zeros(4)
+    work = dist.irecv(tensor, (rank - 1) % size)
+    assert not work.is_completed()
+    future = work.get_future()
+    dist.barrier()
+    dist.isend(torch.full((4,), float(rank)), (rank + 1) % size).wait()
+    assert torch.equal(future.wait()[0], torch.full((4,), float((rank - 1) % size)))
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.source_rank() == (rank - 1) % size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.bool])
+def test_batches_of_both_directions(place: tuple[int, int], dtype: torch.dtype) -> None:
+    rank, size = place
+    sent = [torch.full((7, number), rank + number).to(dtype) for number in (1, 50_000)]
+    received = [torch.zeros_like(each) for each in sent]
+    operations = []
+    for outgoing, incoming in zip(sent, received, strict=True):
+        operations.append(dist.P2POp(dist.irecv, incoming, (rank - 1) % size))
+        operations.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % size))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for number, each in zip((1, 50_000), received, strict=True):
+        assert torch.equal(each, torch.full((7, number), (rank - 1) % size + number).to(dtype))
+
+
+def test_objects(place: tuple[int, int]) -> None:
+    rank, _ = place
+    objects: list[Any] = [{"a": torch.arange(3)}, "text" * 10_000, None]
+    if rank == 0:
+        dist.send_object_list(objects, 1)
+    elif rank == 1:
+        found: list[Any] = [None] * 3
+        assert dist.recv_object_list(found, 0) == 0
+        assert torch.equal(found[0]["a"], torch.arange(3))
+        assert found[1:] == objects[1:]
+
+
+def test_groups_do_not_mix(place: tuple[int, int]) -> None:
+    """The same ranks and the same tag, in two groups; ranks of a group count in its order."""
+    rank, size = place
+    groups = [dist.new_group([size - 1, 0]), dist.new_group(list(range(size)))]
+    if rank == 0:
+        for value, group in enumerate(groups):
+            dist.send(torch.full((2,), float(value)), size - 1, group=group)
+    if rank == size - 1:
+        tensor = torch.zeros(2)
+        for value in (1, 0):
+            group = groups[value]
+            assert dist.recv(tensor, group=group) == 0
+            assert (tensor == value).all()
+        dist.send(torch.ones(2), group=groups[0], group_dst=dist.get_group_rank(groups[0], 0))
+    if rank == 0:
+        tensor = torch.zeros(2)
+        dist.recv(tensor, group=groups[0], group_src=dist.get_group_rank(groups[0], size - 1))
+        assert (tensor == 1).all()
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def test_the_wrong_size_is_an_error_on_both_ranks(place: tuple[int, int]) -> None:
+    rank, _ = place
+    if rank == 0:
+        with pytest.raises(MismatchError, match="400000 bytes"):
+            dist.send(torch.zeros(100_000), 1)
+    elif rank == 1:
+        with pytest.raises(MismatchError, match="400000 bytes"):
+            dist.recv(torch.zeros(10), 0)
+
+
+def test_a_timeout_names_the_other_rank_and_leaves_the_group_alone(place: tuple[int, int]) -> None:
+    rank, _ = place
+    dist.barrier()
+    if rank == 0:
+        began = time.monotonic()
+        tensor = torch.zeros(3)
+        with pytest.raises(StalledError, match=r"rank 0: recv from rank 1, tag 77, .* timed out after"):
+            dist.irecv(tensor, 1, tag=77).wait(timedelta(seconds=0.3))
+        assert time.monotonic() - began < 10
+    dist.barrier()
+    if rank == 1:
+        dist.send(torch.ones(3), 0, tag=77)
+    if rank == 0:
+        assert not tensor.any()
+        dist.recv(tensor, 1, tag=77)
+        assert tensor.all()
+
+
+def test_self_is_refused(place: tuple[int, int]) -> None:
+    rank, _ = place
+    with pytest.raises(ValueError, match="rank"):
+        dist.send(torch.zeros(1), rank)
+    with pytest.raises(ValueError, match="named itself"):
+        dist.recv(torch.zeros(1), rank)
+
+
+class Layer(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(values))
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("in_group", [False, True])
+def test_pipelines_equal_one_process(place: tuple[int, int], schedule: Any, in_group: bool) -> None:
+    rank, size = place
+    group = dist.new_group(list(range(size))) if in_group else None
+    torch.manual_seed(7)
+    values, targets = torch.randn(16, 32), torch.randn(16, 32)
+    stage = PipelineStage(Layer(rank), rank, size, torch.device("cpu"), group=group)
+    runner = schedule(stage, 4, loss_fn=loss_of, scale_grads=False)
+    losses: list[torch.Tensor] = []
+    for _ in range(2):
+        stage.submod.zero_grad()
+        if rank == 0:
+            runner.step(values, **({"target": targets, "losses": losses} if size == 1 else {}))
+        elif rank == size - 1:
+            output = runner.step(target=targets, losses=losses)
+        else:
+            runner.step()
+    layers = [Layer(each) for each in range(size)]
+    expected = nn.Sequential(*layers)(values)
+    loss_of(expected, targets).backward()
+    torch.testing.assert_close(stage.submod.linear.weight.grad, layers[rank].linear.weight.grad)
+    if rank == size - 1:
+        torch.testing.assert_close(output, expected)
+    if group is not None:
+        dist.destroy_process_group(group)
