@@ -149,12 +149,12 @@ def test_order_and_tags(pairs: Pairs, elements: int) -> None:
 def test_any_source_takes_all_that_come(pairs: Pairs) -> None:
     for elements in (2, LARGE // 4):
         if pairs.rank > 0:
-            wait(pairs.group.send(torch.full((elements,), float(pairs.rank)), 0))
+            wait(pairs.group.send(torch.full((elements,), float(pairs.rank)), 0, elements))
             continue
         sources = set()
         for _ in range(pairs.size - 1):
             received = torch.zeros(elements)
-            source = wait(pairs.group.recv(received, None)).source
+            source = wait(pairs.group.recv(received, None, elements)).source
             assert (received == source).all()
             sources.add(source)
         assert sources == set(range(1, pairs.size))
