@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from hvlike.errors import MismatchError, ShutdownError, UsageError
+from hvlike.errors import MismatchError, ProcessGroupError, ShutdownError
 from hvlike.torch_distributed.endpoint import Offer, Transfer, endpoint_of
 from hvlike.torch_distributed.matching import Matching
 from hvlike.torch_distributed.tensor_bytes import bytes_to_fill, bytes_to_send
@@ -49,14 +49,14 @@ class PointToPoint:
     # -- from any thread --------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, position: int, tag: int = 0) -> Transfer:
-        """Send a tensor; returns at once. It must not change until the transfer is done. Raises: UsageError."""
+        """Send a tensor; returns at once. It must not change until the transfer is done. Raises: ProcessGroupError."""
         self._check("send", position, tag)
         transfer = Transfer(bytes_to_send(tensor), tag)
         self._loop.perform(lambda: self._send(transfer, position))
         return transfer
 
     def recv(self, tensor: torch.Tensor, position: int | None, tag: int = 0) -> Transfer:
-        """Receive into a tensor, from a position or from any (None); returns at once. Raises: UsageError."""
+        """Receive into a tensor, from a position or from any (None); returns at once. Raises: ProcessGroupError."""
         self._check("recv", position, tag)
         transfer = Transfer(bytes_to_fill(tensor), tag)
         self._loop.perform(lambda: self._receive(transfer, position))
@@ -78,13 +78,13 @@ class PointToPoint:
 
     def _check(self, what: str, position: int | None, tag: int) -> None:
         if tag < 0:
-            raise UsageError(f"{what}: the tag must not be negative, got {tag}.")
+            raise ProcessGroupError(f"{what}: the tag must not be negative, got {tag}.")
         if position is None:
             return
         if not 0 <= position < len(self.ranks):
-            raise UsageError(f"{what}: the group has ranks 0 to {len(self.ranks) - 1}, got {position}.")
+            raise ProcessGroupError(f"{what}: the group has ranks 0 to {len(self.ranks) - 1}, got {position}.")
         if self.ranks[position] == self._rank:
-            raise UsageError(
+            raise ProcessGroupError(
                 f"{what}: rank {self._rank} named itself. A rank cannot send to itself or receive from itself: copy "
                 "the tensor (copy_())."
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvlike.backends.cuda.runtime import DeviceRuntime, Event, runtime_of
-from hvlike.errors import UsageError
+from hvlike.errors import ProcessGroupError
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_at
 
@@ -70,7 +70,7 @@ class TensorBytes:
 
 
 def bytes_to_send(tensor: torch.Tensor) -> TensorBytes:
-    """The bytes that a tensor has now, or will have once its GPU has come here. Raises: UsageError."""
+    """The bytes that a tensor has now, or will have once its GPU has come here. Raises: ProcessGroupError."""
     runtime = _check(tensor)
     if runtime is None:
         return TensorBytes(tensor) if _is_plain(tensor) else TensorBytes(tensor, _flat_bytes(tensor).cpu())
@@ -85,7 +85,7 @@ def bytes_to_send(tensor: torch.Tensor) -> TensorBytes:
 
 
 def bytes_to_fill(tensor: torch.Tensor) -> TensorBytes:
-    """Where to receive the bytes of a tensor. Raises: UsageError."""
+    """Where to receive the bytes of a tensor. Raises: ProcessGroupError."""
     runtime = _check(tensor)
     if runtime is None:
         if _is_plain(tensor):
@@ -102,7 +102,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def _check(tensor: torch.Tensor) -> DeviceRuntime | None:
     if tensor.layout is not torch.strided:
-        raise UsageError(f"expected a dense tensor, got layout {tensor.layout}; convert it with to_dense().")
+        raise ProcessGroupError(f"expected a dense tensor, got layout {tensor.layout}; convert it with to_dense().")
     return runtime_of(tensor.device.type) if tensor.nbytes else None
 
 

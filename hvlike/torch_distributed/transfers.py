@@ -12,13 +12,15 @@ import torch
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import stall_limits
 from hvlike.errors import ShutdownError, StalledError
-from hvlike.torch_distributed.calls import CallQueue
+from hvlike.torch_distributed.calls import CallQueue, shorter
 from hvlike.torch_distributed.endpoint import Transfer
 from hvlike.torch_distributed.point_to_point import PointToPoint
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
 
 logger = logging.getLogger("hvlike")
+
+_ADVICE = "the other rank has not made the call that belongs to it, in the same group and with the same tag."
 
 
 class Transfers:
@@ -69,13 +71,20 @@ class Transfers:
         """A work has ended."""
         self._pending.pop(work.number, None)
 
+    def flush(self) -> None:
+        """Have the loop do what the group's collectives hold back: somebody waits."""
+        self._calls.flush()
+
     def wait_for(self, work: Work, seconds: float | None) -> None:
         """Wait until a work has ended, at most so many seconds; a long wait is reported."""
         mpi_library.check_not_forked()
-        if seconds is not None:
-            work.deadline = min(work.deadline, time.monotonic() + seconds)
-        while not self.loop.wait(lambda: work.ended, self._report_seconds):
-            logger.warning("%s has taken %.0f s: the other rank has not called", self._describe(work), _age(work))
+        self.flush()
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self.loop.wait(lambda: work.ended, shorter(self._report_seconds, seconds)):
+            text = f"{self._describe(work)} has taken {_age(work):.1f} s: {_ADVICE}"
+            if until is not None and time.monotonic() >= until:
+                raise StalledError(text)
+            logger.warning("%s", text)
 
     def _watch(self) -> None:
         """End what has taken too long; in the loop."""
@@ -84,13 +93,8 @@ class Transfers:
         now = time.monotonic()
         for work, transfer in list(self._pending.values()):
             if work.deadline < now:
-                self._group.cancel(
-                    transfer,
-                    StalledError(
-                        f"{self._describe(work)} timed out after {_age(work):.1f} s: the other rank has not made the "
-                        "call that belongs to it (the same group and tag)."
-                    ),
-                )
+                text = f"{self._describe(work)} timed out after {_age(work):.1f} s: {_ADVICE}"
+                self._group.cancel(transfer, StalledError(text))
 
     def _describe(self, work: Work) -> str:
         return f"rank {self._context.world.rank}: {work.what} group {self._calls.name!r},"

@@ -13,7 +13,7 @@ from support.pretended_nodes import nodes_of
 
 from hvlike.backends.cuda import runtime
 from hvlike.collectives.session.context import current
-from hvlike.errors import MismatchError, ShutdownError, UsageError
+from hvlike.errors import MismatchError, ProcessGroupError, ShutdownError
 from hvlike.torch_distributed import tensor_bytes
 from hvlike.torch_distributed.endpoint import INLINE_BYTES, Transfer
 from hvlike.torch_distributed.point_to_point import PointToPoint
@@ -194,15 +194,15 @@ def test_a_small_send_that_did_not_fit_ends_what_waits_for_its_receiver(pairs: P
 
 def test_what_cannot_be_meant_is_refused(pairs: Pairs) -> None:
     tensor = torch.zeros(2)
-    with pytest.raises(UsageError, match="named itself"):
+    with pytest.raises(ProcessGroupError, match="named itself"):
         pairs.group.send(tensor, pairs.rank)
-    with pytest.raises(UsageError, match="named itself"):
+    with pytest.raises(ProcessGroupError, match="named itself"):
         pairs.group.recv(tensor, pairs.rank)
-    with pytest.raises(UsageError, match="negative"):
+    with pytest.raises(ProcessGroupError, match="negative"):
         pairs.group.send(tensor, pairs.next, -1)
-    with pytest.raises(UsageError, match="ranks 0 to"):
+    with pytest.raises(ProcessGroupError, match="ranks 0 to"):
         pairs.group.recv(tensor, pairs.size)
-    with pytest.raises(UsageError, match="to_dense"):
+    with pytest.raises(ProcessGroupError, match="to_dense"):
         pairs.group.send(tensor.to_sparse(), pairs.next)
 
 
