@@ -12,7 +12,7 @@ import torch
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import stall_limits
 from hvlike.errors import ShutdownError, StalledError
-from hvlike.torch_distributed.calls import CallQueue, shorter
+from hvlike.torch_distributed.calls import CallQueue
 from hvlike.torch_distributed.endpoint import Transfer
 from hvlike.torch_distributed.point_to_point import PointToPoint
 from hvlike.torch_distributed.work import Work
@@ -80,7 +80,8 @@ class Transfers:
         mpi_library.check_not_forked()
         self.flush()
         until = None if seconds is None else time.monotonic() + seconds
-        while not self.loop.wait(lambda: work.ended, shorter(self._report_seconds, seconds)):
+        limit = min((each for each in (self._report_seconds, seconds) if each is not None), default=None)
+        while not self.loop.wait(lambda: work.ended, limit):
             text = f"{self._describe(work)} has taken {_age(work):.1f} s: {_ADVICE}"
             if until is not None and time.monotonic() >= until:
                 raise StalledError(text)
