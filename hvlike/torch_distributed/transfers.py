@@ -87,6 +87,10 @@ class Transfers:
                 raise StalledError(text)
             logger.warning("%s", text)
 
+    def explained(self, error: BaseException, work: Work) -> BaseException:
+        """The error to raise for a transfer: it says all there is to say."""
+        return error
+
     def _watch(self) -> None:
         """End what has taken too long; in the loop."""
         if not self._pending:
