@@ -82,13 +82,15 @@ class CallQueue:
         tensors: Sequence[torch.Tensor],
         outputs: Any,
         *,
+        also: Any = (),
         waits: bool,
         seconds: float | None = None,
     ) -> Work:
         """Make the next call. Any thread.
 
         what: its name in errors. job: what each member does. tensors: that it works on, all on one device. outputs: the
-        result of the work. waits: the caller is about to wait for it. seconds: its timeout; None: that of the group.
+        result of the work. also: more tensors that the job uses, in lists. waits: the caller is about to wait for it.
+        seconds: its timeout; None: that of the group.
         """
         mpi_library.check_not_forked()
         kind = tensors[0].device.type if tensors else "cpu"
@@ -99,6 +101,8 @@ class CallQueue:
             self.made += 1
             self._records.append((self.made, what, [(each.dtype, each.shape) for each in tensors[:_SHOWN]]))
             work = Work(self, self.made, what, outputs, deadline)
+            if kind in KINDS:
+                work.uses, work.devices = [tensors, outputs, also], [tensors[0].device]
             self._pending[work.number] = work
             self._held.append((job, work))
             if self._driver and self._driver != get_ident():
@@ -161,9 +165,10 @@ class CallQueue:
         with self._lock:
             self._submitted -= 1
         device = self._queue.device
-        if task.error is None and device is not None:
-            device.keep(work.outputs)
+        if task.error is None and device is not None and work.devices:
+            device.keep(work.uses)
             work.fence = device.fence(work.outputs)
+        work.uses = ()
         work.settle(task.error, in_loop=True)
 
     def _waits_for_backward(self, work: Work) -> bool:

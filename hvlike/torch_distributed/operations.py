@@ -102,16 +102,24 @@ def allgather_single(group: Group, outputs: Tensors, inputs: Tensors) -> Job:
     return job
 
 
-def reduce_scatter(group: Group, outputs: Tensors, inputs: Sequence[Tensors], reduction: Reduction) -> Job:
-    """Reduce `inputs[i][r]` over the members into `outputs[i]` of position r."""
+def reduce_scatter(
+    group: Group, outputs: Tensors, inputs: Sequence[Tensors | torch.Tensor], reduction: Reduction
+) -> Job:
+    """Reduce `inputs[i][r]` over the members into `outputs[i]` of position r; a tensor there is cut evenly."""
     op, prescale, postscale = reduction
+
+    def flat(tensor: torch.Tensor, home: torch.device | None) -> torch.Tensor:
+        return Operand(tensor, None, working_dtype(tensor.dtype, op), home).flat
 
     def job(backend: Backend) -> Coroutine[None]:
         home = home_of(backend)
         targets = [Operand(each, None, working_dtype(each.dtype, op), home) for each in outputs]
         parts: dict[torch.dtype, list[torch.Tensor]] = {}
         for target, tensors in zip(targets, inputs, strict=True):
-            row = [Operand(each, None, working_dtype(each.dtype, op), home).flat for each in tensors]
+            if isinstance(tensors, torch.Tensor):
+                row = even(flat(tensors, home), group.size)
+            else:
+                row = [flat(each, home) for each in tensors]
             _copy(target.flat, row[group.rank])
             row[group.rank] = target.flat
             parts.setdefault(target.flat.dtype, []).extend(row)

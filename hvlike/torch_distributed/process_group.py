@@ -164,7 +164,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("scatter", "input tensors", len(sources))
             self._check_own("scatter", "input", sources[self._place], output)
         job = operations.scatter(self.calls.group, output, sources, opts.rootRank)
-        return self._call("scatter", job, outputs, opts)
+        return self._call("scatter", job, outputs, opts, also=inputs)
 
     @short_form(dist.ReduceScatterOptions, 2, "op", "timeout")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any = None) -> dist.Work:
@@ -172,7 +172,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("reduce_scatter", "input tensors", len(row))
             self._check_own("reduce_scatter", "input", row[self._place], output)
         job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
-        return self._call("reduce_scatter", job, outputs, opts)
+        return self._call("reduce_scatter", job, outputs, opts, also=inputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -182,9 +182,8 @@ class ProcessGroup(_ProcessGroupBase):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_share("reduce_scatter_tensor", tensor, output)
-        rows = [operations.even(each.detach().contiguous().view(-1), self._ranks) for each in inputs]
-        job = operations.reduce_scatter(self.calls.group, outputs, rows, _reduction(opts))
-        return self._call("reduce_scatter_tensor", job, outputs, opts)
+        job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
+        return self._call("reduce_scatter_tensor", job, outputs, opts, also=inputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor number i to rank i; the shapes may differ."""
@@ -204,18 +203,9 @@ class ProcessGroup(_ProcessGroupBase):
     ) -> dist.Work:
         """Send rows to every rank: so many to each, or equally many."""
         sends = self._split("input", tensor.detach(), input_splits)
-        copied = not output.is_contiguous()
-        work_on = output.detach().contiguous() if copied else output.detach()
-        receives = self._split("output", work_on, output_splits)
+        receives = self._split("output", output.detach(), output_splits)
         self._check_own("all_to_all_single", "part of the output", receives[self._place], sends[self._place])
-        exchange = operations.alltoall(receives, sends)
-
-        def job(backend: Backend) -> Coroutine[None]:
-            yield from exchange(backend)
-            if copied:
-                output.detach().copy_(work_on)
-
-        return self._call("all_to_all_single", job, [tensor], opts, outputs=[output])
+        return self._call("all_to_all_single", operations.alltoall(receives, sends), [tensor], opts, outputs=[output])
 
     @short_form(dist.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -297,14 +287,17 @@ class ProcessGroup(_ProcessGroupBase):
 
     # -- a call -----------------------------------------------------------------------------------
 
-    def _call(self, what: str, job: Job, tensors: Sequence[Tensor], opts: Any, *, outputs: Any = None) -> dist.Work:
+    def _call(
+        self, what: str, job: Job, tensors: Sequence[Tensor], opts: Any, *, outputs: Any = None, also: Any = ()
+    ) -> dist.Work:
+        """Make a call. tensors: that describe it. outputs: its result; None: `tensors`. also: what else it works on."""
         waits, seconds = False, None
         if opts is not None:
             waits = not opts.asyncOp
             given = opts.timeout.total_seconds()
             seconds = given if given > 0 else None
         outputs = list(tensors) if outputs is None else outputs
-        work: Work = self.calls.call(what, job, tensors, outputs, waits=waits, seconds=seconds)
+        work: Work = self.calls.call(what, job, tensors, outputs, also=also, waits=waits, seconds=seconds)
         return self._begun(work)
 
     def _begun(self, work: Work) -> dist.Work:

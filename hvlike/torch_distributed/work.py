@@ -36,6 +36,8 @@ class Work(_WorkBase):
         self.ended = False
         self.error: BaseException | None = None
         self.source = -1
+        self.uses: Any = ()  # Tensors of a GPU, in lists, until the job has ended on the host
+        self.devices: list[int | str | torch.device] = []  # That GPU
         self.fence: Callable[[], None] | None = None  # What the stream of a GPU still has to be told by who waits
         self.waited_for = False  # By a thread, from another one than that which drives the call
         self._calls = calls
@@ -110,7 +112,8 @@ class Work(_WorkBase):
     def get_future(self) -> Any:
         """Return a future of the outputs; it fails with the error of the call, also for those that wait in C++."""
         if self._future is None:
-            trigger: torch.futures.Future[None] = torch.futures.Future()
+            # With devices who waits for the future waits on its own stream, in which thread ever it is completed.
+            trigger: torch.futures.Future[None] = torch.futures.Future(devices=self.devices)
             # Only an exception in a callback is an error for C++, too.
             self._future = trigger.then(lambda _: self._value())
             self._untold.append(trigger)
