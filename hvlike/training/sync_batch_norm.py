@@ -38,6 +38,7 @@ from hvlike.collectives.requests.reduction import Sum
 from hvlike.collectives.session.context import current
 from hvlike.collectives.session.process_set_state import ProcessSetState
 from hvlike.errors import UsageError
+from hvlike.training.gradients.reduction import ranks_of_group
 
 
 class Statistics(NamedTuple):
@@ -171,7 +172,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: Weight of a new batch in running statistics; None: their plain average.
         affine: Have parameters weight and bias, of shape (C).
         track_running_stats: Have running statistics, which evaluation uses.
-        process_set: The ranks to normalise over. Default: all.
+        process_set: The ranks to normalise over, or a group of torch.distributed over hvlike. Default: all.
         device: Of parameters and buffers.
         dtype: Of parameters and buffers.
 
@@ -197,7 +198,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.process_set = process_set
+        self.process_set: ProcessSet | None = ranks_of_group(process_set)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Normalise a batch; see the class.

@@ -24,6 +24,7 @@ from hvlike.collectives.requests.reduction import Average
 from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
+from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.transport.memory.dtypes import dtype_name
 
 
@@ -219,10 +220,9 @@ class PowerSGDState:
 
 def _averages(process_set: ProcessSet | None, bucket: GradBucket, compression: CompressorLike) -> Future[Tensor]:
     key = f"communication hook, bucket {bucket.index()}"
+    ranks = ranks_of_group(process_set)
     future: Future[Tensor] = torch.futures.Future()
-    future.set_result(
-        allreduce(bucket.buffer(), op=Average, name=key, compression=compression, process_set=process_set)
-    )
+    future.set_result(allreduce(bucket.buffer(), op=Average, name=key, compression=compression, process_set=ranks))
     return future
 
 

@@ -24,7 +24,7 @@ import hvlike
 from hvlike.errors import UsageError
 from hvlike.integrations.distributed_checkpoint import load, save
 from hvlike.join import Join
-from hvlike.nn import DistributedDataParallel
+from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.optim import ZeroRedundancyOptimizer
 
 
@@ -105,3 +105,23 @@ def test_each_half_saves_and_loads_for_itself(half: dist.ProcessGroup) -> None:
     dist.barrier(group=half)
     if dist.get_rank(half) == 0:
         shutil.rmtree(folder)
+
+
+def test_batch_normalisation_under_torchs_data_parallel(half: dist.ProcessGroup) -> None:
+    """Torch's own SyncBatchNorm is for GPUs only."""
+
+    def make() -> nn.Module:
+        model = model_of()
+        return nn.Sequential(*model[:2], nn.BatchNorm1d(16).double(), *model[2:])
+
+    model = nn.parallel.DistributedDataParallel(hvlike.convert_sync_batchnorm(make(), half), process_group=half)
+    train(model, sgd(model.parameters()), half)
+    assert_equal(model, trained_alone(make))
+    assert same_on_all_ranks(model.buffers(), half)
+
+
+def test_a_communication_hook_with_a_group_as_its_state(half: dist.ProcessGroup) -> None:
+    model = DistributedDataParallel(model_of(), process_group=half)
+    model.register_comm_hook(half, allreduce_hook)
+    train(model, sgd(model.parameters()), half)
+    assert_equal(model, trained_alone())
