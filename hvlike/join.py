@@ -7,6 +7,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import cast
+
 from hvlike.collectives.api.barrier_join import join as join_all
 from hvlike.training.join.join import Join
 from hvlike.training.join.joinable import Joinable, JoinHook
@@ -14,17 +18,13 @@ from hvlike.training.join.joinable import Joinable, JoinHook
 __all__ = ["Join", "JoinHook", "Joinable", "join"]
 
 
-class _Joining:
-    """Takes the place of this module as an attribute of the package: a call of it is Horovod's join()."""
-
-    __doc__ = join_all.__doc__
-
-    Join = Join
-    JoinHook = JoinHook
-    Joinable = Joinable
+class _Joining(ModuleType):
+    """What this module is: a call of it is Horovod's join()."""
 
     def __call__(self, device: int = -1) -> int:
         return join_all(device)
 
 
-join = _Joining()
+sys.modules[__name__].__class__ = _Joining
+join = cast("_Joining", sys.modules[__name__])
+join.__doc__ = f"{join_all.__doc__}\n{__doc__}"

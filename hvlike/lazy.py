@@ -10,11 +10,12 @@ from typing import Any
 
 
 def at_first_use(
-    names: dict[str, Any], *modules: str, **places: str
+    names: dict[str, Any], *modules: str, others: str, **places: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports names at their first use (PEP 562).
 
-    names: the globals() of the package. modules: its modules. places: the module of each other name.
+    names: the globals() of the package. modules: its modules. places: the module of each other name. others: the
+    module that has all the rest, and `__all__`; it is imported as a whole. Later uses cost what those of any module do.
     """
 
     def load(name: str) -> Any:
@@ -23,9 +24,21 @@ def at_first_use(
         if name in places:
             names[name] = getattr(importlib.import_module(places[name]), name)
             return names[name]
-        raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}", name=name)
+        # Whoever looks through all modules asks for names of this kind, and shall not cause an import.
+        if "__all__" not in names and (not name.startswith("__") or name in ("__all__", "__version__")):
+            with without_collections():
+                module = importlib.import_module(others)
+            for each in ("__all__", *module.__all__):
+                if each not in names and hasattr(module, each):
+                    names[each] = getattr(module, each)
+        if name not in names:
+            raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}", name=name)
+        return names[name]
 
-    return load, lambda: sorted({*names, *modules, *places})
+    def list_names() -> list[str]:
+        return sorted({*names, *modules, *places, *load("__all__")})
+
+    return load, list_names
 
 
 @contextmanager

@@ -20,18 +20,17 @@ from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp
 from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
-from hvlike.collectives.session import basics
 from hvlike.collectives.session.context import current
-from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
+from hvlike.errors import ProcessGroupError, ShutdownError
 from hvlike.torch_distributed import operations
+from hvlike.torch_distributed.autoload import BACKEND_NAME
 from hvlike.torch_distributed.groups import close_group, names, open_group
+from hvlike.torch_distributed.rendezvous import check_place, start_hvlike
 from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.transfers import Transfers
 from hvlike.torch_distributed.untraced import untraced
 from hvlike.torch_distributed.work import Work, Works
 from hvlike.transport.loop.coroutine import Coroutine
-
-BACKEND_NAME = "hvlike"
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup
@@ -377,18 +376,13 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
         The group.
 
     Raises:
-        UsageError: For a rank or a number of ranks that are not those of MPI.
+        UsageError, LaunchError: For a rank or a number of ranks that are not those of MPI.
         StalledError: Where members are missing after the timeout.
     """
-    basics.init()
+    world = start_hvlike()
     ranks = list(opts.global_ranks_in_group)
     if not ranks:
-        if (opts.group_rank, opts.group_size) != (basics.rank(), basics.size()):
-            raise UsageError(
-                f"torch.distributed was told rank {opts.group_rank} of {opts.group_size}, but MPI started this process "
-                f"as rank {basics.rank()} of {basics.size()}. Start the program with mpirun -n {opts.group_size} (not "
-                "torchrun), and leave rank and world_size out of init_process_group."
-            )
-        ranks = list(range(basics.size()))
+        check_place(opts.group_rank, opts.group_size, world)
+        ranks = list(range(world.size))
     name = names.unique(opts.group_id, default=not opts.global_ranks_in_group)
     return ProcessGroup(opts.store, opts.group_rank, opts.group_size, ranks, name, opts.timeout.total_seconds())

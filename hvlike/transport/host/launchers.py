@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvlike.errors import LaunchError
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """A launcher as its environment shows it."""
 
     name: str
@@ -31,7 +30,7 @@ _INTERFACE = "Choose the interface that the library speaks: "
 # Name, the variables with size and rank, a variable that must stand beside them, the fix. The innermost launcher comes
 # first: mpirun inside a batch step sets its own variables and leaves those of the step. SLURM_NTASKS is no sign: sbatch
 # sets it for a script that no launcher has started.
-_SIGNS = (
+SIGNS = (
     ("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", _NO_MPI),
     ("horovodrun without MPI (Gloo)", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", _NO_MPI),
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", None, _SAME_MPI),
@@ -64,13 +63,72 @@ _SIGNS = (
 
 def detect_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """The innermost launcher that `environment` shows, or None for a process started by hand."""
-    for name, variable, rank_variable, beside, fix in _SIGNS:
+    for name, variable, rank_variable, beside, fix in SIGNS:
         number = environment.get(variable, "")
         if number.isdecimal() and (beside is None or beside in environment):
             rank = environment.get(rank_variable, "")
             fix = fix.format(name=name, size=number)
             return Launcher(name, int(number), variable, int(rank) if rank.isdecimal() else None, fix)
     return None
+
+
+# Where a rank stands on its node. Slurm's come last: mpirun inside a batch step leaves those of the step.
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+    "SLURM_LOCALID",
+)
+_LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+# One of these is set by mpirun and mpiexec, which start MPI jobs, and by batch systems for steps that are MPI jobs.
+# Other steps are shells, agents that start others, or programs that have nothing to do with each other.
+_OF_MPI_JOBS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+_OF_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+_NOT_OF_MPI = ("WORLD_SIZE", "HOROVOD_SIZE")
+
+
+def local_rank(environment: Mapping[str, str]) -> str | None:
+    """The number of this rank on its node, where the launcher tells it."""
+    return next((environment[name] for name in _LOCAL_RANKS if name in environment), None)
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would set and that are missing, as far as the launcher of MPI jobs tells them.
+
+    Empty without such a launcher, where RANK or WORLD_SIZE say something else, and in steps of a batch system that are
+    no MPI jobs: other libraries take these variables for a sign that the processes train together.
+    """
+    launcher = detect_launcher(environment)
+    if launcher is None or launcher.rank is None or launcher.variable in _NOT_OF_MPI:
+        return {}
+    signs = _OF_MPIRUN if launcher.size == 1 else _OF_MPI_JOBS
+    if not any(name in environment for name in signs):
+        return {}
+    found = {"RANK": str(launcher.rank), "WORLD_SIZE": str(launcher.size)}
+    if any(environment.get(name, value) != value for name, value in found.items()):
+        return {}
+    here = local_rank(environment)
+    if here is not None:
+        found["LOCAL_RANK"] = here
+    beside = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
+    if beside is not None:
+        found["LOCAL_WORLD_SIZE"] = beside
+    if beside == found["WORLD_SIZE"]:
+        found["GROUP_RANK"] = "0"
+    elif launcher.variable.startswith("SLURM_") and "SLURM_NODEID" in environment:
+        found["GROUP_RANK"] = environment["SLURM_NODEID"]
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 def check_launcher(environment: Mapping[str, str], mpi_size: int, library: str) -> None:

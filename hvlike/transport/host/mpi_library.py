@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hvlike.errors import ForkedProcessError, LaunchError
+from hvlike.transport.host import launchers
 
 
 class ForkMark:
@@ -76,13 +77,11 @@ logger = logging.getLogger("hvlike")
 
 SHM_FOLDER = "/dev/shm"
 SHM_LITTLE_BYTES = 4 << 20  # With less than this, Open MPI and MPICH have failed to start
-_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
 
 def warn_if_shm_full(folder: str = SHM_FOLDER) -> None:
     """Log a warning, on the first rank of a node, when there is hardly any room for MPI's shared memory. Local."""
-    number = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
-    if number != "0" or not os.path.isdir(folder):
+    if launchers.local_rank(os.environ) not in (None, "0") or not os.path.isdir(folder):
         return
     room = os.statvfs(folder)
     free, size = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize

@@ -26,6 +26,8 @@ class Topic(enum.IntEnum):
     DEVICE = 7  # failures of a GPU backend
     GROUP_CALLS = 8  # how many calls the members of a group of torch.distributed have made in it
     POINT_TO_POINT = 9  # send and recv of the groups of torch.distributed
+    STORE = 10  # calls to the store of torch.distributed, which rank 0 holds
+    STORE_ANSWER = 11
     BENCH_READY = 990  # messages of the LogGP benchmark: what a rank sends when it is ready
     BENCH_TOLD = 991  # messages of the LogGP benchmark: what rank 0 announces
 

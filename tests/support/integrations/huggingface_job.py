@@ -147,7 +147,7 @@ def the_example_learns(folder: str) -> None:
 
 def an_accelerator_that_was_made_too_early_is_found() -> None:
     """Before anything else: accelerate looks around once. Under an unknown launcher it sees a job of one."""
-    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "LOCAL_RANK")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.delenv(name, raising=False)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 BACKEND = os.environ.get("HVLIKE_TEST_TORCH_BACKEND", "hvlike")
 beyond_gloo = pytest.mark.skipif(BACKEND == "gloo", reason="gloo refuses what torch.distributed defines")
 
-TEMP = False  # Until the rendezvous has landed
 _starts = itertools.count()
 
 
@@ -39,17 +38,8 @@ def start(timeout: timedelta | None = None) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=int(os.environ["OMPI_COMM_WORLD_RANK"]), world_size=size, timeout=timeout
         )
-    elif not hasattr(dist.Backend, "HVLIKE") or TEMP:
-        globals()["TEMP"] = True
-        import hvlike
-
-        hvlike.init()
-        from hvlike.torch_distributed.process_group import create
-
-        if not hasattr(dist.Backend, "HVLIKE"):
-            dist.Backend.register_backend("hvlike", create, extended_api=True, devices=["cpu", "cuda"])
-        path = Path(tempfile.gettempdir()) / f"hvlike-gloo-{os.getppid()}-{next(_starts)}"
-        store = dist.FileStore(str(path), hvlike.size())
-        dist.init_process_group("hvlike", store=store, rank=hvlike.rank(), world_size=hvlike.size(), timeout=timeout)
     else:
+        # Registers it where hvlike is on the path and not installed.
+        import hvlike  # noqa: F401
+
         dist.init_process_group(BACKEND, timeout=timeout)

@@ -1,4 +1,4 @@
-"""`import hvlike` loads what a training loop needs and no more, so that it takes little beside torch's own import."""
+"""`import hvlike` loads next to nothing, as `import torch` does it; using a name of it loads what training needs."""
 
 import subprocess
 import sys
@@ -37,6 +37,10 @@ import sys
 import torch
 before = set(sys.modules)
 import hvlike
+assert len(set(sys.modules) - before) < 12, set(sys.modules) - before
+assert not hasattr(hvlike, "__wrapped__")
+assert "hvlike.names" not in sys.modules
+hvlike.init
 print(*sorted(set(sys.modules) - before))
 import gc
 assert gc.isenabled()
@@ -64,7 +68,7 @@ frozen = "frozen" in sys.argv
 if frozen:
     gc.freeze()
 before = gc.get_freeze_count()
-import hvlike
+from hvlike import *
 if frozen:
     # Some of it is not needed any more.
     assert before // 2 < gc.get_freeze_count() <= before, "what a program has frozen stays so"
@@ -83,3 +87,27 @@ def test_the_first_collection_after_the_import_does_not_look_at_all_that_came_wi
     # torch makes more than 100 000.
     assert int(young.stdout) < 10_000
     assert frozen.returncode == 0, frozen.stderr
+
+
+def test_join_is_a_function_and_a_module_whatever_was_imported_first() -> None:
+    program = """
+from hvlike.join import Join, join
+import hvlike as hvd
+assert callable(hvd.join) and hvd.join.Join is Join and hvd.join is join
+from hvlike import init
+assert hvd.join is join and hvd.init is init
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_replaces_a_name_stays() -> None:
+    program = """
+import hvlike
+hvlike.init = 7
+assert not hasattr(hvlike, "no_such_name")
+hvlike.size
+assert hvlike.init == 7
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

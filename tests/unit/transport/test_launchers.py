@@ -85,3 +85,51 @@ def test_a_child_of_multiprocessing_without_a_launcher_is_told_that_it_is_alone(
     assert "mpirun -n N python" in launchers.lone_child_warning({}, 1)
     assert launchers.lone_child_warning({}, 2) == ""
     assert launchers.lone_child_warning({"OMPI_COMM_WORLD_SIZE": "1"}, 1) == ""
+
+
+OF_A_RANK = [
+    (
+        {
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "SLURM_LOCALID": "0",
+        },
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    ),
+    (
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+    ),
+    (
+        {
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_PROCID": "2",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "1",
+            "PMIX_RANK": "2",
+        },
+        {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_RANK": "1"},
+    ),
+    # What is set stays, where it agrees.
+    (
+        {"PMI_SIZE": "2", "PMI_RANK": "1", "RANK": "1", "LOCAL_RANK": "0", "MPI_LOCALRANKID": "1"},
+        {"WORLD_SIZE": "2"},
+    ),
+    # RANK says something else: whoever has set it knows why.
+    ({"PMI_SIZE": "2", "PMI_RANK": "1", "RANK": "0"}, {}),
+    # Not started by a launcher of MPI jobs, or not told a rank.
+    ({"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "2", "RANK": "0"}, {}),
+    ({"PMI_SIZE": "2"}, {}),
+    # A shell in a batch system, or an agent: a step of one process.
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}, {}),
+    # Programs that have nothing to do with each other: a step without an interface for MPI.
+    ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, {}),
+    ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}),
+]
+
+
+@pytest.mark.parametrize(("environment", "variables"), OF_A_RANK)
+def test_the_variables_that_torchrun_would_set(environment: dict[str, str], variables: dict[str, str]) -> None:
+    assert launchers.rank_variables(environment) == variables

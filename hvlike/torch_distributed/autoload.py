@@ -1,0 +1,78 @@
+"""What `import torch` runs (entry point torch.backends): torch.distributed learns the name of the backend "hvlike".
+
+Every program that imports torch pays for this file where hvlike is installed: it imports nothing but what torch has
+imported already, and no fault in it ends the import of torch. The backend itself is imported when a group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+BACKEND_NAME = "hvlike"
+
+LAUNCHED = ("RANK", "_PROCID")  # How names of variables end in which launchers tell the rank
+
+
+def register() -> None:
+    """Register the backend, unless that is done already. Never raises."""
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
+            _set_rank_variables()
+            dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            _extend_rendezvous()
+    except Exception as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    text = (
+        f"torch.distributed has no backend {BACKEND_NAME!r}: registering it failed: {type(error).__name__}: {error}. "
+        "hvlike needs torch 2.5 or newer. Programs that do not use the backend are not affected. To have torch "
+        "load no such extensions, set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+    )
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        # Warnings are errors here, but `import torch` shall go on.
+        print(text, file=sys.stderr)
+
+
+def _create(options: Any, pg_options: Any) -> Any:
+    from hvlike.torch_distributed.process_group import create
+
+    return create(options, pg_options)
+
+
+def _extend_rendezvous() -> None:
+    """init_process_group without init_method, store and MASTER_ADDR asks hvlike for rank and store."""
+    # The package has a function of the same name.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    of_torch = handlers["env"]
+
+    def from_environment(url: str, **arguments: Any) -> Iterator[tuple[Any, int, int]]:
+        # The handler is not told which backend asks; init_process_group calls it, and has a parameter of this name.
+        backend = sys._getframe(1).f_locals.get("backend")
+        if BACKEND_NAME not in str(backend).lower().replace(":", ",").split(","):
+            yield from of_torch(url, **arguments)
+            return
+        from hvlike.torch_distributed.rendezvous import find_place
+
+        yield find_place(url)
+
+    handlers["env"] = from_environment
+
+
+def _set_rank_variables() -> None:
+    """Under an MPI launcher, set RANK, LOCAL_RANK and so on where they are missing: programs read them early."""
+    if not any(name.endswith(LAUNCHED) for name in os.environ):
+        return
+    from hvlike.transport.host.launchers import rank_variables
+
+    for name, value in rank_variables(os.environ).items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,109 @@
+"""`import torch` learns the name of the backend and little else, and goes on whatever happens there."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hvlike.torch_distributed import autoload
+from hvlike.transport.host import launchers
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def run(program: str, *paths: Path | str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a process that no launcher has started."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_", "RANK"))}
+    environment = {**kept, "PYTHONPATH": ":".join(map(str, (CHECKOUT, *paths))), **variables}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with what an installation leaves of setup.cfg's entry points."""
+    setup = configparser.ConfigParser()
+    setup.read(CHECKOUT / "setup.cfg")
+    folder = tmp_path / "hvlike-9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hvlike\nVersion: 9\n")
+    (folder / "entry_points.txt").write_text(f"[torch.backends]{setup['options.entry_points']['torch.backends']}\n")
+    return tmp_path
+
+
+def test_import_torch_registers_the_backend_and_loads_little(installed: Path) -> None:
+    program = """
+import sys
+import torch
+backend = torch.distributed.Backend
+assert backend("hvlike") == "hvlike" == backend.HVLIKE
+assert backend.backend_capability["hvlike"] == ["cpu", "cuda"]
+assert backend.default_device_backend_map["cpu"] == "gloo"
+loaded = [name for name in sys.modules if name.startswith("hvlike")]
+assert len(loaded) <= 4, loaded
+assert not {"mpi4py", "numpy.testing"} & set(sys.modules)
+import os
+assert "RANK" not in os.environ
+"""
+    done = run(program, installed)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_it_is_not_registered_where_torch_shall_load_no_extensions(installed: Path) -> None:
+    program = "import torch; assert not hasattr(torch.distributed.Backend, 'HVLIKE')"
+    done = run(program, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_hvlike_registers_it_without_an_installation() -> None:
+    program = "import hvlike, torch; assert torch.distributed.Backend.HVLIKE == 'hvlike'"
+    done = run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_under_a_launcher_the_variables_of_the_rank_are_there_after_import_torch(installed: Path) -> None:
+    program = """
+import os
+import torch
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])
+"""
+    mpich = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0"}
+    done = run(program, installed, **mpich)
+    assert done.stdout.split() == ["1", "3", "0"], done.stderr
+
+
+def test_every_launcher_tells_the_rank_by_a_name_that_autoload_knows() -> None:
+    assert all(sign[2].endswith(autoload.LAUNCHED) for sign in launchers.SIGNS)
+
+
+def refuse(*arguments: object, **named: object) -> None:
+    raise TypeError("register_backend() got an unexpected keyword argument 'extended_api'")
+
+
+@pytest.fixture
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose register_backend takes less."""
+    monkeypatch.delattr(dist.Backend, "HVLIKE")
+    monkeypatch.setattr(dist.Backend, "register_backend", refuse)
+
+
+@pytest.mark.usefixtures("too_old")
+def test_a_fault_is_a_warning_that_says_what_to_do() -> None:
+    with pytest.warns(RuntimeWarning, match=r"unexpected keyword argument.*TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        autoload.register()
+
+
+@pytest.mark.usefixtures("too_old")
+def test_a_fault_ends_no_import_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autoload.register()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capsys.readouterr().err
