@@ -29,7 +29,7 @@ from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
-from hvlike.errors import MismatchError, ShutdownError, StalledError
+from hvlike.errors import HorovodInternalError, MismatchError, ShutdownError, StalledError
 from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
 from hvlike.torch_distributed.work import Work
 from hvlike.transport.host import mpi_library
@@ -68,6 +68,7 @@ class CallQueue:
         self._backward = self._last_backward = -1  # By autograd's number: the one with calls held, and the last one
         self._of_backward: list[Work] = []
         self._expiring = False
+        self._told = False  # The other members know why the group is lost
         self._directory = directory_of(context)
         self._directory.groups[name] = self
 
@@ -242,6 +243,11 @@ class CallQueue:
         """Has a call taken longer than it may? A few times a second, in the loop."""
         # A long backward does not keep the others waiting.
         self.flush()
+        lost = self._queue.broken
+        if lost is not None and not self._told:
+            self._told = True
+            if not isinstance(lost, ShutdownError):
+                self._directory.tell(self, str(lost))
         pending = list(self._pending.values())
         if pending and not self._expiring and min(each.deadline for each in pending) < time.monotonic():
             self._expiring = True
@@ -255,6 +261,12 @@ class CallQueue:
         if not work.ended:
             missing = describe_missing(answers, work.number)
             self._queue.fail(StalledError(f"{self._name(work)} timed out after {waited:.1f} s. {missing} {_ADVICE}"))
+
+    def follow(self, rank: int, reason: str) -> None:
+        """Another member has lost the group: what waits for it here would wait for ever. In the loop."""
+        if self._queue.broken is None:
+            self._told = True
+            self._queue.fail(HorovodInternalError(f"rank {rank} cannot go on in the group {self.name!r}: {reason}"))
 
     def explained(self, error: BaseException, work: Work) -> BaseException:
         """The error to raise for a call: with what each member has called, where that does not fit. Blocks a moment."""

@@ -38,11 +38,21 @@ class Directory:
         for each in list(self.groups.values()):
             each.watch()
 
-    def _hear(self, rank: int, name: str, number: int, answer: Answer | None) -> None:
+    def tell(self, group: CallQueue, reason: str) -> None:
+        """Tell all other members why this rank cannot go on in a group."""
+        for rank in group.group.ranks:
+            if rank != self._fabric.world.rank:
+                self._fabric.channel.send(rank, Topic.GROUP_CALLS, (group.name, 0, reason), kind="status")
+
+    def _hear(self, rank: int, name: str, number: int, answer: Answer | str | None) -> None:
+        group = self.groups.get(name)
+        if isinstance(answer, str):
+            if group is not None:
+                group.follow(rank, answer)
+            return
         if answer is not None:
             self._answers[name, rank] = answer
             return
-        group = self.groups.get(name)
         answer = Answer(-1, "", main_stack())
         if group is not None:
             answer = Answer(group.made, group.describe(number), main_stack())

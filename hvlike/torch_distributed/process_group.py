@@ -124,13 +124,17 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("all_gather", "output tensors", len(row))
         for row, tensor in zip(outputs, inputs, strict=True):
             self._check_own("all_gather", "output", row[self._place], tensor)
-        return self._call(
-            "all_gather", operations.allgather(self.calls.group, outputs, inputs), inputs, opts, outputs=outputs
-        )
+        job = operations.allgather(self.calls.group, outputs, inputs)
+        return self._call("all_gather", job, inputs, opts, outputs=outputs[0] if len(outputs) == 1 else outputs)
 
     def allgather_coalesced(self, output_lists: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Write input j of rank i into the list number i, at place j."""
-        return self.allgather([list(column) for column in zip(*output_lists, strict=True)], inputs, opts)
+        self._check_count("all_gather_coalesced", "lists of output tensors", len(output_lists))
+        for output, tensor in zip(output_lists[self._place], inputs, strict=True):
+            self._check_own("all_gather_coalesced", "output", output, tensor)
+        columns = [list(column) for column in zip(*output_lists, strict=True)]
+        job = operations.allgather(self.calls.group, columns, inputs)
+        return self._call("all_gather_coalesced", job, inputs, opts, outputs=output_lists)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -152,7 +156,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("gather", "output tensors", len(targets))
             self._check_own("gather", "output", targets[self._place], tensor)
         job = operations.gather(self.calls.group, targets, tensor, opts.rootRank)
-        return self._call("gather", job, inputs, opts, outputs=outputs)
+        return self._call("gather", job, inputs, opts, outputs=targets)
 
     @short_form(dist.ScatterOptions, 2, "root", "timeout")
     def scatter(self, outputs: Sequence[Tensor], inputs: _Batch, opts: Any) -> dist.Work:

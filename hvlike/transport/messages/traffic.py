@@ -24,7 +24,7 @@ class Topic(enum.IntEnum):
     ZERO_STATE = 5  # state of ZeRO's optimizer that one rank asks another one for
     METRICS = 6
     DEVICE = 7  # failures of a GPU backend
-    GROUP_CALLS = 8  # how many calls the members of a group of torch.distributed have made in it
+    GROUP_CALLS = 8  # how many calls a member of a group of torch.distributed has made in it, or why it cannot go on
     POINT_TO_POINT = 9  # send and recv of the groups of torch.distributed
     STORE = 10  # calls to the store of torch.distributed, which rank 0 holds
     STORE_ANSWER = 11

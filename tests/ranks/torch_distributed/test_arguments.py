@@ -1,6 +1,7 @@
 """Wrong arguments: refused where they are given, with what was expected; the group goes on."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -96,16 +97,23 @@ def test_the_reason_is_in_the_message(world: World) -> None:
 
 
 @beyond_gloo
-@pytest.mark.parametrize("difference", ["shape", "dtype", "operation"])
-def test_ranks_whose_reductions_differ_are_told(world: World, difference: str) -> None:
+@pytest.mark.parametrize("difference", ["shape", "dtype", "operation", "collective"])
+def test_ranks_whose_calls_differ_are_told(world: World, difference: str) -> None:
     """On every rank, instead of wrong values. It ends the group, and no other."""
     if world.size == 1:
         pytest.skip("nobody differs")
-    group = dist.new_group()
+    group = dist.new_group(timeout=timedelta(seconds=20))
     differs = world.rank == world.size - 1
     tensor = torch.ones(3 + (differs and difference == "shape"))
     tensor = tensor.double() if differs and difference == "dtype" else tensor
     op = dist.ReduceOp.MAX if differs and difference == "operation" else dist.ReduceOp.SUM
-    with pytest.raises(RuntimeError, match=r"(other|different) tensors"):
-        dist.all_reduce(tensor, op, group=group)
+    reduce = dist.all_reduce(tensor, op, group=group, async_op=True)
+    rows = [torch.zeros(1) for _ in range(world.size)]
+    if differs and difference == "collective":
+        second = dist.all_gather(rows, torch.zeros(1), group=group, async_op=True)
+    else:
+        second = dist.all_reduce(tensor, op, group=group, async_op=True)
+    with pytest.raises(RuntimeError, match=rf"rank {world.size - 1}\b"):
+        all(work.wait() for work in (reduce, second))
+    dist.barrier()  # Who has left cannot tell any more what it has called.
     dist.destroy_process_group(group)

@@ -124,6 +124,29 @@ def test_futures(world: World, name: str) -> None:
     assert future.then(lambda done: "late").wait() == "late"
 
 
+def test_a_future_holds_the_tensors_that_the_call_has_written(world: World) -> None:
+    """DDP's communication hooks take them from there. A gathered list is as flat as the caller's."""
+    rank, size = world.rank, world.size
+    everything, root = of_all(size), rank == 0
+    rows, gathered, several = ([torch.zeros(2, 3) for _ in range(size)] for _ in range(3))
+    calls = [
+        (dist.all_reduce(mine(rank), async_op=True), [sum(everything)]),
+        (dist.broadcast(mine(rank), size - 1, async_op=True), everything[-1:]),
+        (dist.all_gather(rows, mine(rank), async_op=True), everything),
+        (dist.gather(mine(rank), gathered if root else None, async_op=True), everything if root else []),
+        (dist.scatter(torch.zeros(2, 3), everything if root else None, async_op=True), [mine(rank)]),
+        (dist.all_to_all_single(torch.zeros(size), torch.full((size,), 1.0), async_op=True), [torch.ones(size)]),
+        (dist.barrier(async_op=True), []),
+    ]
+    futures = [(work.get_future(), expected) for work, expected in calls]
+    futures.append((dist.all_reduce_coalesced([mine(rank)], async_op=True), [sum(everything)]))
+    for future, expected in futures:
+        future.wait()
+        assert all(torch.equal(one, other) for one, other in zip(future.value(), expected, strict=True))
+    nested = dist.all_gather_coalesced([[each] for each in several], [mine(rank)], async_op=True)
+    assert torch.equal(torch.stack([row for (row,) in nested.wait()]), torch.stack(everything))
+
+
 def test_the_value_of_a_future_is_the_reduced_tensor(world: World) -> None:
     """DDP's communication hooks take it from there."""
     tensor = mine(world.rank)
