@@ -243,11 +243,7 @@ class CallQueue:
         """Has a call taken longer than it may? A few times a second, in the loop."""
         # A long backward does not keep the others waiting.
         self.flush()
-        lost = self._queue.broken
-        if lost is not None and not self._told:
-            self._told = True
-            if not isinstance(lost, ShutdownError):
-                self._directory.tell(self, str(lost))
+        self._tell()
         pending = list(self._pending.values())
         if pending and not self._expiring and min(each.deadline for each in pending) < time.monotonic():
             self._expiring = True
@@ -261,6 +257,14 @@ class CallQueue:
         if not work.ended:
             missing = describe_missing(answers, work.number)
             self._queue.fail(StalledError(f"{self._name(work)} timed out after {waited:.1f} s. {missing} {_ADVICE}"))
+
+    def _tell(self) -> None:
+        """Tell the other members if this one has lost the group: they would wait for it."""
+        lost = self._queue.broken
+        if lost is not None and not self._told:
+            self._told = True
+            if not isinstance(lost, ShutdownError):
+                self._directory.tell(self, str(lost))
 
     def follow(self, rank: int, reason: str) -> None:
         """Another member has lost the group: what waits for it here would wait for ever. In the loop."""
@@ -296,6 +300,7 @@ class CallQueue:
 
     def close(self) -> None:
         """The group is destroyed on this rank. Any thread but the loop's; blocks for a moment."""
+        self._tell()
         self._directory.groups.pop(self.name, None)
         self.end(ShutdownError(f"the group {self.name!r} of torch.distributed was destroyed on this rank"))
 
