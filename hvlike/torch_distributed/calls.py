@@ -259,7 +259,7 @@ class CallQueue:
             self._queue.fail(StalledError(f"{self._name(work)} timed out after {waited:.1f} s. {missing} {_ADVICE}"))
 
     def _tell(self) -> None:
-        """Tell the other members if this one has lost the group: they would wait for it."""
+        """Tell the other members if this one has lost the group: they would wait for it. In the loop."""
         lost = self._queue.broken
         if lost is not None and not self._told:
             self._told = True
@@ -300,7 +300,7 @@ class CallQueue:
 
     def close(self) -> None:
         """The group is destroyed on this rank. Any thread but the loop's; blocks for a moment."""
-        self._tell()
+        self.loop.perform(self._tell)
         self._directory.groups.pop(self.name, None)
         self.end(ShutdownError(f"the group {self.name!r} of torch.distributed was destroyed on this rank"))
 

@@ -10,13 +10,6 @@ import os, signal, sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-#TEMP
-import hvlike, torch.distributed as _d
-from hvlike.torch_distributed.process_group import create as _create
-hvlike.init(); hasattr(_d.Backend, "HVLIKE") or _d.Backend.register_backend("hvlike", _create, extended_api=True, devices=["cpu", "cuda"])
-_init = _d.init_process_group
-_d.init_process_group = lambda name, timeout=None: _init(name, store=_d.HashStore(), rank=hvlike.rank(), world_size=hvlike.size(), timeout=timeout)
-#TEMPEND
 
 def say(*words):
     # In one piece: ranks write to the same pipe.

@@ -14,20 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# TEMP
-import hvlike, torch.distributed as _d
-from hvlike.torch_distributed.process_group import create as _create
-
-hvlike.init()
-hasattr(_d.Backend, "HVLIKE") or _d.Backend.register_backend(
-    "hvlike", _create, extended_api=True, devices=["cpu", "cuda"]
-)
-_init = _d.init_process_group
-_d.init_process_group = lambda name, timeout=None: _init(
-    name, store=_d.HashStore(), rank=hvlike.rank(), world_size=hvlike.size(), timeout=timeout
-)
-# TEMPEND
-
 THREADS = 4
 OPERATIONS = int(sys.argv[1])
 
@@ -149,9 +135,7 @@ class Mixer(threading.Thread):
         return None, lambda: check("ring", got, value(before, length, turn))
 
 
-NAMES = [
-    name for name in vars(Mixer) if name not in ("ring", "run", "settle", "mine", "all") and not name.startswith("_")
-]
+NAMES = [name for name in vars(Mixer) if name not in ("run", "settle", "mine", "all") and not name.startswith("_")]
 
 
 def main() -> int:
