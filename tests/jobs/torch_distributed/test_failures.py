@@ -8,6 +8,7 @@ from support.job import IS_OPEN_MPI, run_job
 START = """
 import os, signal, sys, threading, time
 from datetime import timedelta
+import hvlike  # Registers the backend where it is on the path and not installed.
 import torch
 import torch.distributed as dist
 

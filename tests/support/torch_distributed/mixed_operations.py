@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hvlike  # noqa: F401  Registers the backend where it is on the path and not installed.
+
 THREADS = 4
 OPERATIONS = int(sys.argv[1])
 
