@@ -1,36 +1,55 @@
 """Offers: one message from each member of a group to each, received into memory that is prepared before it comes.
 
-An offer has four words, which mean nothing here, and perhaps the data of a small tensor. A rank has one offer under way
-at a time. Its requests are persistent: made once for each length, started again and again, which takes MPI
-half the time where its caches are cold.
+An offer has four words, which mean nothing here, and perhaps the data of a tensor: a small one is copied into it, a
+larger one follows in a message of its own, sent from where it lies. Whatever has been sent is received, in memory that
+is prepared here, also where the receiver does something else and drops it: no message is left over.
+
+A rank has one offer under way at a time. Its requests are persistent: made once for each length, started again and
+again, which takes MPI half the time where its caches are cold.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvlike.backends.network.progress import BufferPool, has_ended
 from hvlike.transport.loop.coroutine import Wait
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.messages.traffic import Traffic
 
 WORDS = 4
-_TAG = 1
-_HEADER_BYTES = 8 * (WORDS + 1)  # The last one: how many bytes of data follow
+_TAG, _DATA_TAG, _RESULT_TAG = 1, 2, 3
+_HEADER_BYTES = 8 * (WORDS + 1)  # The last one: how many bytes of data there are
 _MOST_LENGTHS = 256  # Lengths of offers whose requests are kept; with one more all are made anew
 # MPI may still use the memory of an abandoned request: it must never be freed.
 _ABANDONED: list[Any] = []
 
-Handler = Callable[[int, tuple[int, ...], Array | None], None]
+
+class Data(NamedTuple):
+    """What a peer has sent with an offer."""
+
+    array: Array
+    arriving: list[Any]  # The request of MPI, until it is there
+
+
+Handler = Callable[[int, tuple[int, ...], Data | None], None]
 
 
 class Offers:
     """Used from inside the loop only. It is polled there until it is closed."""
 
     def __init__(
-        self, comm: Any, byte: Any, ranks: Mapping[int, int], nbytes: int, traffic: Traffic, hear: Handler
+        self,
+        comm: Any,
+        byte: Any,
+        ranks: Mapping[int, int],
+        sizes: tuple[int, int],
+        traffic: Traffic,
+        hear: Handler,
     ) -> None:
         """Receive from now on.
 
@@ -38,41 +57,49 @@ class Offers:
             comm: A communicator that nothing else uses; it is this object's from now on.
             byte: MPI's datatype of a byte.
             ranks: What the other ranks of `comm` are called.
-            nbytes: The most data in an offer.
+            sizes: The most bytes of data in an offer, and behind it.
             traffic: Where messages are counted.
-            hear: Told of an offer: whose it is, its words and its data.
+            hear: Told of an offer: whose it is, its words and its data, which may still be arriving.
         """
+        nbytes, following = sizes
         self._comm = comm
         self._byte = byte
         self._ranks = ranks
         self._traffic = traffic
         self._hear = hear
+        self._most = nbytes
+        self._pool = BufferPool()  # For data that follow
+        self._pool.require(following)
+        self._arriving: deque[Data] = deque()
         self._buffer = np.zeros(_HEADER_BYTES + nbytes, np.uint8)
         self._words = self._buffer[:_HEADER_BYTES].data.cast("Q")
         self._sends: dict[int, list[Any]] = {}
         self.leaving: list[Any] = []  # The requests of the offer of this rank, until it has left
-        self._receives: list[tuple[int, Array, memoryview, Any]] = []
+        self._receives: list[tuple[int, int, Array, memoryview, Any]] = []
         for peer, rank in ranks.items():
             buffer = np.zeros(_HEADER_BYTES + nbytes, np.uint8)
             request = comm.Recv_init([buffer, byte], peer, _TAG)
             request.Start()
-            self._receives.append((rank, buffer, buffer[:_HEADER_BYTES].data.cast("Q"), request))
+            self._receives.append((peer, rank, buffer, buffer[:_HEADER_BYTES].data.cast("Q"), request))
 
     def send(self, words: tuple[int, int, int, int], data: Array | None) -> None:
-        """Send an offer to all others, after `sent`; the data are copied at once."""
+        """Send an offer to all others, after `sent`; large data are read until it is sent again."""
         nbytes = 0 if data is None else len(data)
+        inside = nbytes <= self._most
         mine = self._words
         mine[0], mine[1], mine[2], mine[3] = words
         mine[4] = nbytes
-        end = _HEADER_BYTES + nbytes
-        if data is not None:
+        end = _HEADER_BYTES + nbytes * inside
+        if data is not None and inside:
             self._buffer[_HEADER_BYTES:end] = data
         sends = self._sends.get(end) or self._make(end)
         for request in sends:
             request.Start()
-        self.leaving = list(sends)
-        self._traffic.data_messages += len(sends)
-        self._traffic.data_bytes += len(sends) * end
+        self.leaving = leaving = list(sends)
+        if not inside:
+            leaving += [self._comm.Isend([data, self._byte], peer, _DATA_TAG) for peer in self._ranks]
+        self._traffic.data_messages += len(leaving)
+        self._traffic.data_bytes += len(sends) * (_HEADER_BYTES + nbytes)
 
     def sent(self) -> bool:
         """Whether the offer of this rank has left."""
@@ -83,11 +110,18 @@ class Offers:
 
     def progress(self, rung: bool = True) -> Wait:
         """Take what has come."""
-        wait = Wait.NOTIFY if not self.leaving or self.sent() else Wait.POLL
-        for rank, buffer, words, request in self._receives:
+        arriving = self._arriving
+        wait = Wait.NOTIFY if (not self.leaving or self.sent()) and not arriving else Wait.POLL
+        while arriving and has_ended(arriving[0].arriving[0]):
+            arriving.popleft().arriving.clear()
+            wait = Wait.AGAIN
+        for peer, rank, buffer, words, request in self._receives:
             if request.Test():
-                nbytes = words[4]
-                data = buffer[_HEADER_BYTES : _HEADER_BYTES + nbytes].copy() if nbytes else None
+                nbytes, data = words[4], None
+                if nbytes > self._most:
+                    data = self._receive(peer, nbytes)
+                elif nbytes:
+                    data = Data(buffer[_HEADER_BYTES : _HEADER_BYTES + nbytes].copy(), [])
                 heard = tuple(words[:WORDS])
                 request.Start()
                 self._hear(rank, heard, data)
@@ -95,13 +129,31 @@ class Offers:
         return wait
 
     def is_unfinished(self) -> bool:
-        return not self.sent()
+        return bool(self._arriving) or not self.sent()
+
+    def give(self, data: Data) -> None:
+        """The data of an offer are not used any more."""
+        if len(data.array) > self._most:
+            self._pool.give(data.array.base)
+
+    def send_result(self, peer: int, result: Array) -> Any:
+        """What comes of offers that agree. Returns the request of MPI, as `receive_result` does."""
+        self._traffic.data_messages += 1
+        self._traffic.data_bytes += len(result)
+        return self._comm.Isend([result, self._byte], peer, _RESULT_TAG)
+
+    def receive_result(self, peer: int, place: Array) -> Any:
+        return self._comm.Irecv([place, self._byte], peer, _RESULT_TAG)
+
+    def keep(self, *used: object) -> None:
+        """MPI may still use these, and their owner gives them up."""
+        _ABANDONED.extend(used)
 
     def close(self) -> None:
-        """Give everything back, unless this rank's offer may still be under way."""
+        """Give everything back, unless an offer or its data may still be under way."""
         receives, self._receives = self._receives, []
-        if not self.sent():
-            _ABANDONED.append((self._comm, self._buffer, self._sends, receives))
+        if self.is_unfinished():
+            _ABANDONED.append((self._comm, self._buffer, self._sends, receives, [*self._arriving]))
             self.leaving = []
             return
         for *_, request in receives:
@@ -110,6 +162,12 @@ class Offers:
             request.Free()
         self._free()
         self._comm.Free()
+
+    def _receive(self, peer: int, nbytes: int) -> Data:
+        array = self._pool.take()[:nbytes]
+        data = Data(array, [self._comm.Irecv([array, self._byte], peer, _DATA_TAG)])
+        self._arriving.append(data)
+        return data
 
     def _make(self, end: int) -> list[Any]:
         if len(self._sends) >= _MOST_LENGTHS:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from hvlike.backends.network.offers import Data
 from hvlike.collectives.controller.tensor_queue import TensorQueue
-from hvlike.transport.memory.dtypes import Array
 
 PASS, HURRY = "pass", "hurry"
 
@@ -27,7 +27,7 @@ PASS, HURRY = "pass", "hurry"
 class Offer(NamedTuple):
     kind: int  # The same on all ranks for the same kind of operation
     name: int
-    data: Array | None = None
+    data: Data | None = None
 
 
 class Agreement:
@@ -41,7 +41,7 @@ class Agreement:
         self._offers: dict[int, dict[int, Offer | None]] = {}  # By operation and rank; None: that rank has passed
         self._passed: set[int] = set()  # Operations that this rank has passed before it came to them
         self._index, self._mine = -1, Offer(0, 0)  # What this rank has offered and waits for
-        self._away = self._stopped = False
+        self._away = self.stopped = False
         self.answer: bool | None = None  # Whether all do what this rank has offered; None: not known yet
         self.offers: dict[int, Offer | None] = {}  # What the peers have offered, once there is an answer
         # The tensor queue tells of the operations that it numbers while this is not 0.
@@ -50,7 +50,7 @@ class Agreement:
             tensor_queue.board = ([0], [self])
 
     def may_offer(self, index: int) -> bool:
-        return not (self._stopped or self._away or index in self._passed)
+        return not (self.stopped or self._away or index in self._passed)
 
     def offer(self, index: int, mine: Offer) -> None:
         """This rank's operation is numbered, and offered: the caller sends `mine` to all peers, or abandons it."""
@@ -114,7 +114,7 @@ class Agreement:
     def stop(self) -> None:
         """A peer has left, or this rank: nothing is agreed any more."""
         with self._queue.lock:
-            self._stopped = True
+            self.stopped = True
             if self._index >= 0:
                 self._end(False)
 

@@ -1,8 +1,12 @@
 """Inline allreduce across nodes: when all ranks of a set, each on a node of its own, call at the same time.
 
-The ranks agree by one message from each to each (inline_agreement.py). Two ranks send small tensors with it, and both
-reduce. Other tensors take an op queue of their own once that is agreed: its reduction is that of negotiated calls, so
-the bits of a result do not depend on which way a call took.
+The ranks agree by one message from each to each (inline_agreement.py). Where they are two, data go with it:
+
+    small      the tensor is in the offer, and both reduce it
+    middling   half of it follows the offer; each reduces its own half, and sends the result
+    large      takes an op queue of its own once that is agreed, as all tensors of more ranks do
+
+The sums are those of negotiated calls, so the bits of a result do not depend on which way a call took.
 """
 
 from __future__ import annotations
@@ -13,22 +17,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.network.offers import Offers
+from hvlike.backends.arithmetic.kernels import SilentErrstate
+from hvlike.backends.network.offers import Data, Offers
+from hvlike.backends.network.progress import has_ended
 from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_agreement import Agreement, Offer
 from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
-from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.reduction import Average
-from hvlike.collectives.requests.request import find_call_site
+from hvlike.errors import HorovodInternalError
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.loop.coroutine import Coroutine, Task
-from hvlike.transport.loop.spin import UNSHARED_SECONDS
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_at
 from hvlike.transport.world import Group
 
 MOST_MEMBERS = 8  # Each sends a message to each: with more, two messages through the coordinator are sooner there
-SENT_BYTES = 64 << 10  # Tensors up to this size travel with the offer
+SMALL_BYTES = 64 << 10
+HALVED_BYTES = 4 << 20  # Larger ones travel in packets: 8 MiB in halves took a fifth longer
 HURRY_SECONDS = 0.05
 """How long a rank waits for the others' offers. Then they are negotiated, which finds deadlocks and stalls."""
 
@@ -37,7 +42,16 @@ class _Plan(NamedTuple):
     number: int  # The same on all ranks for the same kind
     arithmetic: Arithmetic
     nbytes: int
-    is_sent: bool
+    is_small: bool
+    is_halved: bool
+
+
+class _Piece(NamedTuple):
+    """A tensor where it lies. It keeps no memory: a tensor that is there now does."""
+
+    sent: Array | None  # Goes with the offer
+    bytes: Array  # What this rank reduces
+    elements: Piece
 
 
 class InlineMessages(InlineCalls[_Plan]):
@@ -51,9 +65,10 @@ class InlineMessages(InlineCalls[_Plan]):
         self._loop = fabric.loop
         self._is_first = group.rank == 0
         peers = {position: rank for position, rank in enumerate(group.ranks) if position != group.rank}
-        most = SENT_BYTES if group.size == 2 else 0
-        self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, most, fabric.traffic, self._hear)
-        self._pieces: dict[tuple[int, int], tuple[Array, Piece]] = {}  # By address and kind
+        sizes = (SMALL_BYTES, HALVED_BYTES // 2) if group.size == 2 else (0, 0)
+        self._offers = Offers(comm, fabric.world.mpi.BYTE, peers, sizes, fabric.traffic, self._hear)
+        self._pieces: dict[tuple[int, int], _Piece] = {}  # By address and kind
+        self._run = SilentErrstate().run
         self._begun = False  # Whether the offer was sent
         self._wanted = -1  # The operation whose offer is to be sent
         fabric.loop.add_source(self._offers.progress, self._offers.is_unfinished)
@@ -77,7 +92,9 @@ class InlineMessages(InlineCalls[_Plan]):
             index = tensor_queue.entered
             if self._busy or self._away or self._recorder.on or index & self._sparing or self._offers.leaving:
                 return None
-            if not (tensor_queue.may_begin((KIND, name or "")) and agreement.may_offer(index)):
+            if (tensor_queue.closed or tensor_queue.requests) and not tensor_queue.may_begin((KIND, name or "")):
+                return None
+            if not agreement.may_offer(index):
                 return None
             self._busy, self._begun, self._wanted = True, False, index
             tensor_queue.entered = index + 1
@@ -85,26 +102,26 @@ class InlineMessages(InlineCalls[_Plan]):
             self._controller.steps[STEPS] = index
             agreement.offer(index, Offer(plan.number, code))
         try:
-            tensor_queue.know_thread()
+            if not tensor_queue.here.is_known:
+                tensor_queue.know_thread()
             tensor_queue.last = (key, place, time.monotonic())
-            raw, own = self._pieces.get((address, plan.number)) or self._piece(address, plan)
-            if not self._agree(index, (index, plan.number, code, 0), raw if plan.is_sent else None, key[1]):
+            piece = self._pieces.get((address, plan.number)) or self._piece(address, plan)
+            if not self._agree(index, (index, plan.number, code, 0), plan, piece, tensor, key[1]):
                 self._refused(index)
                 return key[1]
             self._sparing = 0
             self.served += 1
             self.bytes += plan.nbytes
-            if plan.is_sent:
-                (theirs,) = agreement.offers.values()
-                assert theirs is not None
-                assert theirs.data is not None
-                self._combine(plan.arithmetic, own, theirs.data)
-            else:
+            if plan.is_small:
+                self._combine(plan.arithmetic, piece.elements)
+            elif not plan.is_halved:
                 self._reduce(plan.arithmetic, tensor, index, key[1])
         finally:
+            self._wanted = -1
             if agreement.answer is None:
-                self._wanted = -1
                 agreement.abandon(sent=self._begun)
+            if self._offers.leaving:
+                self._offers.keep(tensor)
             self._busy = False
         return True
 
@@ -118,65 +135,124 @@ class InlineMessages(InlineCalls[_Plan]):
 
     def _plan(self, arithmetic: Arithmetic, elements: int, number: int) -> _Plan:
         nbytes = elements * arithmetic.itemsize
-        return _Plan(number, arithmetic, nbytes, self._size == 2 and nbytes <= SENT_BYTES)
+        is_small = self._size == 2 and nbytes <= SMALL_BYTES
+        return _Plan(number, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES)
 
     def _forget(self) -> None:
         super()._forget()
         self._pieces.clear()
 
-    def _piece(self, address: int, plan: _Plan) -> tuple[Array, Piece]:
-        """The bytes and elements of a tensor at an address; they keep no memory: a tensor that is there now does."""
+    def _piece(self, address: int, plan: _Plan) -> _Piece:
         if len(self._pieces) >= MOST_KNOWN:
             self._pieces.clear()
-        raw = bytes_at(address, plan.nbytes)
-        piece = self._pieces[address, plan.number] = raw, plan.arithmetic.over(raw)
+        own = bytes_at(address, plan.nbytes)
+        sent = own if plan.is_small else None
+        if plan.is_halved:
+            itemsize = plan.arithmetic.itemsize
+            middle = plan.nbytes // itemsize // 2 * itemsize
+            own, sent = (own[:middle], own[middle:]) if self._is_first else (own[middle:], own[:middle])
+        piece = self._pieces[address, plan.number] = _Piece(sent, own, plan.arithmetic.over(own))
         return piece
 
-    def _hear(self, rank: int, words: tuple[int, ...], data: Array | None) -> None:
+    def _hear(self, rank: int, words: tuple[int, ...], data: Data | None) -> None:
         index, kind, code, _ = words
         self._agreement.take(rank, index, Offer(kind, code, data))
 
-    def _agree(self, index: int, words: tuple[int, int, int, int], data: Array | None, name: str) -> bool | None:
-        """Send the offer and wait for the answer."""
-        controller, agreement, offers, loop = self._controller, self._agreement, self._offers, self._loop
-
-        def begin() -> None:
-            if self._wanted != index:
-                # The caller was interrupted.
-                return
-            offers.send(words, data)
-            self._begun = True
-
-        def steps() -> Coroutine[None]:
-            begin()
-            while agreement.answer is None or not offers.sent():
-                yield offers.progress()
-
-        if loop.advance(steps(), UNSHARED_SECONDS):
+    def _agree(
+        self,
+        index: int,
+        words: tuple[int, int, int, int],
+        plan: _Plan,
+        piece: _Piece,
+        tensor: torch.Tensor,
+        name: str,
+    ) -> bool | None:
+        """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
+        agreement, loop = self._agreement, self._loop
+        coroutine = self._steps(index, words, plan, piece, tensor)
+        if loop.advance(coroutine, self._op_queue.spin.network_seconds):
             return agreement.answer
-        if not self._begun:
-            loop.post(begin, wake=False)
+        ended: list[Task[None]] = []
+        task = loop.start(coroutine, ended.append, wake=False)
 
-        def done() -> bool:
-            return self._begun and agreement.answer is not None and not offers.leaving
+        def stop(error: HorovodInternalError) -> None:
+            agreement.stop()
+            if agreement.answer:
+                loop.cancel(task, error)
 
-        if not loop.wait(done, HURRY_SECONDS):
+        if not loop.wait(lambda: bool(ended), HURRY_SECONDS):
             agreement.hurry()
-            key = (STEP, STEPS)
-            controller.enter_step(key, index, find_call_site(), name, lambda error: agreement.stop())
-            try:
-                controller.wait(key, done, None)
-            finally:
-                controller.leave_step(key)
+            self._await(ended, index, name, stop)
+        elif ended[0].error is not None:
+            raise ended[0].error
         return agreement.answer
 
-    def _combine(self, arithmetic: Arithmetic, own: Piece, received: Array) -> None:
-        theirs = arithmetic.over(received)
-        if self._is_first:
-            arithmetic.combine(own, [theirs])
-        else:
-            # The order of the other rank: a NaN keeps the same bits on both.
-            arithmetic.combine(theirs, [own], [own])
+    def _steps(
+        self, index: int, words: tuple[int, int, int, int], plan: _Plan, piece: _Piece, tensor: torch.Tensor
+    ) -> Coroutine[None]:
+        agreement, offers = self._agreement, self._offers
+        if self._wanted != index:
+            # The caller was interrupted.
+            return
+        offers.send(words, piece.sent)
+        self._begun = True
+        while agreement.answer is None:
+            yield offers.progress()
+            if self._wanted != index:
+                return
+        if agreement.answer and plan.is_halved:
+            yield from self._exchange(plan.arithmetic, piece, tensor)
+            return
+        # A peer that has left may never take the data of a refused offer.
+        while not (offers.sent() or agreement.stopped):
+            yield offers.progress()
+
+    def _exchange(self, arithmetic: Arithmetic, piece: _Piece, tensor: torch.Tensor) -> Coroutine[None]:
+        """Each rank has sent the half that the other one reduces."""
+        offers, peer = self._offers, int(self._is_first)
+        data = self._received()
+        assert piece.sent is not None
+        requests: list[Any] = []
+        receiving = sending = True
+        try:
+            while receiving or sending:
+                wait = offers.progress()
+                if receiving and not offers.leaving:
+                    # MPI does not read the place any more.
+                    requests.append(offers.receive_result(peer, piece.sent))
+                    receiving = False
+                if sending and not data.arriving:
+                    arithmetic.combine(piece.elements, [arithmetic.over(data.array)])
+                    offers.give(data)
+                    requests.append(offers.send_result(peer, piece.bytes))
+                    sending, wait = False, Wait.AGAIN
+                yield wait
+            while requests:
+                if has_ended(requests[-1]):
+                    requests.pop()
+                else:
+                    yield Wait.POLL
+        finally:
+            if requests or receiving or sending:
+                offers.keep(tensor, requests)
+
+    def _received(self) -> Data:
+        """What the other rank has sent with its offer, once all agree."""
+        (offer,) = self._agreement.offers.values()
+        assert offer is not None
+        assert offer.data is not None
+        return offer.data
+
+    def _combine(self, arithmetic: Arithmetic, own: Piece) -> None:
+        """Both ranks reduce, in one order: a NaN keeps the same bits on both."""
+        theirs = arithmetic.over(self._received().array)
+        pieces = (own, theirs) if self._is_first else (theirs, own)
+        calls = None if arithmetic.joining is None else arithmetic.joining.calls(pieces, own)
+        if calls is None:
+            arithmetic.combine(pieces[0], pieces[1:], () if self._is_first else (own,))
+            return
+        for function, arguments, keywords in calls:
+            self._run(function, *arguments, **keywords)
 
     def _reduce(self, arithmetic: Arithmetic, tensor: torch.Tensor, index: int, name: str) -> None:
         queue, ended = self._op_queue, list[Task[None]]()

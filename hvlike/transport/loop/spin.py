@@ -42,7 +42,7 @@ MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB ove
 
 TICK_SECONDS = 0.25
 
-TURN_SECONDS = 500e-6  # How often a thread that advances one coroutine gives the rest of the loop a turn
+TURN_SECONDS = 1e-3  # How often a thread that advances one coroutine gives the rest of the loop a turn
 
 PICK_UP_SECONDS = 50e-6  # A background thread that was rung leaves the loop to one that may be about to wait
 
