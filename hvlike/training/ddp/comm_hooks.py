@@ -305,7 +305,7 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
             raise UsageError(
                 f"{name} of torch reduces over a process group of torch.distributed, and none is there. Register "
                 f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls "
-                "hvlike, or start torch.distributed over hvlike first (hvlike.integrations.torch_distributed)."
+                'hvlike, or start torch.distributed over hvlike first: torch.distributed.init_process_group("hvlike").'
             )
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)

@@ -29,6 +29,9 @@ def jobs(folder: Path) -> list[Job]:
         "synthetic": f"{synthetic} --num-iters 2 --num-batches-per-iter 1 --num-warmup-batches 1",
         "elastic, calm": f"{examples}/elastic.py --epochs 1",
         "elastic, troubled": f"{examples}/elastic.py --epochs 1 --fail-at 15",
+        "ddp_unmodified": f"{examples}/ddp_unmodified.py --epochs 2",
+        "fsdp2": f"{examples}/fsdp2.py --steps 20",
+        "pipeline, 1f1b": f"{examples}/pipeline.py --steps 20",
     }
     resumed = {
         "digits, resumed": f"{digits} --output {place}/parts --resume",
@@ -48,6 +51,8 @@ def jobs(folder: Path) -> list[Job]:
         "pipeline": f"{examples}/rpc_pipeline.py --epochs 2 --batch-size 128 --lr 0.2",
         "reinforcement": f"{examples}/rpc_reinforcement.py --episodes 6",
         "process_sets, 3": f"{examples}/process_sets.py --epochs 3",
+        "tensor_parallel": f"{examples}/tensor_parallel.py --steps 20",
+        "pipeline, gpipe": f"{examples}/pipeline.py --steps 20 --schedule gpipe",
     }
     alone = {
         "pipeline, 1": f"{examples}/rpc_pipeline.py --epochs 1 --batch-size 128",
