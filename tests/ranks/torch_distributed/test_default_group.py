@@ -113,11 +113,12 @@ def test_all_send_to_all(ranks: tuple[int, int]) -> None:
     assert uneven[:, 1].tolist() == [float(place) for place in range(size) for _ in range(rank + 1)]
 
 
-def test_asynchronous_calls_are_complete(ranks: tuple[int, int]) -> None:
+def test_asynchronous_calls_are_complete_once_they_were_waited_for(ranks: tuple[int, int]) -> None:
     rank, size = ranks
     tensor = torch.tensor([rank])
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
+    work.wait()
     assert work.is_completed()
     assert work.wait()
     assert tensor.item() == sum(range(size))
