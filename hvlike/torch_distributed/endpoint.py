@@ -38,8 +38,8 @@ _KIND = "point to point"
 
 # What a message says first, and what follows; plain numbers, which pickle quickly.
 _BYTES, _OFFER, _TAKEN, _WRONG = range(4)
-# _BYTES: key, tag, bytes. _OFFER: key, tag, number, Place: a large tensor. _TAKEN: number, error or None: the receiver
-# has it, or will not take it. _WRONG: key, error: of bytes whose send was done.
+# _BYTES: key, tag, bytes. _OFFER: key, tag, number, Place: a large tensor. _WRONG: key, error: of bytes whose send was
+# done. _TAKEN: number, error or None: the receiver has it (a sender that helps sees that itself), or will not take it.
 
 
 class Place(NamedTuple):
@@ -117,6 +117,7 @@ class _Sending(NamedTuple):
     group: Group
     transfer: Transfer
     rank: int
+    helped: bool
 
 
 class Endpoint:
@@ -168,20 +169,43 @@ class Endpoint:
     def _offer(self, group: Group, transfer: Transfer, rank: int) -> None:
         memory = transfer.memory
         self._number = number = self._number + 1
-        self._sending[number] = _Sending(group, transfer, rank)
         direct = self._channel.direct
         if self._fabric.reaches_peers and rank in self._fabric.bells:
             helped = memory.nbytes >= LEAST_BYTES and direct.is_free_for(rank)
             place = Place(memory.nbytes, memory.address, 0, helped)
             if helped:
                 direct.take()
-                help_to_copy = direct.send(rank, memory.view, _nothing, patience=Wait.NOTIFY)
-                self._fabric.loop.begin(help_to_copy)
+                self._fabric.loop.begin(self._help(number, rank, memory.view))
         else:
             tag, sent = self._channel.send_payload(rank, memory.view)
             place = Place(memory.nbytes, 0, tag, helped=False)
             self._fabric.loop.begin(sent)
+        self._sending[number] = _Sending(group, transfer, rank, place.helped)
         self._send(rank, (_OFFER, group.key, transfer.tag, number, tuple(place)))
+
+    def _help(self, number: int, rank: int, view: Array) -> Coroutine[None]:
+        """Copy from the other end while the receiver copies; it tells by the same slot when it has everything."""
+        refused = False
+
+        def refuse() -> Coroutine[None]:
+            nonlocal refused
+            refused = True
+            yield from ()
+
+        yield from self._channel.direct.send(rank, view, refuse, patience=Wait.NOTIFY)
+        if not refused:
+            self._taken(number, None)
+        elif number in self._sending:
+            # Its error comes as a message; the slot serves others from here on.
+            self._sending[number] = self._sending[number]._replace(helped=False)
+
+    def _taken(self, number: int, error: BaseException | None) -> None:
+        """The receiver does not read a tensor of this rank any more."""
+        sending = self._sending.pop(number, None)
+        if sending is not None:
+            sending.transfer.end(error)
+            if sending.helped and error is not None:
+                self._channel.direct.withdraw()
 
     def read(self, offer: Offer, view: Array) -> Coroutine[None]:
         """Bring the bytes of an offer into `view`, which is as long."""
@@ -200,12 +224,13 @@ class Endpoint:
             process_memory.read(process, place.address + start, mine + start, nbytes)
 
     def answer(self, offer: Offer, error: BaseException | None) -> None:
-        self._send(offer.rank, (_TAKEN, offer.number, error))
+        if offer.place.helped and error is None:
+            self._fabric.bells[offer.rank].ring()
+        else:
+            self._send(offer.rank, (_TAKEN, offer.number, error))
 
     def refuse(self, offer: Offer, error: BaseException) -> None:
         """Tell the sender that its tensor is not wanted; what comes of it by MPI goes nowhere."""
-        if offer.place.helped:
-            self._channel.direct.decline(offer.rank)
         self.answer(offer, error)
         if offer.place.payload_tag:
             nowhere = np.empty(offer.nbytes, np.uint8)
@@ -218,14 +243,11 @@ class Endpoint:
                 each.transfer.end(error)
                 if rank is not None:
                     # Lost: it reads no more.
-                    del self._sending[number]
+                    self._taken(number, error)
 
     def _hear(self, rank: int, word: int, *rest: Any) -> None:
         if word == _TAKEN:
-            number, error = rest
-            sending = self._sending.pop(number, None)
-            if sending is not None:
-                sending.transfer.end(error)
+            self._taken(*rest)
             return
         key, *content = rest
         hear: Callable[[Group], None]
@@ -256,10 +278,6 @@ def _hear_message(rank: int, tag: int, message: Array | Offer, group: Group) -> 
 
 def _hear_error(rank: int, error: BaseException, group: Group) -> None:
     group.hear_error(rank, error)
-
-
-def _nothing() -> Coroutine[None]:
-    yield from ()
 
 
 def _unreadable(offer: Offer) -> Coroutine[None]:

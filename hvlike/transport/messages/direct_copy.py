@@ -162,9 +162,9 @@ class DirectCopies:
             if not over:
                 self._abandon(slot, view)
 
-    def decline(self, rank: int) -> None:
-        """The receiver does not want what that rank has offered."""
-        self._slots[rank][_RECEIVED] = 1
+    def withdraw(self) -> None:
+        """The receiver, which has not begun, will not take what was offered: let the sender's part end."""
+        self._mine[_RECEIVED] = 1
 
     def _read(self, rank: int, slot: memoryview, address: int, view: Array) -> Coroutine[None]:
         process = self._bells[rank].process

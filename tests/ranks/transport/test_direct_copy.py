@@ -27,7 +27,7 @@ class Pair:
 
     def __init__(self) -> None:
         table = np.zeros(2 * SLOT_WORDS, np.uint64).data.cast("B").cast("Q")
-        self.bells: Any = {rank: SimpleNamespace(process=os.getpid()) for rank in range(2)}
+        self.bells: Any = {rank: SimpleNamespace(process=os.getpid(), ring=lambda: None) for rank in range(2)}
         self.sender, self.receiver = (DirectCopies(table, {0: 0, 1: 1}, self.bells, rank, Fence()) for rank in range(2))
         self.sender.enabled = True
         self.by_mpi: list[str] = []
