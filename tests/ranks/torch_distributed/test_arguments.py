@@ -99,10 +99,10 @@ def test_the_reason_is_in_the_message(world: World) -> None:
 @beyond_gloo
 @pytest.mark.parametrize("difference", ["shape", "dtype", "operation", "collective"])
 def test_ranks_whose_calls_differ_are_told(world: World, difference: str) -> None:
-    """On every rank, instead of wrong values. It ends the group, and no other."""
+    """On every rank, instead of wrong values; between nodes by the timeout. It ends the group, and no other."""
     if world.size == 1:
         pytest.skip("nobody differs")
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=5))
     differs = world.rank == world.size - 1
     tensor = torch.ones(3 + (differs and difference == "shape"))
     tensor = tensor.double() if differs and difference == "dtype" else tensor
@@ -113,7 +113,7 @@ def test_ranks_whose_calls_differ_are_told(world: World, difference: str) -> Non
         second = dist.all_gather(rows, torch.zeros(1), group=group, async_op=True)
     else:
         second = dist.all_reduce(tensor, op, group=group, async_op=True)
-    with pytest.raises(RuntimeError, match=r"(other|different) work"):
+    with pytest.raises(RuntimeError, match=r"(other|different) work|timed out"):
         all(work.wait() for work in (reduce, second))
     dist.barrier()  # Who has left cannot tell any more what it has called.
     dist.destroy_process_group(group)
