@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp
+from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp, check_supported
 from hvlike.backends.base import Backend, PreparedReduction
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
 from hvlike.collectives.session.context import current
-from hvlike.errors import ProcessGroupError, ShutdownError
+from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.autoload import BACKEND_NAME
 from hvlike.torch_distributed.groups import close_group, names, open_group
@@ -75,6 +75,7 @@ class ProcessGroup(_ProcessGroupBase):
         if len(tensors) == 1:
             job = self._in_place(tensor, reduction)
         if job is None:
+            self._check_reducible("all_reduce", tensors, reduction)
             job = operations.allreduce(self.calls.group, tensors, reduction)
         work = self._call("all_reduce", job, tensors, opts)
         if tensor.numel() == 1:
@@ -92,6 +93,7 @@ class ProcessGroup(_ProcessGroupBase):
             prepared = self._prepared[key]
         else:
             prepared = None
+            self._check_reducible("all_reduce", [tensor], reduction)
             op, prescale, postscale = reduction
             if working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
                 arithmetic = arithmetic_of(tensor.dtype, op, self._ranks, prescale, postscale)
@@ -110,12 +112,15 @@ class ProcessGroup(_ProcessGroupBase):
     @short_form(dist.ReduceOptions, 1, "root", "op", "timeout")
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("reduce", opts.rootRank)
-        job = operations.reduce_to(self.calls.group, tensors, opts.rootRank, _reduction(opts))
+        reduction = _reduction(opts)
+        self._check_reducible("reduce", tensors, reduction)
+        job = operations.reduce_to(self.calls.group, tensors, opts.rootRank, reduction)
         return self._call("reduce", job, tensors, opts)
 
     @short_form(dist.BroadcastOptions, 1, "root", "timeout")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("broadcast", opts.rootRank)
+        self._check_writable("broadcast", tensors)
         return self._call("broadcast", operations.broadcast(tensors, opts.rootRank), tensors, opts)
 
     @short_form(_AllgatherOptions, 2, "timeout")
@@ -174,7 +179,9 @@ class ProcessGroup(_ProcessGroupBase):
         for row, output in zip(inputs, outputs, strict=True):
             self._check_count("reduce_scatter", "input tensors", len(row))
             self._check_own("reduce_scatter", "input", row[self._place], output)
-        job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
+        reduction = _reduction(opts)
+        self._check_reducible("reduce_scatter", outputs, reduction)
+        job = operations.reduce_scatter(self.calls.group, outputs, inputs, reduction)
         return self._call("reduce_scatter", job, outputs, opts, also=inputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -185,7 +192,9 @@ class ProcessGroup(_ProcessGroupBase):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_share("reduce_scatter_tensor", tensor, output)
-        job = operations.reduce_scatter(self.calls.group, outputs, inputs, _reduction(opts))
+        reduction = _reduction(opts)
+        self._check_reducible("reduce_scatter_tensor", outputs, reduction)
+        job = operations.reduce_scatter(self.calls.group, outputs, inputs, reduction)
         return self._call("reduce_scatter_tensor", job, outputs, opts, also=inputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -332,6 +341,21 @@ class ProcessGroup(_ProcessGroupBase):
     def _check_share(self, what: str, whole: Tensor, share: Tensor) -> None:
         if whole.numel() != share.numel() * self._ranks or whole.dtype != share.dtype:
             raise self._wrong(what, f"a tensor {self._ranks} times as large as {_like(share)}", _like(whole))
+
+    def _check_reducible(self, what: str, tensors: Sequence[Tensor], reduction: Reduction) -> None:
+        """Refuse before it begins what would fail on its way, and end the group."""
+        self._check_writable(what, tensors)
+        try:
+            for tensor in tensors:
+                check_supported(reduction.op, tensor.dtype)
+        except UsageError as error:
+            raise ProcessGroupError(f"torch.distributed.{what}: {error}") from None
+
+    def _check_writable(self, what: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+            if tensor.numel() and any(stride == 0 and length > 1 for stride, length in dimensions):
+                raise self._wrong(what, "elements that have memory of their own", f"{_like(tensor)}, expanded")
 
     def _check_root(self, what: str, root: int) -> None:
         if not 0 <= root < self._ranks:
