@@ -105,6 +105,8 @@ if rank == 0:
     tensor = torch.zeros(3)
     wait(group.recv(tensor, 1, 1))
     say(f"came before: {tensor.tolist()}")
+# The other survivor shall not see this one vanish, too.
+time.sleep(3)
 os._exit(0)
 """
 
