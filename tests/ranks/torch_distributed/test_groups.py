@@ -1,13 +1,12 @@
 """Groups of any ranks: made, nested, split, used at the same time, destroyed."""
 
 import itertools
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.torch_distributed.backend import BACKEND, World, beyond_gloo, start
+from support.torch_distributed.backend import BACKEND, World, beyond_gloo, on_several_hosts, start
 from support.torch_distributed.values import mine, of_all
 
 
@@ -155,9 +154,7 @@ def test_split_group(world: World) -> None:
 
 def test_groups_of_gloo_beside_it(world: World) -> None:
     """The store of the default group serves other backends, too."""
-    hosts = [""] * world.size
-    dist.all_gather_object(hosts, socket.gethostname())
-    if len(set(hosts)) > 1:
+    if on_several_hosts(world):
         pytest.skip("gloo would have to be told the networks of the hosts")
     group = dist.new_group(backend="gloo")
     assert dist.get_backend(group) == "gloo"

@@ -6,6 +6,7 @@ that a test asks for nothing that torch does not promise. What gloo refuses is m
 
 import itertools
 import os
+import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,13 @@ class World(NamedTuple):
     rank: int
     size: int
     next: int
+
+
+def on_several_hosts(world: World) -> bool:
+    """Whether the ranks are on several hosts. Collective."""
+    names = [""] * world.size
+    dist.all_gather_object(names, socket.gethostname())
+    return len(set(names)) > 1
 
 
 def start(timeout: timedelta | None = None) -> None:
