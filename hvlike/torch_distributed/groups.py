@@ -51,7 +51,7 @@ def open_group(name: str, ranks: Sequence[int], seconds: float) -> CallQueue:
 def _open(
     context: Context, name: str, ranks: tuple[int, ...], deadline: float
 ) -> Coroutine[tuple[ProcessSetState, OpQueue]]:
-    missing = yield from _meet(context.fabric, ranks, ("group", name), deadline)
+    missing = yield from meet(context.fabric, ranks, ("group", name), deadline)
     if missing:
         raise StalledError(
             f"rank {context.world.rank}: the group {name!r} of torch.distributed with {name_ranks(ranks)} was not made "
@@ -68,7 +68,7 @@ def private_number(name: str) -> int:
     return FIRST_PRIVATE_SET + int.from_bytes(digest, "big")
 
 
-def _meet(fabric: Fabric, ranks: Sequence[int], key: tuple[str, str], deadline: float) -> Coroutine[list[int]]:
+def meet(fabric: Fabric, ranks: Sequence[int], key: tuple[str, str], deadline: float) -> Coroutine[list[int]]:
     """Wait until all members are here; the ranks of those that were not in time."""
     leader, *others = ranks
     mailbox, me = fabric.mailbox, fabric.world.rank

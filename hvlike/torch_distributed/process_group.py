@@ -6,6 +6,7 @@ that PyProcessGroup.hpp lists. Source: torch/csrc/distributed/c10d/ProcessGroup.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.autoload import BACKEND_NAME
+from hvlike.torch_distributed.functions import extend_functions
 from hvlike.torch_distributed.groups import close_group, names, open_group
 from hvlike.torch_distributed.rendezvous import check_place, start_hvlike
 from hvlike.torch_distributed.short_forms import short_form
@@ -56,6 +58,7 @@ class ProcessGroup(_ProcessGroupBase):
         self._ranks = size
         self._store = store
         self._names = ["", ""]
+        self.monitored_barriers = itertools.count()
         self._prepared: dict[object, PreparedReduction | None] = {}
         self._coalescing: threading.local = threading.local()
         # DDP in a Join context leaves the work of such a call to C++, which would keep only its own half of it.
@@ -408,6 +411,7 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
         StalledError: Where members are missing after the timeout.
     """
     world = start_hvlike()
+    extend_functions(ProcessGroup)
     ranks = list(opts.global_ranks_in_group)
     if not ranks:
         check_place(opts.group_rank, opts.group_size, world)
