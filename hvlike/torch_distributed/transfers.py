@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class Transfers:
         self._context = context
         self._ranks = tuple(ranks)
         self._group = PointToPoint(calls.fabric, calls.name, ranks)
-        self._begun = 0
+        self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[Work, Transfer]] = {}
         self._report_seconds = stall_limits(context.knobs).report_seconds
         calls.fabric.ticks.append(self._watch)
@@ -56,8 +57,7 @@ class Transfers:
         return f"rank {self._ranks[position]}" if 0 <= position < len(self._ranks) else f"position {position}"
 
     def _work(self, what: str, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> Work:
-        self._begun += 1
-        work = Work(self, self._begun, what, list(tensors), time.monotonic() + self._calls.seconds)
+        work = Work(self, next(self._numbers), what, list(tensors), time.monotonic() + self._calls.seconds)
         if not transfer.done:
             self._pending[work.number] = work, transfer
         transfer.add_done(partial(self._end, work, transfer))
@@ -109,7 +109,9 @@ class Transfers:
         self._group.close(error)
 
     def close(self) -> None:
-        """The group is destroyed on this rank."""
+        """The group is destroyed on this rank; a second call does nothing."""
+        if self._watch not in self._calls.fabric.ticks:
+            return
         self._calls.fabric.ticks.remove(self._watch)
         self._context.when_lost.remove(self._group.lose)
         self._context.before_close.remove(self._shut_down)
