@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -116,10 +117,20 @@ class GroupNames:
 
     def __init__(self) -> None:
         self._defaults = 0
+        self._of_members: Counter[tuple[int, ...]] = Counter()
 
-    def unique(self, name: str, *, default: bool) -> str:
-        """The name of a group that torch calls `name`. default: it is the group of all ranks, which is made first."""
+    def unique(self, name: str, ranks: Sequence[int], *, default: bool) -> str:
+        """The name of a group that torch calls `name`, the same on all members.
+
+        default: it is the group of all ranks, which is made first.
+        """
         self._defaults += default
+        if not name.isdecimal():
+            # Made by its members alone: torch's name depends on how many groups a rank knows, which may differ.
+            key = tuple(ranks)
+            self._of_members[key] += 1
+            digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+            name = f"{digest}-{self._of_members[key]}"
         return f"{name}.{self._defaults}"
 
 

@@ -416,5 +416,5 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
     if not ranks:
         check_place(opts.group_rank, opts.group_size, world)
         ranks = list(range(world.size))
-    name = names.unique(opts.group_id, default=not opts.global_ranks_in_group)
+    name = names.unique(opts.group_id, ranks, default=not opts.global_ranks_in_group)
     return ProcessGroup(opts.store, opts.group_rank, opts.group_size, ranks, name, opts.timeout.total_seconds())
