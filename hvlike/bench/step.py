@@ -165,9 +165,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(workload: Workload, there: Peers, options: argparse.Namespace, bare: BareLoop | None) -> Result:
+    trainers = contestants(workload, options.seed, there.raw, there.backend, options.bucket_view, bare)
+    return train(workload, trainers, there, options)
+
+
+def train(workload: Workload, trainers: Sequence[Trainer], there: Peers, options: argparse.Namespace) -> Result:
+    """Measure these, the first of them without communication. Collective."""
     rank, raw, seed = hvlike.rank(), there.raw, options.seed
     expected = expected_gradients(workload.model(seed), workload.data(seed + 1 + rank), raw)
-    trainers = contestants(workload, seed, raw, there.backend, options.bucket_view, bare)
     for trainer in trainers:
         trainer.step()
         if trainer.name != ALONE:

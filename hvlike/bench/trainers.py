@@ -230,20 +230,25 @@ class Trainer:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
+    def gradients(self) -> list[Tensor | None]:
+        return [each.grad for each in self.parameters]
+
+    def weights(self) -> list[Tensor]:
+        return [each.detach() for each in self.parameters]
+
     def checksum(self) -> float:
         """Return a number that is the same for replicas whose weights are equal bit for bit."""
-        return float(sum(each.detach().double().sum() for each in self.parameters))
+        return float(sum(each.double().sum() for each in self.weights()))
 
     def verify_gradients(self, expected: list[Tensor], rank: int) -> None:
         """Compare the gradients that the first step has left with the expected ones. Raises: HvlikeError."""
-        for index, (parameter, right) in enumerate(zip(self.parameters, expected, strict=True)):
-            found = parameter.grad
+        for index, (found, right) in enumerate(zip(self.gradients(), expected, strict=True)):
             # Relative to the largest element: small ones are what large ones leave when they cancel.
             allowed = _TOLERANCE * float(right.abs().max())
             if found is None or not torch.allclose(found, right, rtol=0.0, atol=allowed):
                 raise HvlikeError(
                     f"rank {rank}: {self.name} did not leave the mean gradient in parameter {index} "
-                    f"of shape {tuple(parameter.shape)}."
+                    f"of shape {tuple(right.shape)}."
                 )
 
     def verify_replicas(self, raw: RawMpi) -> None:
