@@ -20,6 +20,7 @@ from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import GLOO, OURS
 from hvlike.bench.trainers import ALONE, WORKLOADS, Trainer, Workload
 from hvlike.errors import HvlikeError, UsageError
+from hvlike.torch_distributed.autoload import BACKEND_NAME, register
 
 DEFAULT_SIZES, DEFAULT_DDP, DEFAULT_FSDP = "1KiB,64KiB,1MiB,4MiB,25MiB", "mlp,small,resnet", "transformer"
 _BYTES_PER_SIZE = 512 << 20
@@ -152,7 +153,8 @@ def run(options: argparse.Namespace) -> int:
     with peers(None, "it is no backend of torch.distributed") as there:
         if there.backend is None:
             raise UsageError(f"bench backend compares with gloo. {there.left_out[0]}")
-        groups = {OURS: _our_group(), GLOO: distributed.group.WORLD}
+        register()  # Where TORCH_DEVICE_BACKEND_AUTOLOAD=0 has kept torch from it
+        groups = {OURS: distributed.new_group(backend=BACKEND_NAME), GLOO: distributed.group.WORLD}
         calls = [measure(call, size, groups, there, options) for call in CALLS for size in options.sizes]
         kinds = [("DDP", each, _ddp) for each in options.ddp if each]
         kinds += [("FSDP2", each, FsdpTrainer) for each in options.fsdp if each]
@@ -167,15 +169,6 @@ def run(options: argparse.Namespace) -> int:
             title = f"torch.distributed on {hvlike.size()} ranks"
             publish(options, document, as_text(conditions, calls, steps), title, panels(calls, steps))
     return 0
-
-
-def _our_group() -> Group:
-    """All ranks once more, over hvlike, beside torch's default group. Collective."""
-    from hvlike.torch_distributed.process_group import BACKEND_NAME, create
-
-    if not hasattr(distributed.Backend, BACKEND_NAME.upper()):
-        distributed.Backend.register_backend(BACKEND_NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    return distributed.new_group(backend=BACKEND_NAME)
 
 
 def measure(call: str, size: int, groups: dict[str, Group], there: Peers, options: argparse.Namespace) -> Result:
