@@ -25,9 +25,21 @@ def register() -> None:
         if dist.is_available() and not hasattr(dist.Backend, BACKEND_NAME.upper()):
             _set_rank_variables()
             dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+            backend: Any = dist.Backend
+            backend._plugins = _Plugins(backend._plugins)
             _extend_rendezvous()
     except Exception as error:
         _warn(error)
+
+
+class _Plugins(dict[str, Any]):
+    """The backends that were registered, but for this one, which is there in every program.
+
+    Where torch.distributed sees any, "cpu:gloo" has no default backend (torch 2.13, _new_process_group_helper).
+    """
+
+    def keys(self) -> Any:
+        return [name for name in self if name != BACKEND_NAME.upper()]
 
 
 def _warn(error: Exception) -> None:

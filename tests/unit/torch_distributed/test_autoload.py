@@ -107,3 +107,16 @@ def test_a_fault_ends_no_import_where_warnings_are_errors(capsys: pytest.Capture
         warnings.simplefilter("error")
         autoload.register()
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capsys.readouterr().err
+
+
+def test_groups_of_other_backends_are_as_without_it(installed: Path) -> None:
+    """Torch gives "cpu:gloo" no default backend as soon as any backend was registered."""
+    program = """
+import torch.distributed as dist
+assert "HVLIKE" in dist.Backend._plugins
+dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+print("number", dist.group.WORLD._get_sequence_number_for_group())
+"""
+    ended = run(program, installed)
+    assert ended.stdout.startswith("number"), ended.stderr
+    assert "Warning" not in ended.stderr
