@@ -12,6 +12,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hvlike.errors import MismatchError, StalledError
 
+pytestmark = pytest.mark.mpi(min_size=2)
+
 
 @pytest.mark.parametrize("elements", [0, 5, 300_000])
 def test_send_and_recv(world: World, elements: int) -> None:

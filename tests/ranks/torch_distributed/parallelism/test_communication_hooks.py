@@ -109,6 +109,7 @@ def test_the_optimizer_runs_in_the_hook() -> None:
     assert_equal(model, trained_alone())
 
 
+@pytest.mark.mpi(min_size=2)
 def test_local_sgd_averages_in_halves_and_now_and_then_over_all() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

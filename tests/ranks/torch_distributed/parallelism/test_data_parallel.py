@@ -79,6 +79,7 @@ class Branches(nn.Module):
         return self.ways[way](inputs)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_unused_parameters_count_as_zeros_and_what_nobody_uses_has_no_gradient() -> None:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -89,6 +90,7 @@ def test_unused_parameters_count_as_zeros_and_what_nobody_uses_has_no_gradient()
     assert model.module.ways[2].bias.grad is None
 
 
+@pytest.mark.mpi(min_size=2)
 def test_each_half_of_the_ranks_trains_for_itself() -> None:
     with halves() as group:
         model = DistributedDataParallel(model_of(dist.get_rank() % 2), process_group=group)

@@ -27,6 +27,8 @@ from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.optim import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.mpi(min_size=2)
+
 
 @pytest.fixture
 def half() -> Iterator[dist.ProcessGroup]:

@@ -26,6 +26,7 @@ def ZeroRedundancyOptimizer(*arguments: Any, **options: Any) -> Any:
     return optim.ZeroRedundancyOptimizer(*arguments, **options)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("as_view", [False, True])
 def test_as_one_process(as_view: bool) -> None:
     model = DistributedDataParallel(model_of())
@@ -67,6 +68,7 @@ def test_inside_of_a_hook_while_backward_goes_on() -> None:
     assert_equal(model, trained_alone(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_in_a_half_of_the_ranks() -> None:
     with halves() as group:
         model = DistributedDataParallel(model_of(), process_group=group)
