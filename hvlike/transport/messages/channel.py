@@ -52,6 +52,9 @@ _COUNT = struct.Struct("<I")
 Description = int | tuple[torch.dtype, tuple[int, ...]]
 """What the receiver makes a tensor from: dtype and shape, or the length of a tensor of plain bytes."""
 
+# MPI may still write to the memory of an abandoned request, which that keeps: it must never be freed.
+_ABANDONED: list[Any] = []
+
 _MESSAGE_TAG = 1
 _FIRST_PAYLOAD_TAG = 16
 _PAYLOAD_TAGS = 1 << 20
@@ -288,13 +291,17 @@ class Channel:
     def _finish(self, requests: Sequence[Any]) -> Coroutine[None]:
         """Wait for the pieces of a payload, which end in order: each shows that it pays to go on polling."""
         self._unfinished += 1
+        ended = False
         try:
             for request in requests[:-1]:
                 yield from complete([request])
                 yield Wait.AGAIN
             yield from complete(requests[-1:])
+            ended = True
         finally:
             self._unfinished -= 1
+            if not ended:
+                _ABANDONED.extend(requests)
 
 
 class _Handlers(dict[int, Handler]):

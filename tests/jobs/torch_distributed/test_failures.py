@@ -1,6 +1,7 @@
 """A call of torch.distributed whose peer never comes ends in its time, with the names of those that are missing."""
 
 import re
+from pathlib import Path
 
 import pytest
 from support.job import IS_OPEN_MPI, run_job
@@ -62,10 +63,13 @@ time.sleep(began + 4 - time.monotonic())
 os._exit(0)
 """
 
+FILES = "OMPI_MCA_btl_sm_backing_directory"
+"""Where Open MPI keeps files that a rank which ends by os._exit or SIGKILL leaves behind: not in /dev/shm here."""
+
 
 @pytest.mark.parametrize(("program", "calls"), [(NEVER_COMES, 8), (DEFAULT, 2)], ids=["groups", "default group"])
-def test_a_call_ends_in_time_and_names_who_is_missing(program: str, calls: int) -> None:
-    job = run_job(START + program, 3, timeout=60)
+def test_a_call_ends_in_time_and_names_who_is_missing(program: str, calls: int, tmp_path: Path) -> None:
+    job = run_job(START + program, 3, env={FILES: str(tmp_path)}, timeout=60)
     said = re.findall(r"rank ([02]): ([\w ]+): ([\d.]+) s \w+ (\w+) (.*)", job.stdout)
     assert len(said) == 2 * calls, job.describe()
     for _, name, seconds, is_runtime_error, words in said:
@@ -107,11 +111,11 @@ os._exit(0)
 """
 
 
-def test_every_pending_wait_raises_when_a_rank_dies() -> None:
+def test_every_pending_wait_raises_when_a_rank_dies(tmp_path: Path) -> None:
     """Here the launcher lets the others live; without that flag it ends them at once."""
     if not IS_OPEN_MPI:
         pytest.skip("a flag of Open MPI's mpirun")
-    job = run_job(START + WAITS, 3, flags=["--enable-recovery"], timeout=60)
+    job = run_job(START + WAITS, 3, env={FILES: str(tmp_path)}, flags=["--enable-recovery"], timeout=60)
     for rank in (0, 2):
         said = re.findall(rf"rank {rank}: (\w+) (\w+) ([\d.]+) s (\w+) True (.*)", job.stdout)
         assert len(said) == 10, job.describe()
@@ -119,8 +123,8 @@ def test_every_pending_wait_raises_when_a_rank_dies() -> None:
         assert all("rank 1" in words for *_, words in said), job.describe()
 
 
-def test_the_job_ends_when_a_rank_dies() -> None:
-    job = run_job(START + WAITS, 3, timeout=60)
+def test_the_job_ends_when_a_rank_dies(tmp_path: Path) -> None:
+    job = run_job(START + WAITS, 3, env={FILES: str(tmp_path)}, timeout=60)
     assert job.returncode != 0
     assert job.seconds < 30
     assert not job.survivors, job.describe()
