@@ -297,6 +297,8 @@ class CallQueue:
     def end(self, error: BaseException) -> None:
         """End what is in flight, and every later call. Any thread but the loop's."""
         self.loop.perform(lambda: self._queue.fail(error))
+        # What is held during a backward ends, too: a future of it may be waited for in C++.
+        self.flush()
 
     def close(self) -> None:
         """The group is destroyed on this rank. Any thread but the loop's; blocks for a moment."""

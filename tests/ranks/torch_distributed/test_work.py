@@ -4,6 +4,7 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +313,33 @@ def test_from_a_hook_in_backward(world: World) -> None:
     assert len(works) == 2
     for work in works:
         work.wait()
+
+
+class CallsInBackward(torch.autograd.Function):
+    """Its backward begins a call in a group, destroys that, and waits for the future as C++ does."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        group = dist.new_group()
+        future = dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future()
+        dist.destroy_process_group(group)
+        future.wait()
+        return gradient
+
+
+@beyond_gloo
+@pytest.mark.mpi(min_size=2)
+def test_a_call_of_a_backward_ends_with_its_group(world: World) -> None:
+    value = torch.ones(2, requires_grad=True)
+    errors = []
+    try:
+        CallsInBackward.apply(value).sum().backward()
+    except RuntimeError as error:
+        errors.append(str(error))
+    # Where a core is to spare it may have been done before.
+    assert all("destroyed" in each for each in errors)
+    dist.barrier()
