@@ -76,7 +76,7 @@ def panels(results: Sequence[Result]) -> list[Bars | Curves]:
         sizes = [float(result.size) for result in found]
         labels = [format_size(result.size) for result in found]
         times = {name: [Summary.of(result.seconds[name]).median for result in found] for name in found[0].seconds}
-        ratios = {name: [result.ratios[name].of_medians for result in found] for name in found[0].ratios}
+        ratios = {name: [result.ratios[name].bar for result in found] for name in found[0].ratios}
         others = {name: each for name, each in ratios.items() if RATIOS[name][1] in (OURS, SHARED, BARE)}
         floors = {name: each for name, each in ratios.items() if name not in others}
         drawn += [

@@ -18,7 +18,16 @@ from hvlike.autograd.graph import clear
 from hvlike.autograd.local_graph import LocalGraph
 from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns, timed, with_samples
-from hvlike.bench.harness.report import Bars, format_seconds, of_medians, publish, ratio_cell, table, with_spread
+from hvlike.bench.harness.report import (
+    NO_BAR,
+    Bars,
+    format_seconds,
+    publish,
+    ratio_bars,
+    ratio_cell,
+    table,
+    with_spread,
+)
 from hvlike.bench.rpc_session import Session, TensorPipePair, run_session
 from hvlike.bench.rpc_work import Step, steps_alone
 
@@ -119,17 +128,16 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Seq
 
 
 def panels(results: Sequence[Result], analyses: Sequence[Analysis]) -> list[Bars]:
-    nan = float("nan")
     titles = [each.step.title for each in results]
     times = {
-        name: [Summary.of(each.samples[name]).median if name in each.samples else nan for each in results]
+        name: [Summary.of(each.samples[name]) if name in each.samples else NO_BAR for each in results]
         for name in _names(results)
     }
     pairs = [pair for pair in _PAIRS if any(pair in each.ratios for each in results)]
     parts = {name: [100 * getattr(each, name) / each.backward for each in analyses] for name in ("scan", "order")}
     return [
         Bars("step", "seconds", titles, times, logarithmic=True),
-        Bars("time, lower is better", "ratio", titles, of_medians(results, pairs), line=1.0),
+        Bars("time, lower is better", "ratio", titles, ratio_bars(results, pairs), line=1.0),
         Bars("analysis of a graph", "% of its backward", [f"{each.nodes} nodes" for each in analyses], parts),
     ]
 

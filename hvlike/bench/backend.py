@@ -104,9 +104,9 @@ def as_text(conditions: dict[str, Any], calls: Sequence[Result], steps: list[ste
 
 def panels(calls: Sequence[Result], steps: list[step.Result]) -> list[Any]:
     sizes = [format_size(size) for size in dict.fromkeys(each.size for each in calls)]
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, list[Summary]] = {}
     for each in calls:
-        ratios.setdefault(each.call, []).append(each.ratio.of_medians)
+        ratios.setdefault(each.call, []).append(each.ratio.bar)
     drawn: list[Any] = [Bars("how many times faster than gloo", "ratio", sizes, ratios, line=1.0)] if calls else []
     return drawn + (step.panels(steps) if steps else [])
 

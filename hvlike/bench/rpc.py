@@ -14,7 +14,7 @@ from hvlike import rpc
 from hvlike.bench.harness.benchmark import Benchmark, add_common, heading
 from hvlike.bench.harness.comparison import Ratio, Summary, ratios_of, take_turns
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import Bars, of_medians, parse_sizes, publish, ratio_cell, table, with_spread
+from hvlike.bench.harness.report import Bars, parse_sizes, publish, ratio_bars, ratio_cell, table, with_spread
 from hvlike.bench.rpc_session import Session, round_trips, run_session
 from hvlike.bench.rpc_work import Idle, Rate, Trip, Work
 
@@ -85,22 +85,22 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
 
 def panels(results: Sequence[Result]) -> list[Bars]:
     drawn = []
-    heights: dict[tuple[str, str], tuple[type[Work], Callable[[Summary], float]]] = {
-        ("round trip", "seconds"): (Trip, lambda summary: summary.median),
-        ("empty calls", "calls a second"): (Rate, lambda summary: 1.0 / summary.median),
+    heights: dict[tuple[str, str], tuple[type[Work], Callable[[float], float]]] = {
+        ("round trip", "seconds"): (Trip, lambda seconds: seconds),
+        ("empty calls", "calls a second"): (Rate, lambda seconds: 1.0 / seconds),
     }
     for (title, unit), (kind, height) in heights.items():
         found = _of(results, kind)
         if found:
-            series = {name: [height(each.of(name)) for each in found] for name in found[0].names}
+            series = {name: [each.of(name).each(height) for each in found] for name in found[0].names}
             drawn.append(Bars(title, unit, [each.work.title for each in found], series, logarithmic=True))
     timed = [each for each in results if each.ratios]
     pairs = [pair for pair in _PAIRS if any(pair in each.ratios for each in timed)]
     if pairs:
         titles = [each.work.title for each in timed]
-        drawn.append(Bars("time, lower is better", "ratio", titles, of_medians(timed, pairs), line=1.0))
+        drawn.append(Bars("time, lower is better", "ratio", titles, ratio_bars(timed, pairs), line=1.0))
     for each in _of(results, Idle):
-        series = {name: [100 * each.of(name, rank).median for rank in (0, 1)] for name in each.names}
+        series = {name: [each.of(name, rank).each(lambda part: 100 * part) for rank in (0, 1)] for name in each.names}
         drawn.append(Bars(each.work.title, "% of a core", ["rank 0", "rank 1"], series))
     return drawn
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import hvlike
 from hvlike.bench.harness.benchmark import Benchmark, add_bare_and_device, add_common, choice_of, heading
 from hvlike.bench.harness.comparison import Contestant, Summary, compare, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi
-from hvlike.bench.harness.report import Bars, format_size, publish, table, with_spread
+from hvlike.bench.harness.report import NO_BAR, Bars, format_size, publish, table, with_spread
 from hvlike.bench.peers import Peers, peers
 from hvlike.bench.reducers import EXCHANGE, BareLoop
 from hvlike.bench.trainers import ALONE, DEFAULT, OURS, WORKLOADS, Trainer, Workload, contestants, expected_gradients
@@ -115,15 +114,18 @@ def panels(results: list[Result]) -> list[Bars]:
     """What a step costs more than without communication, and hvlike's part of what others cost."""
     models = [result.model for result in results]
     costs = {
-        name: [100 * result.relative[name].median for result in results] for name in results[0].seconds if name != ALONE
+        name: [result.relative[name].each(lambda part: 100 * part) for result in results]
+        for name in results[0].seconds
+        if name != ALONE
     }
     ratios = {}
     for name in results[0].ratios:
         found = [result.ratios[name] for result in results]
-        ratios[name] = [math.nan if each is None else each.value for each in found]
+        ratios[name] = [NO_BAR if each is None else Summary(each.value, each.low, each.high) for each in found]
     drawn = [Bars("a step's overhead over no communication", "% of the step", models, costs)]
     if ratios:
-        drawn.append(Bars("ratio of overheads, lower is better", "ratio", models, ratios, line=1.0))
+        title = "ratio of overheads, lower is better"
+        drawn.append(Bars(title, "ratio", models, ratios, line=1.0, spread="90 % interval"))
     return drawn
 
 

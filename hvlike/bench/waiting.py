@@ -281,7 +281,7 @@ def panels(found: dict[str, dict[str, Any]]) -> list[Bars]:
     drawn = []
     for threads, results in found.items():
         groups = list(results["slowdown"])
-        series = {wait: [Summary.of(results["slowdown"][work][wait]).median for work in groups] for wait in _SHOWN}
+        series = {wait: [Summary.of(results["slowdown"][work][wait]) for work in groups] for wait in _SHOWN}
         drawn.append(Bars(threads, "time / time without waiting", groups, series, line=1.0))
     return drawn
 

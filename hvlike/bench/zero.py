@@ -71,7 +71,7 @@ def as_text(conditions: dict[str, Any], result: Result) -> str:
 
 def panels(result: Result) -> list[Bars]:
     state = {name: [max(each) / (1 << 20)] for name, each in result.state.items()}
-    steps = {name: [1e3 * Summary.of(each).median] for name, each in result.seconds.items()}
+    steps = {name: [Summary.of(each).each(lambda seconds: 1e3 * seconds)] for name, each in result.seconds.items()}
     return [Bars("optimizer state on a rank", "MiB", ["Adam"], state), Bars("a step", "ms", ["Adam"], steps)]
 
 

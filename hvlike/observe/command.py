@@ -11,7 +11,7 @@ from pathlib import Path
 from hvlike.errors import UsageError
 from hvlike.observe.analysis import Calls, Operations, Parts, RankSteps, Training, calls, operations, trainings
 from hvlike.observe.pictures import draw_steps, png
-from hvlike.observe.trace_reader import RankTrace, merge, rank_traces, read_all
+from hvlike.observe.trace_reader import RankTrace, abouts, merge, rank_traces, read_all
 
 _MOST_CALLS = 20
 _MOST_RANKS = 64
@@ -99,11 +99,23 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merging = commands.add_parser("merge", help="join the files of all ranks into one, which Perfetto opens")
     merging.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    merging.add_argument("files", type=Path, nargs="+", metavar="IN", help="files of ranks, also such as were cut off")
+    merging.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="IN",
+        help="files of ranks, also such as were cut off; of one rank alone: also those beside it",
+    )
     merging.add_argument("-f", "--force", action="store_true", help="write OUT although it exists")
     merging.set_defaults(run=_merge)
     telling = commands.add_parser("summary", help="print where the time of steps, operations and remote calls went")
-    telling.add_argument("files", type=Path, nargs="+", metavar="FILE", help="files of ranks, or a merged one")
+    telling.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="files of ranks, or a merged one; of one rank alone: also those beside it",
+    )
     telling.add_argument("--plot", type=png, metavar="FILE.png", help="draw the steps; needs matplotlib")
     telling.set_defaults(run=_summarise)
     options = parser.parse_args(arguments)
@@ -122,13 +134,19 @@ def _merge(options: argparse.Namespace) -> int:
         return 1
     trace = merge(options.files)
     options.out.write_text(json.dumps(trace))
-    print(f"{options.out}: {len(trace['traceEvents'])} events of {len(options.files)} ranks")
+    print(f"{options.out}: {len(trace['traceEvents'])} events of {len(trace['otherData']['ranks'])} ranks")
     return 0
 
 
 def _summarise(options: argparse.Namespace) -> int:
-    traces = rank_traces(read_all(options.files))
+    files = read_all(options.files)
+    traces = rank_traces(files)
     print(summary(traces))
+    size = max((about.get("size", 1) for each in files for about in abouts(each)), default=1)
+    absent = sorted({*range(size)} - {each.rank for each in traces})
+    if absent:
+        listed = ", ".join(map(str, absent[:_MOST_CALLS])) + (", ..." if len(absent) > _MOST_CALLS else "")
+        print(f"\nNot in it, of {size} ranks: the timelines of {listed}.", file=sys.stderr)
     if options.plot is not None:
         found = trainings(traces)
         if not found:

@@ -41,19 +41,25 @@ _PARTS = {
     "reduction": ("wait for the reduction", "#ee6677"),
 }
 _HIDDEN = ("reduction beside compute", "#222222")
+_OF_RANKS = ("#762a83", "#1b7837", "#c51b7d", "#80cdc1", "#8c510a", "#9970ab", "#a6dba0", "#dfc27d")
+"""Of the lines of the first ranks, and of their names beside the bars: none of those above."""
 _MISSING = Parts(*[float("nan")] * 5)
 _MOST_LINES = 8  # Of more ranks, only the shortest, the median and the longest step are drawn
 
 
 def draw_steps(path: Path, training: Training) -> None:
     """Write the picture of one training. Raises: ImportError without matplotlib, OSError."""
+    steps_figure(training).savefig(path, format="png")
+
+
+def steps_figure(training: Training) -> Any:
     ranks = len(training.ranks)
     figure = new_figure(13.0, min(12.0, 4.2 + 0.28 * max(0, ranks - 4)))
     figure.suptitle(f"Steps of {training.name}, {ranks} {'rank' if ranks == 1 else 'ranks'}")
     means, times = figure.subplots(1, 2)
     _draw_means(means, training)
     _draw_times(times, training)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _draw_means(axes: Any, training: Training) -> None:
@@ -71,6 +77,9 @@ def _draw_means(axes: Any, training: Training) -> None:
         starts = [each.mean.compute - each.mean.hidden for each in ranks]
         axes.barh(places, hidden, left=starts, height=0.18, color=_HIDDEN[1], label=_HIDDEN[0])
     axes.set_yticks(places, [f"rank {each.rank}" for each in ranks])
+    if len(ranks) <= _MOST_LINES:
+        for label, colour in zip(axes.get_yticklabels(), _OF_RANKS, strict=False):
+            label.set_color(colour)
     axes.invert_yaxis()
     axes.set_xlabel("ms per step, mean")
     axes.set_title(f"Where a step's time went ({max(len(each.steps) for each in ranks)} steps)", fontsize="medium")
@@ -84,16 +93,18 @@ def _draw_times(axes: Any, training: Training) -> None:
     keys = sorted({key for each in training.ranks for key in each.steps})
     positions = list(range(1, len(keys) + 1))
     if len(training.ranks) <= _MOST_LINES:
-        for each in sorted(training.ranks, key=lambda each: each.rank):
+        for each, colour in zip(sorted(training.ranks, key=lambda each: each.rank), _OF_RANKS, strict=False):
             parts = [each.steps.get(key, _MISSING) for key in keys]
             lengths = [part.step for part in parts]
             waits = [part.others + part.reduction for part in parts]
-            (line,) = axes.plot(positions, lengths, linewidth=1.2, label=f"rank {each.rank}")
-            axes.plot(positions, waits, linewidth=0.9, linestyle=":", color=line.get_color())
+            axes.plot(positions, lengths, linewidth=1.2, color=colour, label=f"rank {each.rank}")
+            axes.plot(positions, waits, linewidth=0.9, linestyle=":", color=colour)
     else:
         lengths_of = [_lengths(training, key) for key in keys]
-        axes.fill_between(positions, [min(each) for each in lengths_of], [max(each) for each in lengths_of], alpha=0.3)
-        axes.plot(positions, [median(each) for each in lengths_of], linewidth=1.2, label="middle rank; band: all ranks")
+        low, high = [min(each) for each in lengths_of], [max(each) for each in lengths_of]
+        axes.fill_between(positions, low, high, color=_OF_RANKS[0], alpha=0.3)
+        middle = [median(each) for each in lengths_of]
+        axes.plot(positions, middle, linewidth=1.2, color=_OF_RANKS[0], label="middle rank; band: all ranks")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.set_ylabel("ms")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvlike.errors import UsageError
+from hvlike.observe.recorder import path_of_rank
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
@@ -22,16 +24,44 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def read_all(paths: Sequence[Path], *, merged: bool = True) -> list[dict[str, Any]]:
-    """Read timelines. Raises: UsageError for a file that is none of hvlike, and for a rank that is in two of them."""
+    """Read timelines; beside that of one rank alone, also those of the other ranks that lie beside it.
+
+    Raises: UsageError for a file that is none of hvlike, and for a rank that is in two of them.
+    """
     traces = [read(path, merged=merged) for path in paths]
+    if len(paths) == 1:
+        found_beside = dict(_beside(paths[0], traces[0]["otherData"]))
+        paths, traces = [*paths, *found_beside], [*traces, *found_beside.values()]
     found: dict[int, Path] = {}
     for path, trace in zip(paths, traces, strict=True):
-        for each in trace["otherData"].get("ranks", [trace["otherData"]]):
+        for each in abouts(trace):
             rank = each["rank"]
             if rank in found:
                 raise UsageError(f"rank {rank} is in {found[rank]} and in {path}: leave one of them out.")
             found[rank] = path
     return traces
+
+
+def _beside(path: Path, about: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the timelines of the other ranks of this job, of which `path` is one; none beside a merged one."""
+    rank, size = about.get("rank", 0), about.get("size", 1)
+    first = path.with_name(f"{path.stem.removesuffix(f'.rank{rank}')}{path.suffix}") if rank else path
+    for other in range(size):
+        candidate = Path(path_of_rank(str(first), other))
+        if other == rank or not candidate.exists():
+            continue
+        # Another job may have left its files there.
+        with suppress(UsageError):
+            trace = read(candidate)
+            if (trace["otherData"]["rank"], trace["otherData"].get("size")) == (other, size):
+                yield candidate, trace
+
+
+def abouts(trace: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what a timeline says about its rank, or about each of several."""
+    about = trace["otherData"]
+    ranks: Sequence[Mapping[str, Any]] = about.get("ranks", [about])
+    return ranks
 
 
 def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
@@ -102,8 +132,7 @@ def rank_traces(traces: Iterable[Mapping[str, Any]]) -> list[RankTrace]:
     """Return the ranks of some timelines, merged or not, in their order. What did not end is left out."""
     found = []
     for trace in traces:
-        about = trace["otherData"]
-        for each in about.get("ranks", [about]):
+        for each in abouts(trace):
             events = [event for event in trace["traceEvents"] if event.get("pid") == each["rank"]]
             found.append(RankTrace(each["rank"], each.get("host", ""), _rows(events)))
     return sorted(found, key=lambda each: each.rank)

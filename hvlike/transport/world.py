@@ -87,7 +87,7 @@ class World(topology.Topology):
                 place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
                 _prime(node)
                 if node.Get_rank() == 0:
-                    mpi_library.unlink_start_up_segments(alone=mpi.COMM_WORLD.Get_size() == 1)
+                    mpi_library.unlink_start_up_segments()
                 return cls(
                     **vars(place),
                     mpi=mpi,

@@ -75,6 +75,11 @@ class Summary:
     def spread(self) -> float:
         return (self.third_quartile - self.first_quartile) / self.median
 
+    def each(self, convert: Callable[[float], float]) -> Summary:
+        """Return the same in another unit."""
+        median, *quartiles = map(convert, (self.median, self.first_quartile, self.third_quartile))
+        return Summary(median, min(quartiles), max(quartiles))
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> Summary:
         if len(samples) == 1:
@@ -127,6 +132,11 @@ def compare(
 class Ratio:
     of_medians: float
     paired: Summary  # Of the ratios within one repetition
+
+    @property
+    def bar(self) -> Summary:
+        """What a picture shows."""
+        return Summary(self.of_medians, self.paired.first_quartile, self.paired.third_quartile)
 
     @classmethod
     def of(cls, samples: Mapping[str, Sequence[float]], name: str, to: str) -> Ratio:

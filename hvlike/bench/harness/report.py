@@ -17,6 +17,7 @@ from hvlike.observe.pictures import new_figure
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _PANEL_INCHES = (6.4, 4.4)
+_QUARTILES = {"ecolor": "#222222", "capsize": 2.5, "error_kw": {"elinewidth": 0.9}}
 _FILLED = 0.8  # Part of the distance between two groups that their bars fill
 
 
@@ -68,37 +69,59 @@ def ratio_cell(ratio: Ratio | None) -> str:
     return "-" if ratio is None else with_quartiles(ratio.of_medians, ratio.paired)
 
 
-def of_medians(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[float]]:
-    """Return for bars the ratios of medians of results that have `ratios`; NaN where one has no such ratio."""
+NO_BAR = Summary(math.nan, math.nan, math.nan)
+
+
+def ratio_bars(results: Sequence[Any], pairs: Iterable[str]) -> dict[str, list[Summary]]:
+    """Return the bars of results that have `ratios`; a gap where one has no such ratio."""
     found = {pair: [each.ratios.get(pair) for each in results] for pair in pairs}
-    return {pair: [each.of_medians if each else math.nan for each in ratios] for pair, ratios in found.items()}
+    return {pair: [each.bar if each else NO_BAR for each in ratios] for pair, ratios in found.items()}
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Groups of bars: one value for each group in each series; NaN leaves a gap."""
+    """Groups of bars: one value for each group in each series, a Summary with its quartiles; NaN leaves a gap."""
 
     title: str
     unit: str
     groups: Sequence[str]
-    series: Mapping[str, Sequence[float]]
+    series: Mapping[str, Sequence[float | Summary]]
     line: float | None = None  # Height of a line for comparison, for example 1 for ratios
     logarithmic: bool = False
+    spread: str = "quartiles"  # What the line on a bar shows
+
+    @property
+    def heights(self) -> dict[str, list[float]]:
+        """How high the bars are."""
+        return {name: [_summary(each).median for each in values] for name, values in self.series.items()}
 
     def draw(self, axes: Any) -> None:
+        has_spread = False
         width = _FILLED / max(1, len(self.series))
         for index, (name, values) in enumerate(self.series.items()):
             offset = (index - (len(self.series) - 1) / 2) * width
-            bars = axes.bar([place + offset for place in range(len(self.groups))], values, width, label=name)
+            found = list(map(_summary, values))
+            # A median of ratios need not lie between the quartiles of the ratios.
+            below = [max(0.0, each.median - each.first_quartile) for each in found]
+            above = [max(0.0, each.third_quartile - each.median) for each in found]
+            places = [place + offset for place in range(len(self.groups))]
+            spread: dict[str, Any] = {}
+            if any(value > 0 for value in below + above):
+                has_spread, spread = True, {"yerr": [below, above], **_QUARTILES}
+            bars = axes.bar(places, [each.median for each in found], width, label=name, **spread)
             axes.bar_label(bars, fmt="{:.3g}", fontsize="x-small", padding=1)
         axes.set_xticks(range(len(self.groups)), self.groups)
-        axes.set_ylabel(self.unit)
+        axes.set_ylabel(f"{self.unit} (thin line: {self.spread})" if has_spread else self.unit)
         if self.logarithmic:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
         if self.line is not None:
             axes.axhline(self.line, color="black", linewidth=0.8)
+
+
+def _summary(value: float | Summary) -> Summary:
+    return value if isinstance(value, Summary) else Summary.of([value])
 
 
 @dataclass(frozen=True)

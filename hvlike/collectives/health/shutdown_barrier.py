@@ -160,5 +160,6 @@ def _error(rank: int, reason: str) -> HorovodInternalError:
         )
     return PeerLeftError(
         f"Rank {rank} has ended its program while other ranks go on. Every rank has to run the same number of "
-        "collective operations and steps; look for a rank with less data or an early exit."
+        "collective operations and steps; look for a rank with less data (hvlike.join.Join and hvd.join() are for "
+        "such) or an early exit."
     )

@@ -97,7 +97,8 @@ class WaitForGraph:
             )
         return (
             "Every rank has to call the same operations under the same names; look for a collective that only some "
-            "ranks reach (inside `if rank == 0:`, say) or for names that differ."
+            "ranks reach (inside `if rank == 0:`, say) or for names that differ. Ranks with different numbers of "
+            "batches train inside of hvlike.join.Join, or call hvd.join() after their last one."
         )
 
     def aligned_counts(self) -> dict[str, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from inspect import getclosurevars, signature
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -307,12 +308,28 @@ def compression_of(state: Any, hook: object) -> CompressorLike | None:
                 f"{', '.join(sorted({*_SAME_NAMES, 'powerSGD_hook'}))} of hvlike.nn, a hook of your own that calls "
                 'hvlike, or start torch.distributed over hvlike first: torch.distributed.init_process_group("hvlike").'
             )
+        elif name in _WRAPPERS and isinstance(hook, FunctionType):
+            return _compression_of_wrapper(state, name, getclosurevars(hook).nonlocals["hook"])
     if hook is powerSGD_hook:
         compressor = getattr(state, "compressor", state)
         if not isinstance(compressor, StatefulCompressor):
             raise UsageError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}.")
         return compressor
     return _COMPRESSION.get(hook)
+
+
+def _compression_of_wrapper(state: Any, name: str, inner: object) -> CompressorLike | None:
+    compression = compression_of(state, inner)
+    if compression is Compression.none:
+        return _WRAPPERS[name]
+    needs_group = inner is not powerSGD_hook and torch.distributed.is_initialized()
+    if isinstance(compression, StatefulCompressor) and not needs_group:
+        raise UsageError(
+            f"{name} of torch cannot go around powerSGD_hook here: hvlike sends low-rank approximations in the type of "
+            "the gradients. Register powerSGD_hook alone, which sends less than a cast would; or start "
+            'torch.distributed over hvlike, torch.distributed.init_process_group("hvlike"), and register both of torch.'
+        )
+    return None
 
 
 _COMPRESSION: dict[object, CompressorLike] = {
@@ -322,6 +339,10 @@ _COMPRESSION: dict[object, CompressorLike] = {
 }
 _OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
 _SAME_NAMES = {hook.__name__: hook for hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook)}
+_WRAPPERS: dict[str, CompressorLike] = {
+    "fp16_compress_wrapper_hook": Compression.fp16,
+    "bf16_compress_wrapper_hook": Compression.bf16,
+}
 _NEED_A_GROUP = {
     *_SAME_NAMES,
     "powerSGD_hook",

@@ -27,7 +27,7 @@ from hvlike.training.ddp.arguments import (
     check_torch_only,
     moved,
 )
-from hvlike.training.ddp.comm_hooks import Hook, compression_of
+from hvlike.training.ddp.comm_hooks import Hook, allreduce_hook, compression_of, fp16_compress_hook
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
@@ -227,6 +227,11 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         compression = compression_of(state, hook)
         self._gradients.reduce_by(compression, hook if compression is None else None, state)
         self._has_hook = True
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register what dist.BuiltinCommHookType names: ALLREDUCE or FP16_COMPRESS. Local."""
+        hooks: dict[str, Hook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+        self.register_comm_hook(None, hooks[comm_hook_type.name])
 
     def _set_static_graph(self) -> None:
         """Do what static_graph=True does in the constructor; every rank, before the first forward. Local."""

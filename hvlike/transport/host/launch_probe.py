@@ -48,8 +48,6 @@ class LaunchProbe:
         library, host = mpi_library.library_name(self._mpi), self._mpi.Get_processor_name()
         self.place = RankReport(world.Get_rank(), world.Get_size(), host, names[level], library)
         self._comm: Any = None
-        if self.place.size == 1:
-            mpi_library.unlink_start_up_segments(alone=True)
 
     def connect(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node in rising order. Collective; the first message between the ranks. Blocks."""

@@ -53,7 +53,7 @@ _MPICH_SEGMENTS = "/dev/shm/mpich_shm_"
 _OPEN_MPI_SEGMENTS = "/dev/shm/sm_segment."
 
 
-def unlink_start_up_segments(*, alone: bool) -> None:
+def unlink_start_up_segments(*, alone: bool = False) -> None:
     """Remove the names of the start-up segments that this process maps, once all ranks of the node have started. alone:
     also those of Open MPI, whose ranks map each other's later, by name: nobody will, as all of the job ends.
     """
@@ -121,6 +121,9 @@ def load_mpi(*, serialized: bool = False) -> ModuleType:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE)
         atexit.register(_finalize, mpi, os.getpid())
+    if mpi.COMM_WORLD.Get_size() == 1:
+        # Now, as init() may refuse to go on: processes of torchrun are jobs of one, too.
+        unlink_start_up_segments(alone=True)
     _check_thread_level(mpi)
     return mpi
 

@@ -24,16 +24,41 @@ if {killed}:
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_no_name_is_left(killed: bool) -> None:
+REFUSED = """
+import os
+import hvlike as hvd
+
+try:
+    hvd.init()
+except Exception as error:
+    assert "torchrun started 2 processes" in str(error)
+    names = set(line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line)
+    print("names:", *names)
+    print("held:", [name for name in names if os.path.exists(name)], flush=True)
+    os._exit(3)
+"""
+
+
+def alone(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_PREFIXES)}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(killed=killed)],
-        env={**environment, "PYTHONPATH": str(CHECKOUT)},
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "PYTHONPATH": str(CHECKOUT), **variables},
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def test_no_name_is_left_where_init_refuses_to_start() -> None:
+    run = alone(REFUSED, WORLD_SIZE="2", RANK="0", TORCHELASTIC_RUN_ID="x")
+    assert run.returncode == 3, run.stderr
+    assert "held: []" in run.stdout
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_name_is_left(killed: bool) -> None:
+    run = alone(PROGRAM.format(killed=killed))
     assert run.returncode == (3 if killed else 0), run.stderr
     assert "held: []" in run.stdout
     # Of others there may be more: jobs run beside this one.

@@ -10,6 +10,7 @@ import pytest
 
 from hvlike.bench.harness.comparison import Ratio, Summary
 from hvlike.bench.harness.report import (
+    NO_BAR,
     Bars,
     Curves,
     draw,
@@ -77,6 +78,20 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     assert written.startswith(b"\x89PNG\r\n\x1a\n")
     draw(path, "more rows", [bars, curves, bars], columns=2)
     assert size_of(path.read_bytes()) == (size_of(written)[0], 2 * size_of(written)[1])
+
+
+def test_bars_show_their_spread() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    given = Ratio(1.5, Summary(1.4, 1.25, 1.75)).bar
+    Bars("ratios", "ratio", ["a", "b"], {"x": [given, NO_BAR], "y": [2.0, 3.0]}).draw(figure.add_subplot())
+    (axes,) = figure.axes
+    (spread,) = axes.collections
+    assert tuple(point[1] for point in spread.get_segments()[0]) == (1.25, 1.75)
+    assert axes.get_ylabel() == "ratio (thin line: quartiles)"
+
+
+def test_a_summary_in_another_unit() -> None:
+    assert Summary(2.0, 1.0, 4.0).each(lambda seconds: 1 / seconds) == Summary(0.5, 0.25, 1.0)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

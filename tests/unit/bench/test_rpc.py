@@ -100,9 +100,9 @@ def test_reports_show_every_contestant() -> None:
 def test_pictures_show_every_contestant() -> None:
     trips, rates, ratios, idle = panels(RESULTS)
     assert set(trips.series) == {OURS, TENSORPIPE, MPI}
-    assert rates.series[OURS] == pytest.approx([1e4])
+    assert rates.heights[OURS] == pytest.approx([1e4])
     assert list(ratios.series) == ["hvlike/TensorPipe", "hvlike/MPI"]
-    assert idle.series[TENSORPIPE] == [100.0, 99.0]
+    assert idle.heights[TENSORPIPE] == [100.0, 99.0]
 
 
 def test_a_report_without_others_has_no_ratios() -> None:

@@ -40,5 +40,5 @@ def test_json_and_picture_hold_the_same() -> None:
     assert found["ratios"]["hvlike/DDP-gloo"]["value"] == pytest.approx(0.2)
     assert found["ratios"]["hvlike/even faster"] is None
     costs, ratios = panels([result()])
-    assert costs.series["hvlike"] == pytest.approx([10.0])
-    assert ratios.series["hvlike/DDP-gloo"] == pytest.approx([0.2])
+    assert costs.heights["hvlike"] == pytest.approx([10.0])
+    assert ratios.heights["hvlike/DDP-gloo"] == pytest.approx([0.2])

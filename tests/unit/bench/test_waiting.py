@@ -22,7 +22,7 @@ def test_reports_show_every_wait_and_place() -> None:
     assert found["slowdown"]["matmul"][NAMED]["samples"] == [1.5, 1.0]
     assert found["latency"]["matmul"]["median"] == pytest.approx(2e-4)
     (panel,) = panels(FOUND)
-    assert panel.series == {AGAIN: [1.0], NAMED: [1.25], PLANNED: [2.0]}
+    assert panel.heights == {AGAIN: [1.0], NAMED: [1.25], PLANNED: [2.0]}
 
 
 def test_work_is_repeated_to_take_the_time_it_shall() -> None:

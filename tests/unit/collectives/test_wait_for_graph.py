@@ -75,6 +75,13 @@ def test_counts_are_aligned_to_the_highest_of_each_kind() -> None:
     assert found.aligned_counts() == {"allreduce": 5, "barrier": 1, "broadcast": 2}
 
 
+def test_the_advice_names_what_uneven_data_need() -> None:
+    advice = table(waiting(X), waiting(MODEL, steps=4)).advice()
+    assert "different numbers of batches" in advice
+    assert "hvlike.join.Join" in advice
+    assert "hvd.join()" in advice
+
+
 def test_the_advice_names_who_has_changed_what_is_reduced() -> None:
     plan = ("plan", "model")
     assert table(waiting(X), waiting(Y)).advice().startswith("Every rank has to call the same operations")

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support.observe.timelines import bucket, wait, write
+from support.observe.timelines import bucket, traces, wait, write
 
 from hvlike.__main__ import main
+from hvlike.observe.analysis import trainings
+from hvlike.observe.pictures import steps_figure
 
 FIRST = [wait(0, 0, 10), wait(1, 30, 40), bucket(25, 40), wait(2, 60, 61)]
 SECOND = [wait(0, 5, 10), wait(1, 33, 40), bucket(33, 40), wait(2, 50, 61)]
@@ -31,6 +33,31 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert said([merged], capsys) == text
     assert said(paths[::-1], capsys) == text
+
+
+def test_the_files_beside_that_of_one_rank_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(path) for path in write(tmp_path, [FIRST, SECOND, SECOND])]
+    text = said(paths, capsys)
+    assert said(paths[:1], capsys) == text
+    assert said(paths[2:], capsys) == text
+    merged = str(tmp_path / "all.json")
+    assert main(["timeline", "merge", merged, paths[1]]) == 0
+    assert "of 3 ranks" in capsys.readouterr().out
+    assert said([merged], capsys) == text
+
+
+def test_of_another_job_nothing_is_taken_and_who_is_missing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, [FIRST, SECOND])
+    (tmp_path / "new").mkdir()
+    first, second, _ = write(tmp_path / "new", [FIRST, SECOND, SECOND])
+    first.rename(tmp_path / first.name)
+    (tmp_path / second.name).write_text("cut off before its head")
+    assert main(["timeline", "summary", str(tmp_path / first.name)]) == 0
+    told = capsys.readouterr()
+    assert "host1" not in told.out
+    assert "Not in it, of 3 ranks: the timelines of 1, 2." in told.err
 
 
 def test_a_cut_file_counts_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +85,22 @@ def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
     other.write_text(json.dumps({"traceEvents": []}))
     assert main(["timeline", "summary", str(other)]) == 1
     assert "is no timeline of a rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [2, 10])
+def test_each_colour_of_the_picture_means_one_thing(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+
+    figure = steps_figure(trainings(traces(tmp_path, *[FIRST, SECOND] * (ranks // 2)))[0])
+    means, times = figure.axes
+    bars = {to_hex(patch.get_facecolor()): each.get_label() for each in means.containers for patch in each}
+    assert len(bars) == len(means.containers)
+    lines = {to_hex(line.get_color()) for line in times.lines}
+    assert len(lines) == (ranks if ranks == 2 else 1)
+    assert not lines & set(bars)
+    if ranks == 2:
+        assert {to_hex(label.get_color()) for label in means.get_yticklabels()} == lines
 
 
 @pytest.mark.parametrize("ranks", [2, 10])

@@ -42,6 +42,7 @@ OF_TORCH = {
     "_join_config",
     "_make_nccl_premul_sum",
     "_reduce_scatter_base",
+    "_register_builtin_comm_hook",
     "_reset_state",
     "_set_leak_checking",
     "_set_params_and_buffers_to_ignore_for_model",

@@ -54,6 +54,33 @@ def test_a_hook_of_torch_around_a_hook_of_the_user(hvd: ModuleType) -> None:
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_wrapper_of_torch_around_the_plain_hook(hvd: ModuleType, kind: str) -> None:
+    hook = getattr(default_hooks, f"{kind}_compress_wrapper")(default_hooks.allreduce_hook)
+    assert compression_of(None, hook) is compression_of(None, getattr(ours, f"{kind}_compress_hook"))
+
+
+@pytest.mark.parametrize("inner", [powerSGD_hook.powerSGD_hook, ours.powerSGD_hook])
+def test_a_wrapper_around_power_sgd_says_what_to_register(hvd: ModuleType, inner: Any) -> None:
+    kind = powerSGD_hook if inner is powerSGD_hook.powerSGD_hook else ours
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"fp16_compress_wrapper_hook .* Register powerSGD_hook alone"):
+        ddp.register_comm_hook(kind.PowerSGDState(None), default_hooks.fp16_compress_wrapper(inner))
+    ddp.register_comm_hook(kind.PowerSGDState(None), inner)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("ALLREDUCE", "allreduce_hook"), ("FP16_COMPRESS", "fp16_compress_hook")])
+def test_torchs_built_in_hooks(hvd: ModuleType, kind: str, name: str) -> None:
+    module = Shared()
+    ddp = DistributedDataParallel(module)
+    ddp._register_builtin_comm_hook(getattr(torch.distributed.BuiltinCommHookType, kind))
+    with pytest.raises(DataParallelError, match="can only be called once"):
+        ddp.register_comm_hook(None, ours.allreduce_hook)
+    for step in range(4):
+        ddp(share(hvd, inputs(step))).square().mean().backward()
+    assert_same(gradients(module), gradients(train(hvd, getattr(ours, name))))
+
+
 def test_a_hook_of_torch_that_needs_a_process_group_says_so(hvd: ModuleType) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"quantization_pertensor_hook of torch reduces over a process group .* none"):
