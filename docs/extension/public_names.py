@@ -5,8 +5,8 @@
     :section: Collectives
     ```
 
-documents every name in the first column of the tables below that heading, in their order. Without a section: every name
-of the module's `__all__`, but modules.
+documents every name in the first column of the tables below that heading, in their order; a row may have
+several. Without a section: every name of the module's `__all__`, but modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
-ROW = re.compile(r"^\| `(\w+)` \|", flags=re.MULTILINE)
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", flags=re.MULTILINE)
 
 
 def listed(page: str, section: str) -> list[str]:
@@ -29,7 +29,7 @@ def listed(page: str, section: str) -> list[str]:
     found = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"no section {section!r}")
-    return ROW.findall(found[1])
+    return [name for row in ROW.findall(found[1]) for name in re.findall(r"\w+", row)]
 
 
 def lines_for(module: str, name: str) -> list[str]:

@@ -9,30 +9,47 @@ sys.path.insert(0, str(ROOT))
 from hvlike.config import IGNORED, SETTINGS, Setting  # noqa: E402
 
 PAGE = ROOT / "docs" / "knobs.md"
-KNOBS_HEAD = "| name | default | values | Horovod has it | effect |\n|---|---|---|---|---|\n"
-IGNORED_HEAD = "| variable | why |\n|---|---|\n"
-OWN_CHOICE = "What each rank may choose for itself: "
+KNOBS_HEAD = "| name | default | values | Horovod | effect |\n|---|---|---|---|---|\n"
+IGNORED_HEAD = "| variables | why |\n|---|---|\n"
+OWN_CHOICE = "Each rank may choose its own value for: "
+SHORT = {
+    "a whole number of at least ": "≥ ",
+    "a number of at least ": "≥ ",
+    "the path of a file": "path",
+    "one of ": "",
+}
 
 
 def row(entry: Setting) -> str:
     """How a knob stands there."""
     value = entry.default
     default = "unset" if value is None else f"{int(value)}" if isinstance(value, bool) else f"{value}"
-    horovod = "yes" if entry.horovod else "no"
-    return f"| `{entry.name}` | {default} | {entry.kind.expected} | {horovod} | {entry.effect} |"
+    values = entry.kind.expected
+    for words, short in SHORT.items():
+        values = values.replace(words, short)
+    horovod = "yes" if entry.horovod else ""
+    return f"| `{entry.name}` | {default} | {values} | {horovod} | {entry.effect} |"
+
+
+def ignored_rows() -> list[str]:
+    """Horovod's variables without effect, those with the same reason in one row."""
+    reasons: dict[str, list[str]] = {}
+    for variable, reason in IGNORED.items():
+        reasons.setdefault(reason, []).append(f"`{variable}`")
+    return [f"| {', '.join(variables)} | {reason} |" for reason, variables in reasons.items()]
 
 
 def replaced(page: str, head: str, rows: list[str]) -> str:
     """The page with other rows below the head of a table."""
     before, _, after = page.partition(head)
-    rest = after[after.index("\n\n") :]
-    return before + head + "\n".join(rows) + rest
+    _, gap, rest = after.partition("\n\n")
+    return before + head + "\n".join(rows) + (gap + rest or "\n")
 
 
 def page_of(page: str) -> str:
     """The page as it should be."""
     page = replaced(page, KNOBS_HEAD, [row(entry) for entry in SETTINGS.values()])
-    page = replaced(page, IGNORED_HEAD, [f"| `{variable}` | {reason} |" for variable, reason in IGNORED.items()])
+    page = replaced(page, IGNORED_HEAD, ignored_rows())
     before, _, after = page.partition(OWN_CHOICE)
     names = ", ".join(f"`{entry.name}`" for entry in SETTINGS.values() if not entry.same)
     return before + OWN_CHOICE + names + "." + after[after.index("\n") :]

@@ -1,14 +1,12 @@
-"""The table of knobs: spellings, ranges, the file of settings, ranks that differ, and its page in the documentation."""
+"""The table of knobs: spellings, ranges, the file of settings, ranks that differ."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from hvlike.config import IGNORED, SETTINGS, Config, Setting, differing, read_config
+from hvlike.config import SETTINGS, Config, Setting, differing, read_config
 from hvlike.errors import UsageError
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "knobs.md"
 
 SAMPLES = {
     "0 or 1": "1",
@@ -40,14 +38,6 @@ def sample(entry: Setting) -> str:
     if entry.kind.expected in SAMPLES:
         return SAMPLES[entry.kind.expected]
     return {"LOG_LEVEL": "error", "CUDA_PLANE": "staged"}.get(entry.name, "4321987")
-
-
-def row(entry: Setting) -> str:
-    """How the knob stands in the documentation."""
-    value = entry.default
-    default = "unset" if value is None else f"{int(value)}" if isinstance(value, bool) else f"{value}"
-    horovod = "yes" if entry.horovod else "no"
-    return f"| `{entry.name}` | {default} | {entry.kind.expected} | {horovod} | {entry.effect} |"
 
 
 def test_every_field_is_a_knob_with_a_name_of_its_own() -> None:
@@ -127,11 +117,3 @@ def test_ranks_that_differ_are_named_with_their_values() -> None:
 
 def test_paths_and_cores_may_differ() -> None:
     assert differing([Config(), Config(timeline="mine", thread_affinity=(1,), log_level="debug")]) is None
-
-
-def test_the_page_has_every_knob_and_every_ignored_variable() -> None:
-    page = PAGE.read_text().splitlines()
-    missing = [row(entry) for entry in SETTINGS.values() if row(entry) not in page]
-    missing += [variable for variable, reason in IGNORED.items() if f"| `{variable}` | {reason} |" not in page]
-    assert not missing
-    assert len([line for line in page if line.startswith("| `")]) == len(SETTINGS) + len(IGNORED)
