@@ -90,6 +90,7 @@ CORES = Kind(
     "numbers of cores with commas between, one for each rank of a node",
 )
 LEVELS = one_of("trace", "debug", "info", "warning", "error", "fatal")
+ADJOINT, HOROVODS_OWN = "adjoint", "horovod"  # HVLIKE_GRADIENTS
 DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls start_timeline(), as with Horovod
 
 
@@ -135,6 +136,12 @@ class Config:
         "0: also an allreduce that all ranks of a node call at the same time is announced by rank 0 before it runs",
     )
     # Gradients
+    gradients: str = setting(
+        ADJOINT,
+        one_of(ADJOINT, HOROVODS_OWN),
+        "what flows back through a collective: adjoint, its derivative; horovod, what Horovod has in its place "
+        "(the default of programs that import horovod)",
+    )
     overlap: bool | None = setting(
         None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
     )

@@ -15,6 +15,7 @@
     │   ├── ProcessGroupError      (also RuntimeError)  a wrong argument of a collective of torch.distributed
     │   ├── StateError             (also RuntimeError)  a call that cannot be made now, or not from here
     │   ├── UnknownHandleError                          never created here, or already synchronised
+    │   ├── UnsupportedOpError     (also NotImplementedError) an op that a collective, or its gradient, does not have
     │   └── WrongTypeError         (also TypeError)     an argument of a type that is not accepted
     └── HorovodInternalError       (also RuntimeError)  the ranks together could not do it
         ├── NotInitializedError    (also ValueError)    a call before init() or after shutdown()
@@ -98,6 +99,10 @@ class StateError(UsageError, RuntimeError):
 
 class UnknownHandleError(UsageError):
     """The handle was not created here or has already been synchronised."""
+
+
+class UnsupportedOpError(UsageError, NotImplementedError):
+    """The collective, or its gradient, does not have this op. A RuntimeError too, as Horovod's."""
 
 
 class WrongTypeError(UsageError, TypeError):

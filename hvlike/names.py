@@ -67,7 +67,7 @@ from hvlike.version import __version__
 
 if TYPE_CHECKING:
     # Imported one by one, each at its first use: see hvlike/__init__.py.
-    from hvlike import autograd, checkpoint, elastic, nn, optim, rpc
+    from hvlike import autograd, checkpoint, elastic, horovod, nn, optim, rpc
     from hvlike.launch.run import run
     from hvlike.training.progress import progress
 
@@ -84,7 +84,7 @@ __all__ += ["DistributedOptimizer", "SyncBatchNorm", "clip_grad_norm_", "convert
 __all__ += ["broadcast_optimizer_state", "broadcast_parameters", "gather_optimizer_state", "progress"]
 __all__ += ["Statistics", "start_timeline", "statistics", "stop_timeline"]
 __all__ += ["HorovodInternalError", "HvlikeError", "__version__"]
-__all__ += ["autograd", "checkpoint", "elastic", "nn", "optim", "rpc"]
+__all__ += ["autograd", "checkpoint", "elastic", "horovod", "nn", "optim", "rpc"]
 __all__ += ["init", "is_initialized", "run", "shutdown"]
 __all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "pin_device", "rank", "size"]
 __all__ += ["_check_has_gpu", "check_extension", "extension_available"]

@@ -52,7 +52,7 @@ def write_call(folder: Path, call: partial[Any]) -> None:
         )
     # The search path is a pickle of its own: reading the call may need it.
     search_path = pickle.dumps([os.path.abspath(each) for each in sys.path])
-    _write(folder / "call", search_path + _pickled(call, f"run: {name} or one of its arguments"))
+    _write(folder / "call", search_path + pickled(call, f"run: {name} or one of its arguments"))
 
 
 def read_call(folder: Path) -> partial[Any]:
@@ -67,7 +67,7 @@ def read_call(folder: Path) -> partial[Any]:
 def write_result(folder: Path, rank: int, result: object) -> None:
     """Write what the function has returned on a rank. Raises: UsageError if it does not pickle."""
     try:
-        data = _pickled(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
+        data = pickled(result, f"run: what the function has returned on rank {rank} (a {type(result).__name__})")
     except UsageError as error:
         raise UsageError(f"{error} Return tensors, numbers, strings, and lists and dicts of them.") from error
     _write(folder / f"result.{rank}", data)
@@ -81,7 +81,7 @@ def result_of(folder: Path, rank: int) -> bytes | None:
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     seconds = time.time()
     try:
-        data = _pickled(error, "the exception")
+        data = pickled(error, "the exception")
         pickle.loads(data)
     except Exception:
         # Many exceptions cannot be built from their arguments again. Only the text is sent then.
@@ -119,7 +119,7 @@ def _has_cloudpickle() -> bool:
     return find_spec("cloudpickle") is not None
 
 
-def _pickled(value: Any, what: str) -> bytes:
+def pickled(value: Any, what: str) -> bytes:
     """Pickle a value that errors call `what`. Raises: UsageError."""
     pickler: Any = import_module("cloudpickle") if _has_cloudpickle() else pickle
     try:

@@ -7,6 +7,8 @@ With L = sum over ranks of L[r](y[r]):
 
     gather_rows                dL/dx[s] = sum over r of dL[r]/dy[r][rows of s]              reduce_rows by Sum
     reduce_rows Sum, Average   dL/dx[s] = c p (dL[0]/dy[0] over dL[1]/dy[1] over ...)       gather_rows
+
+Horovod's gradient, where it is asked for, is the former divided by the number of ranks, and the latter times that.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from typing import Any
 import torch
 
 from hvlike.backends.arithmetic.reduce_op import op_name
-from hvlike.collectives.api.gradients import Incoming, differentiable
+from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Adasum, Average, Reduction, Sum
 from hvlike.collectives.requests.request import Handle, Request, listed, needs_gradient, spec_of, synchronize
 from hvlike.collectives.session.context import Call, begin
-from hvlike.errors import UsageError
+from hvlike.errors import UnsupportedOpError, UsageError
 
 Rows = tuple[int, ...]  # How many rows belong to each rank
 
@@ -50,7 +52,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Example:
         >>> everybody = hvd.allgather(torch.tensor([hvd.rank()]))
 
-    Gradient: The sum over all ranks of the gradients of this rank's rows.
+    Gradient: The sum over all ranks of the gradients of this rank's rows. HVLIKE_GRADIENTS=horovod: their mean.
     Source: MPI 4.1 section 6.7; horovod.torch.allgather.
     """
     return gather_rows(begin("allgather", name, process_set), [tensor])[0]
@@ -151,7 +153,7 @@ def start_reduce(
 ) -> Handle:
     """Start reducing rows; rows: those of each rank for each tensor, None to divide them evenly."""
     if reduction.op is Adasum:
-        raise UsageError(
+        raise UnsupportedOpError(
             f"{call.what} {call.name!r}: op Adasum is not defined on rows; possible: Average, Sum, Min, Max, Product."
         )
     rows_of_each = None if rows is None else tuple(rows)
@@ -192,7 +194,8 @@ def gather_rows(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
     def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         rows = [gathered[index][0] for index in incoming]
         another = call.another(_like(call, "reducescatter"), "gradient")
-        found = reduce_rows(another, list(incoming.values()), Reduction(Sum, 1.0, 1.0), rows)
+        op = Average if follows_horovod(call.what, call.set_state.group, "1/size of") else Sum
+        found = reduce_rows(another, list(incoming.values()), Reduction(op, 1.0, 1.0), rows)
         # A 0-dim tensor has given one row.
         return [each.reshape(gathered[index][1]) for index, each in zip(incoming, found, strict=True)]
 
@@ -210,13 +213,16 @@ def reduce_rows(
 
     def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if reduction.op not in (Sum, Average):
-            raise UsageError(
+            raise UnsupportedOpError(
                 f"{call.what} {call.name!r} with op {op_name(reduction.op)} has no gradient; Sum and Average have. "
                 "Use hvd.allreduce and take the rows of this rank from its result."
             )
         gathered = gather_rows(call.another(_like(call, "allgather"), "gradient"), list(incoming.values()))
-        divisor = call.set_state.group.size if reduction.op is Average else 1
-        factor = reduction.prescale * reduction.postscale / divisor
+        size = call.set_state.group.size
+        factor = reduction.prescale * reduction.postscale / (size if reduction.op is Average else 1)
+        # With rows this is the gradient of an allgather, which is exact.
+        if rows is None and follows_horovod(call.what, call.set_state.group, "size times"):
+            factor *= size
         return [each * factor for each in gathered]
 
     return differentiable(run, gradient, tensors) if needs_gradient(tensors) else run(tensors)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from hvlike.backends.arithmetic.reduce_op import ReduceOp, reduce_op
-from hvlike.collectives.api.gradients import allreduce_gradient, differentiable
+from hvlike.backends.arithmetic.reduce_op import ReduceOp, op_name, reduce_op
+from hvlike.collectives.api.gradients import Incoming, allreduce_gradient, differentiable, follows_horovod
 from hvlike.collectives.compression import Compression, CompressorLike, check_compressor
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.requests.process_set import ProcessSet
@@ -73,7 +72,7 @@ def allreduce(
 
     Gradient: Sum and Average: allreduce of the incoming gradient with the same op and factors. Min and Max: to the
     elements that were chosen, ties share. Product: of the product of the others. Adasum: none, backward raises
-    UsageError.
+    UnsupportedOpError. HVLIKE_GRADIENTS=horovod: every op is applied to the incoming gradients.
     Source: MPI 4.1 section 6.9.6; horovod.torch.allreduce.
     """
     plain = average is None and compression is Compression.none and isinstance(tensor, torch.Tensor)
@@ -365,5 +364,11 @@ def _reduce_out_of_place(call: Call, reduction: Reduction, tensors: list[torch.T
 
     if not needs_gradient(tensors):
         return forward(tensors)
-    keep = reduction.op in (Min, Max, Product)
-    return differentiable(forward, partial(allreduce_gradient, run, reduction), tensors, keep=keep)
+
+    def gradient(incoming: Incoming, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = reduction.op in (Sum, Average)
+        if not own and follows_horovod(f"{call.what} with op {op_name(reduction.op)}", call.set_state.group, "not"):
+            return run(list(incoming.values()), "gradient", reduction)
+        return allreduce_gradient(run, reduction, incoming, inputs)
+
+    return differentiable(forward, gradient, tensors, keep=reduction.op in (Min, Max, Product))

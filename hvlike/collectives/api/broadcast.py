@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.api.gradients import Incoming, differentiable
+from hvlike.collectives.api.gradients import Incoming, differentiable, follows_horovod
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import ProcessSet
-from hvlike.collectives.requests.reduction import Sum
+from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.requests.request import Handle, copy_of, first_tensor, needs_gradient, spec_of, synchronize
 from hvlike.collectives.session.context import begin, current
 from hvlike.errors import UsageError
@@ -37,7 +37,7 @@ def broadcast(
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
         PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
-    Gradient: The sum of all ranks' gradients on the root, zero elsewhere.
+    Gradient: The sum of all ranks' gradients on the root, zero elsewhere. HVLIKE_GRADIENTS=horovod: their mean.
     Source: MPI 4.1 section 6.4; horovod.torch.broadcast.
     """
 
@@ -46,7 +46,9 @@ def broadcast(
 
     def gradient(incoming: Incoming, _: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         again = None if name is None else f"{name}.gradient"
-        total = allreduce(incoming[0], name=again, op=Sum, process_set=process_set)
+        group = current().find_set(process_set, "Broadcast").group
+        op = Average if follows_horovod("broadcast", group, "1/size of") else Sum
+        total = allreduce(incoming[0], name=again, op=op, process_set=process_set)
         # Zeros that still hang on the sum: a second backward is collective too.
         if current().world.rank != root_rank:
             total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)

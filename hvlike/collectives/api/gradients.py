@@ -10,13 +10,18 @@ y[r] = c * op over s of (p * x[s]) on every rank r, with L = sum over r of L[r](
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from hvlike.collectives.requests.reduction import Adasum, Max, Min, Product, Reduction, Sum
-from hvlike.errors import UsageError
+from hvlike.collectives.session.context import Context, current
+from hvlike.config import HOROVODS_OWN
+from hvlike.errors import UnsupportedOpError
+from hvlike.transport.world import Group
 
 Incoming = Mapping[int, torch.Tensor]  # By the index of the output; whole numbers have none
 Gradient = Callable[[Incoming, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -27,7 +32,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, gradient: Gradient, keep: bool, *tensors: torch.Tensor) -> Any:
         outputs = run(tensors)
-        ctx.gradient, ctx.inputs = gradient, len(tensors)
+        ctx.gradient, ctx.inputs, ctx.keep = gradient, len(tensors), keep
         ctx.smooth = [index for index, each in enumerate(outputs) if each.is_floating_point() or each.is_complex()]
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in ctx.smooth))
         if keep:
@@ -37,7 +42,9 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Collective like the forward call: all ranks of the set run backward."""
-        found = ctx.gradient({index: gradients[index] for index in ctx.smooth}, ctx.saved_tensors)
+        # Whoever asks for saved tensors after they were freed is refused, though there be none: a second pass would be.
+        saved = ctx.saved_tensors if ctx.keep else ()
+        found = ctx.gradient({index: gradients[index] for index in ctx.smooth}, saved)
         by_index = dict(zip(ctx.smooth, found, strict=True))
         return (None, None, None, *(by_index.get(index) for index in range(ctx.inputs)))
 
@@ -57,12 +64,32 @@ def differentiable(
     return list(apply(run, gradient, keep, *tensors))
 
 
+logger = logging.getLogger("hvlike")
+_told: WeakSet[Context] = WeakSet()
+
+
+def follows_horovod(what: str, group: Group, factor: str) -> bool:
+    """Return whether the backward of `what` gives what Horovod has there. Local; the log says so the first time."""
+    running = current()
+    follows = running.knobs.gradients == HOROVODS_OWN
+    if follows and running not in _told and running.world.rank == group.ranks[0]:
+        _told.add(running)
+        logger.warning(
+            "%s: backward gives Horovod's gradient, which is %s the derivative, as HVLIKE_GRADIENTS=horovod asks; a "
+            "program that imports horovod has that by default. HVLIKE_GRADIENTS=adjoint gives derivatives; the factors "
+            "are in docs/from-horovod.md. Said once, for all collectives.",
+            what,
+            factor,
+        )
+    return follows
+
+
 def allreduce_gradient(
     run: Run, reduction: Reduction, gradients: Incoming, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """`run` is another reduction of the same group, its name with a suffix; tensors: for Min, Max and Product."""
     if reduction.op is Adasum:
-        raise UsageError(
+        raise UnsupportedOpError(
             "allreduce with op=hvd.Adasum has no derivative: its coefficients depend on the tensors of all ranks. "
             "Pass tensor.detach(), or reduce with op=hvd.Average or op=hvd.Sum where a gradient is needed."
         )
@@ -96,7 +123,9 @@ def _gradient_of_product(
 ) -> list[torch.Tensor]:
     """For each element the product over all other ranks, right also where some are zero."""
     if torch.is_grad_enabled():
-        raise UsageError("allreduce with op=hvd.Product has no second derivative: run backward without create_graph.")
+        raise UnsupportedOpError(
+            "allreduce with op=hvd.Product has no second derivative: run backward without create_graph."
+        )
     total = run(incoming, "gradient", _SUM)
     scaled = [each * reduction.prescale for each in inputs]
     is_zero = [each == 0 for each in scaled]

@@ -46,8 +46,8 @@ def reducescatter(
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
         PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
-    Gradient: Sum and Average: allgather of the incoming gradients, with the factors of the forward call. Other ops:
-    none, backward raises UsageError.
+    Gradient: Sum and Average: allgather of the incoming gradients, with the factors of the forward call; with
+    HVLIKE_GRADIENTS=horovod, that times the number of ranks. Other ops: none, backward raises UnsupportedOpError.
     Source: MPI 4.1 section 6.10; horovod.torch.reducescatter.
     """
     call = begin("reducescatter", name, process_set)

@@ -13,7 +13,7 @@ from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.requests.request import Handle
 from hvlike.collectives.session.context import Call, begin
-from hvlike.errors import UsageError
+from hvlike.errors import UnsupportedOpError, UsageError
 
 
 def sparse_allreduce_async(
@@ -86,7 +86,7 @@ def empty_like_sparse(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked(what: str, op: ReduceOp) -> ReduceOp:
     if op not in (Average, Sum):
-        raise UsageError(f"{what}: op {op_name(op)} is not defined on sparse tensors; possible: Average, Sum.")
+        raise UnsupportedOpError(f"{what}: op {op_name(op)} is not defined on sparse tensors; possible: Average, Sum.")
     return op
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, op_name
-from hvlike.errors import UsageError
+from hvlike.errors import UnsupportedOpError, UsageError
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.dtypes import dtype_name
 
@@ -138,7 +138,7 @@ def check_reduction(kind: str, name: str, reduction: Reduction, dtypes: list[tor
             f"postscale_factor={reduction.postscale}."
         )
     if reduction.op is Adasum and "allreduce" not in kind:
-        raise UsageError(f"{kind} {name!r}: op Adasum is defined for allreduce alone; use Average or Sum.")
+        raise UnsupportedOpError(f"{kind} {name!r}: op Adasum is defined for allreduce alone; use Average or Sum.")
     try:
         for dtype in dict.fromkeys(dtypes):
             if reduction.op is Adasum:

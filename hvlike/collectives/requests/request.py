@@ -128,6 +128,10 @@ class Handle:
             raise WaitTimeoutError(f"the operation of {self!r} has not ended within {timeout} s")
         return self._result
 
+    def __int__(self) -> int:
+        """A number of its own in this process: Horovod's handles are numbers."""
+        return self.number
+
     def __repr__(self) -> str:
         state = "done" if self._done else "in flight"
         return f"Handle({self.number}, {state})"

@@ -13,7 +13,9 @@ from hvlike.collectives.session import context
 from hvlike.errors import LaunchError, UsageError
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, gradients: str | None = None
+) -> None:
     """Start hvlike in this process; does nothing while it is running.
 
     Collective: every rank of `comm` calls it. Blocks until all have. Without mpirun this is a job of one rank.
@@ -22,6 +24,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes the
             list it is in); or an mpi4py communicator, which is duplicated.
         process_sets: ProcessSets to register at once, the same on every rank; "dynamic" is accepted for Horovod's sake.
+        gradients: "adjoint" or "horovod", the same on every rank: the value of HVLIKE_GRADIENTS, which it overrides.
 
     Raises:
         LaunchError: If launcher and MPI disagree.
@@ -42,7 +45,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         for each in sets:
             if not isinstance(each, ProcessSet):
                 raise UsageError(f"init: process_sets expects ProcessSet objects, got {type(each).__name__}.")
-    context.start_context(comm, sets)
+    context.start_context(comm, sets, gradients)
 
 
 def shutdown() -> None:

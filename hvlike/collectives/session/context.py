@@ -38,12 +38,13 @@ logger = logging.getLogger("hvlike")
 
 
 class JobSettings:
-    def __init__(self) -> None:
+    def __init__(self, gradients: str | None = None) -> None:
         """Read the environment. Local; a wrong value is kept for `check`, so that no rank is left waiting in init()."""
         self.knobs = Config()
         self._wrong = ""
+        given = {} if gradients is None else {"HVLIKE_GRADIENTS": str(gradients)}
         try:
-            self.knobs = read_config(os.environ)
+            self.knobs = read_config({**os.environ, **given})
         except UsageError as error:
             self._wrong = str(error)
 
@@ -105,9 +106,9 @@ _FINISH_SECONDS = 5.0
 
 
 class Context:
-    def __init__(self, comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+    def __init__(self, comm: Any, process_sets: Sequence[ProcessSet], gradients: str | None = None) -> None:
         """Collective and blocking: every rank of `comm`."""
-        settings = JobSettings()
+        settings = JobSettings(gradients)
         self.knobs = knobs = settings.knobs
         self.world = World.start(
             comm,
@@ -284,11 +285,11 @@ def begin(what: str, name: str | None, process_set: ProcessSet | None) -> Call:
     return Call(what, set_state, full_name, process_set, name)
 
 
-def start_context(comm: Any, process_sets: Sequence[ProcessSet]) -> None:
+def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str | None = None) -> None:
     """Make the context unless it is there. Raises: ForkedProcessError in a child that has inherited it."""
     mpi_library.check_not_forked()
     if _process.context is None:
-        _process.context = Context(comm, process_sets)
+        _process.context = Context(comm, process_sets, gradients)
 
 
 def stop_context() -> None:

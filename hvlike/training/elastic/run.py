@@ -34,7 +34,7 @@ def restart() -> None:
     """Start hvlike anew, whatever was in flight, with the same ranks and process sets. Collective; blocks."""
     if not context.is_running():
         raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
-    world, sets = context.current().world, registered_sets()
+    world, sets, gradients = context.current().world, registered_sets(), context.current().knobs.gradients
     # The ranks may be some of the job's only: init(comm=...) was called with a list or a communicator.
     members, everybody = world.comm.Get_group(), world.mpi.COMM_WORLD.Get_group()
     try:
@@ -43,7 +43,7 @@ def restart() -> None:
         members.Free()
         everybody.Free()
     shutdown()
-    init(ranks, process_sets=sets)
+    init(ranks, process_sets=sets, gradients=gradients)
 
 
 logger = logging.getLogger("hvlike")

@@ -398,6 +398,17 @@ class Gradients:
     def _extra_tensors(self) -> Sequence[Tensor]:
         return ()
 
+    def names(self) -> dict[Tensor, str]:
+        """Return the parameters whose gradients are reduced, by their names. Local."""
+        return {slot.parameter: slot.name for slot in self._slots}
+
+    def being_reduced(self) -> list[Tensor]:
+        """Return the parameters whose gradients are under way, or waited for by step(). Local."""
+        if self.phase is not Phase.REDUCING:
+            return []
+        seen = self._one_hook.slot is not None
+        return [slot.parameter for slot in self._slots if seen or slot.handed_over is not None]
+
     def abandon(self) -> None:
         self._drop_reducer()
         self._waiting = []

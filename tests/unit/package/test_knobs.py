@@ -37,7 +37,7 @@ def sample(entry: Setting) -> str:
         return "0"
     if entry.kind.expected in SAMPLES:
         return SAMPLES[entry.kind.expected]
-    return {"LOG_LEVEL": "error", "CUDA_PLANE": "staged"}.get(entry.name, "4321987")
+    return {"LOG_LEVEL": "error", "CUDA_PLANE": "staged", "GRADIENTS": "horovod"}.get(entry.name, "4321987")
 
 
 def test_every_field_is_a_knob_with_a_name_of_its_own() -> None:

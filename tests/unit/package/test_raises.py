@@ -28,6 +28,8 @@ INSIDE = {
     ("memory/process_memory.py", "OSError"),
     ("memory/doorbell.py", "OSError"),
     ("host/topology.py", "IndexError"),
+    # What Python asks of an importer.
+    ("horovod/importer.py", "ModuleNotFoundError"),
     # Horovod promises it.
     ("session/basics.py", "ImportError"),
 }

@@ -72,6 +72,14 @@ def test_grouped_allreduce(hvd: ModuleType, op: ReduceOp) -> None:
     torch.testing.assert_close(second.grad, leaf.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_backward_from_each_result_of_a_group_in_turn(hvd: ModuleType) -> None:
+    leaves = [inputs_of(hvd.rank()), inputs_of(hvd.rank())]
+    for result in hvd.grouped_allreduce(leaves, op=hvd.Sum):
+        result.sum().backward()
+    for leaf in leaves:
+        same(leaf.grad, torch.full((6,), float(hvd.size()), dtype=torch.float64))
+
+
 def test_a_group_of_which_one_result_is_used(hvd: ModuleType) -> None:
     first, second = inputs_of(hvd.rank()), inputs_of(hvd.rank())
     hvd.grouped_allreduce([first, second], op=hvd.Sum)[1].sum().backward()
