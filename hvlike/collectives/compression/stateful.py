@@ -167,11 +167,20 @@ class StatefulCompressor(Compressor, ABC):
 
     def _take_place(self, exchange: Exchange) -> None:
         """Know which rank this is, and take up the errors that it has saved under the same circumstances."""
-        place = (exchange.rank, exchange.size)
-        if self._place is None and self._loaded and self._loaded["size"] == exchange.size:
-            self._errors = dict(self._loaded["errors"].get(exchange.rank, {}))
+        place = exchange.rank, exchange.size
+        self._errors = self.errors_of(place)
         self._loaded = {}
         self._place = place
+
+    def errors_of(self, place: tuple[int, int]) -> dict[str, Tensor]:
+        """This rank's errors as the one at `place` (rank, size), also those that the next step would take up. Local."""
+        if self._place is None and self._loaded and self._loaded["size"] == place[1]:
+            return dict(self._loaded["errors"].get(place[0], {}))
+        return dict(self._errors)
+
+    def load_errors(self, errors: Mapping[str, Tensor]) -> None:
+        """Take up errors of this rank's own, whatever was loaded before; the rest of the memory stays. Local."""
+        self._errors, self._loaded, self._place = dict(errors), {}, None
 
     def _with_error(self, name: str, tensor: Tensor) -> Tensor:
         """A new tensor in working precision: the gradient and what earlier steps have left of it."""

@@ -330,6 +330,20 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         self._version += 1
         self._prepare()
 
+    def _attach(self) -> None:
+        self._group = current().find_set(self.process_set, "ZeroRedundancyOptimizer").group
+        if (self.rank, self.world_size) != (self._group.rank, self._group.size):
+            self.rank, self.world_size = self._group.rank, self._group.size
+            self._partition = Partition(self._groups, self.world_size)
+            self.optim = type(self.optim)(self._partition.groups_of(self.rank), **self.defaults)
+            self.state = self.optim.state
+        self._consolidated = None
+        self.is_absent = self._scaled = False
+        # All ranks compare again, as those that have come anew do.
+        self._compared = self.reduces_gradients or self.world_size == 1
+        self._queue.forget()
+        self._prepare()
+
     def _prepare(self) -> None:
         described: dict[str, Any] = {"number of parameter groups": len(self._groups)}
         for number, group in enumerate(self._groups):

@@ -12,6 +12,7 @@ where gradients are reduced. A rank that has gone on nevertheless answers so.
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import StateError, UsageError
+from hvlike.training.elastic.copies import copy_into
 from hvlike.training.gradients.parameters import copy_options
 from hvlike.training.state.broadcast import pack, unpack
 from hvlike.training.zero.exchange import Partition
@@ -342,6 +344,58 @@ class ShardedState(Optimizer):
         state, step = merge_shards(shards, self._partition.owned(self.rank))
         self.load_state_dict(state)
         self._step = step
+
+    state_is_local = True
+    """For elastic.TorchState: `local_state_dict` alone has the state; no rank needs that of all."""
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return this rank's share alone, for elastic.TorchState, which keeps a copy of it on another rank. Local."""
+        return {**self.sharded_state_dict(), "process_set": self._set_number}
+
+    def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
+        """Go on from a commit, with the ranks there are now: the parameters are shared anew if their number changed.
+
+        For elastic.TorchState. Collective over the process set; blocks.
+
+        Args:
+            states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
+            ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps its share.
+
+        Raises:
+            StateError: There was no commit, and this rank's share has become another one.
+        """
+        kept = self.sharded_state_dict()
+        self._attach()
+        if not ranks_before:
+            if kept["state"] and kept["shard"] != self.sharded_state_dict()["shard"]:
+                raise StateError(
+                    "ZeroRedundancyOptimizer: ranks were lost before the first commit, and with them a part of the "
+                    "state that was loaded before elastic.run. Load it inside, after the first commit."
+                )
+            self._version = self._step
+            return
+        own = set(self._partition.owned(self.rank))
+        shards = (
+            {**shard, "state": copy_into(None, {key: each for key, each in shard["state"].items() if key in own})}
+            for shard in states.values()
+            if shard["process_set"] == self._set_number
+        )
+        if ranks_before == current().world.size:
+            state: dict[str, Any] = next(shards)
+            step = state["shard"]["step"]
+        else:
+            state, step = merge_shards(shards, own)
+        self.load_state_dict(state)
+        # A rank that has come anew has counted less.
+        self._step = self._version = step
+
+    @property
+    def _set_number(self) -> int:
+        return (self.process_set and self.process_set.process_set_id) or 0
+
+    @abstractmethod
+    def _attach(self) -> None:
+        """Belong to the hvlike that runs now, and to its ranks. Collective over the process set."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._groups = state.pop("param_groups")

@@ -1,0 +1,94 @@
+"""The shards of a ZeroRedundancyOptimizer come back after ranks are lost: the run goes on as if nothing was."""
+
+from copy import deepcopy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.training.pretended_loss import COMMIT, after_loss
+from support.training.zero_problem import batch, difference, loss_of, net
+from torch.optim import Adam
+
+from hvlike.optim import ZeroRedundancyOptimizer
+from hvlike.training.elastic.local_state import LocalStates
+from hvlike.training.elastic.run import restart
+from hvlike.training.zero.exchange import Partition
+from hvlike.training.zero.sharded_state import make_shard
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+
+
+def shards_of(optimizer: Adam, ranks: int, step: int) -> dict[int, dict[str, Any]]:
+    """What the local states of that many ranks would be."""
+    whole = optimizer.state_dict()
+    partition = Partition(optimizer.param_groups, ranks)
+    parts = [{place: whole["state"][place] for place in partition.owned(rank)} for rank in range(ranks)]
+    return {
+        rank: make_shard({**whole, "state": part}, rank, ranks, step) | {"process_set": 0}
+        for rank, part in enumerate(parts)
+    }
+
+
+def pair() -> tuple[torch.nn.Module, Adam]:
+    """A plain run of three steps."""
+    plain = net()
+    reference = Adam(plain.parameters(), lr=0.01)
+    train(plain, reference, range(3))
+    return plain, reference
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}, {"reduce_gradients": True}])
+def test_fewer_ranks_share_the_state_anew(hvd: ModuleType, lost: list[int], options: dict[str, bool]) -> None:
+    plain, reference = pair()
+    ours = net()
+    ours.load_state_dict(plain.state_dict())
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Adam, lr=0.5, **options)
+    # As it was with more ranks.
+    optimizer.rank, optimizer.world_size = -1, 99
+    shards = shards_of(reference, hvd.size() + len(lost), 3)
+    if len(lost) == 2 and hvd.size() == 1:
+        pytest.skip("they would be neighbours")
+    after_loss(hvd, shards, lost).give_back(COMMIT, optimizer)
+    assert (optimizer.rank, optimizer.world_size) == (hvd.rank(), hvd.size())
+    # Nothing keeps the shards of others alive.
+    held = {value.untyped_storage().nbytes() for each in optimizer.optim.state.values() for value in each.values()}
+    assert max(held, default=0) <= max(each.nbytes for each in ours.parameters())
+    train(ours, optimizer, range(3, 6))
+    train(plain, reference, range(3, 6))
+    assert difference(ours, plain) <= (1e-6 if options.get("reduce_gradients") else 0)
+    assert optimizer.sharded_state_dict()["shard"] == {"rank": hvd.rank(), "size": hvd.size(), "step": 6}
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_spare_takes_over_the_shard_of_a_lost_rank(hvd: ModuleType) -> None:
+    plain, reference = pair()
+    ours = net()
+    ours.load_state_dict(plain.state_dict())
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Adam, lr=0.01)
+    optimizer.load_state_dict(deepcopy(reference.state_dict()))
+    held = LocalStates("optimizer")
+    train(ours, optimizer, range(3, 4))
+    held.save(1, optimizer.local_state_dict())
+    weights = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    train(ours, optimizer, range(8, 10))
+    restart()
+    new = ZeroRedundancyOptimizer(ours.parameters(), Adam, lr=0.5)
+    if hvd.rank() == 1:
+        held, optimizer = LocalStates("optimizer"), new
+    ours.load_state_dict(weights)
+    held.give_back(1, optimizer)
+    train(ours, optimizer, range(4, 6))
+    train(plain, reference, range(3, 6))
+    assert difference(ours, plain) == 0
+    # Any rank can still ask the others for the whole state.
+    if hvd.rank() == 0:
+        whole = optimizer.state_dict()["state"]
+        assert all(torch.equal(whole[0][key], value) for key, value in reference.state_dict()["state"][0].items())
+    hvd.barrier()
