@@ -119,6 +119,11 @@ class Config:
     keep_memory: bool = setting(
         False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
     )
+    # What happens when a rank is lost
+    spares: int = setting(
+        0, whole(0), "how many of the last processes wait in elastic.run to take the place of lost ranks"
+    )
+    min_ranks: int = setting(1, whole(1), "elastic.run ends the job when fewer ranks than this are left")
     # How operations are agreed and joined
     cycle_time: float = shared(
         0.0, number(0), "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once"

@@ -13,7 +13,7 @@ from hvlike.transport.failure import watchdog
 from hvlike.transport.host import topology
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.loop.loop import Loop
-from hvlike.transport.loop.spin import SpinPolicy
+from hvlike.transport.loop.spin import TICK_SECONDS, TOLERANT_TICK_SECONDS, SpinPolicy
 from hvlike.transport.memory import segment
 from hvlike.transport.memory.allocations import Allocations
 from hvlike.transport.memory.doorbell import BELL_BYTES, Doorbell, Fence
@@ -71,7 +71,9 @@ class Fabric:
         self.plan_epoch = PlanEpoch()
         self.recorder.on_switch = self.plan_epoch.advance
         self.ticks: list[Callable[[], None]] = [self.recorder.flush]
-        self.spin = SpinPolicy(crowded=topology.is_crowded(self.cores))
+        crowded = topology.is_crowded(self.cores)
+        tick = TICK_SECONDS if world.job is None else TOLERANT_TICK_SECONDS
+        self.spin = SpinPolicy(crowded=crowded, tick_seconds=tick)
         self.loop = Loop(self.bell, spin=self.spin, remote=size < world.size, tick=self._tick)
         counters = segment.words(board, counts_at, size * size)
         self.channel = Channel(world.mpi, world.comm, self.loop, self.bells, counters, self.traffic, direct)

@@ -8,6 +8,7 @@ started again. A Group is some ranks of the world in rising order, with their po
 from __future__ import annotations
 
 import array
+import dataclasses
 import multiprocessing
 import operator
 import os
@@ -18,7 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.transport.failure import guard
+from hvlike.transport.failure import fault_tolerance, guard
+from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.failure.watchdog import init_watchdog
 from hvlike.transport.host import launchers, mpi_library, topology
 
@@ -36,53 +38,65 @@ class World(topology.Topology):
     """The ranks that train together, seen from this one. Made by `World.start`."""
 
     mpi: ModuleType
-    comm: MPI.Intracomm  # All ranks; private to hvlike, errors raise
-    node_comm: MPI.Intracomm  # The ranks that share memory with this one, in rank order
+    comm: Any  # MPI.Intracomm of all ranks, or what stands in for it (Job.adopt); private to hvlike, errors raise
+    node_comm: Any  # The ranks that share memory with this one, in rank order
     rank: int
     size: int
     host: str
     thread_level: int  # MPI.THREAD_SERIALIZED or MPI.THREAD_MULTIPLE
+    job: Job | None = None  # Under fault tolerance
 
     @classmethod
     def start(
         cls,
-        comm: Sequence[int] | MPI.Comm | None = None,
+        comm: Sequence[int] | MPI.Comm | Job | None = None,
         *,
         ranks_per_node: int | None = None,
         patience: float = 60.0,
         limit: float = 0.0,
         serialized: bool = False,
+        spares: int = 0,
         check: Callable[[MPI.Intracomm], None] | None = None,
     ) -> World:
         """Start MPI if it does not run yet and set up the communicators of hvlike. Blocks until every rank of `comm`
         has called it, and only these do.
 
         comm: None for all ranks; ranks of COMM_WORLD (rank i of the new world is the i-th of the list); or an
-        intracommunicator of mpi4py, which is duplicated and stays the caller's. ranks_per_node: split each real node
+        intracommunicator of mpi4py, which is duplicated and stays the caller's; or a job that goes on with its
+        survivors. ranks_per_node: split each real node
         into nodes of so many ranks, to try multi-node code on one machine. patience: seconds after which a rank that
         waits for the others says so in the log, again and again. limit: seconds after which it ends the job; 0: never.
-        serialized: ask MPI for THREAD_SERIALIZED only. check: called on every rank with the communicator of hvlike
+        serialized: ask MPI for THREAD_SERIALIZED only. spares: how many of the last processes wait until a rank is
+        lost; only under fault tolerance. check: called on every rank with the communicator of hvlike
         before anything follows from the arguments above; raises UsageError on every rank or on none.
         Raises: LaunchError, ForkedProcessError, UsageError, before anything is sent; what `check` raises, after that.
         """
         try:
             with init_watchdog(patience, limit, guard.give_up):
                 _check_process()
+                fault_tolerance.exclude_collectives(os.environ, initialised=mpi_library.running_mpi() is not None)
                 mpi = mpi_library.load_mpi(serialized=serialized)
                 library = mpi_library.library_name(mpi)
                 launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
-                source = _check_comm(mpi, comm)
                 if ranks_per_node is not None and ranks_per_node < 1:
                     raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
-                private = _make_private(mpi, source)
+                job = None
+                if isinstance(comm, Job) or fault_tolerance.is_enabled(os.environ):
+                    job = _begin_job(mpi, comm, spares, check)
+                    private = job.adopt(job.split())
+                else:
+                    private = _make_private(mpi, _check_comm(mpi, comm))
+                    if check is not None:
+                        try:
+                            check(private)
+                        except UsageError:
+                            private.Free()
+                            raise
+                private.Set_name("hvlike")
                 _prime(private)
-                if check is not None:
-                    try:
-                        check(private)
-                    except UsageError:
-                        private.Free()
-                        raise
                 node = _split_by_node(mpi, private, ranks_per_node)
+                if job is not None:
+                    node = job.adopt(node)
                 rank = private.Get_rank()
                 place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
                 _prime(node)
@@ -97,6 +111,7 @@ class World(topology.Topology):
                     size=private.Get_size(),
                     host=mpi.Get_processor_name(),
                     thread_level=mpi.Query_thread(),
+                    job=job,
                 )
         finally:
             # From here on, and above all when this failed: a rank that ends must not leave the others in their init().
@@ -106,11 +121,36 @@ class World(topology.Topology):
     def on_first_node(self) -> bool:
         return self.rank in self.nodes[0]
 
+    def adopt(self, comm: Any) -> Any:
+        """What to use in the place of a communicator that was made from this world's."""
+        comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        return comm if self.job is None else self.job.adopt(comm)
+
+    def lost(self) -> list[int]:
+        """The ranks that are known to be lost. Local."""
+        return [] if self.job is None else fault_tolerance.failed_ranks(self.mpi, self.comm)
+
+    @property
+    def place(self) -> World:
+        """What the program is told about its place. A spare is told that of the last rank, whose stand-in it is: alone
+        as it is, it would take itself for rank 0 of a job of one.
+        """
+        if self.job is None or not self.job.waits:
+            return self
+        last = self.job.size - 1
+        return dataclasses.replace(self, rank=last, size=last + 1)
+
+    def is_revoked(self) -> bool:
+        """Whether a rank has given up the communicators of this world. Local."""
+        return self.job is not None and bool(self.comm.Is_revoked())
+
     def close(self) -> None:
         """Free the communicators; MPI goes on. Collective. A second call does nothing."""
-        for comm in (self.node_comm, self.comm):
-            if comm != self.mpi.COMM_NULL and not self.mpi.Is_finalized():
-                comm.Free()
+        # Under fault tolerance another rank may be lost meanwhile, and this one would wait for it.
+        if self.job is None and not self.mpi.Is_finalized():
+            for comm in (self.node_comm, self.comm):
+                if comm != self.mpi.COMM_NULL:
+                    comm.Free()
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.host}"
@@ -182,8 +222,21 @@ def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...]) -> M
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
     private.Set_errhandler(mpi.ERRORS_RETURN)
-    private.Set_name("hvlike")
     return cast("MPI.Intracomm", private)
+
+
+def _begin_job(mpi: ModuleType, comm: Any, spares: int, check: Callable[[MPI.Intracomm], None] | None) -> Job:
+    """The job to make a world from: one that goes on with its survivors, or a new one. Collective and blocking."""
+    if isinstance(comm, Job):
+        job = comm
+        job.shrink()
+    else:
+        source = _check_comm(mpi, comm)
+        job = Job(mpi, _make_private(mpi, source) if isinstance(source, tuple) else source, spares)
+    Job.current = job
+    if check is not None:
+        check(job.comm)
+    return job
 
 
 def _split_by_node(mpi: ModuleType, comm: MPI.Intracomm, ranks_per_node: int | None) -> MPI.Intracomm:
@@ -242,16 +295,17 @@ class Group:
             return
         world = self.world.comm.Get_group()
         members = world.Incl(self.ranks)
-        self.comm = self.world.comm.Create_group(members, tag=_FIRST_GROUP_TAG + self.number % _GROUP_TAGS)
+        tag = _FIRST_GROUP_TAG + self.number % _GROUP_TAGS
+        self.comm = self.world.adopt(self.world.comm.Create_group(members, tag=tag))
         members.Free()
         world.Free()
-        self.comm.Set_errhandler(self.world.mpi.ERRORS_RETURN)
         # Nodes of different size have no matching local ranks: there the first rank of each node crosses for all.
         crosses = self.homogeneous or self.local_rank == 0
-        self.cross_comm = self.comm.Split(self.local_rank if crosses else self.world.mpi.UNDEFINED, self.rank)
+        cross = self.comm.Split(self.local_rank if crosses else self.world.mpi.UNDEFINED, self.rank)
+        self.cross_comm = cross if cross == self.world.mpi.COMM_NULL else self.world.adopt(cross)
 
     def disconnect(self) -> None:
         for comm in (self.cross_comm, self.comm):
-            if comm is not None and comm != self.world.mpi.COMM_NULL:
+            if comm is not None and comm != self.world.mpi.COMM_NULL and self.world.job is None:
                 comm.Free()
         self.comm = self.cross_comm = None

@@ -87,6 +87,10 @@ class ShutdownBarrier:
         if self._stalled is not None:
             raise self._stalled
 
+    def lose(self) -> None:
+        """A rank is lost: the others do not wait for all any more."""
+        self.all_left = True
+
     def _is_over(self) -> bool:
         return self._stalled is not None or (self.all_left and self._fabric.channel.quiet)
 

@@ -85,11 +85,6 @@ class ProcessSet:
     __repr__ = __str__
 
 
-def registered_sets() -> list[ProcessSet]:
-    numbered = {each.process_set_id: each for each in _registered.values() if each.process_set_id}
-    return [numbered[number] for number in sorted(numbered)]
-
-
 def _restore(ranks: list[int]) -> ProcessSet:
     return _registered.get(tuple(ranks)) or ProcessSet(ranks)
 

@@ -65,32 +65,32 @@ def is_initialized() -> bool:
 
 def size() -> int:
     """Return the number of ranks in the job. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.size
+    return context.current().place.size
 
 
 def rank() -> int:
     """Return the number of this rank in the job. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.rank
+    return context.current().place.rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this node. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.local_size
+    return context.current().place.local_size
 
 
 def local_rank() -> int:
     """Return the number of this rank among those of its node. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.local_rank
+    return context.current().place.local_rank
 
 
 def cross_size() -> int:
     """Return the number of nodes that have this local rank. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.cross_size
+    return context.current().place.cross_size
 
 
 def cross_rank() -> int:
     """Return the number of this rank among those with its local rank. Raises: NotInitializedError (a ValueError)."""
-    return context.current().world.cross_rank
+    return context.current().place.cross_rank
 
 
 def is_homogeneous() -> bool:

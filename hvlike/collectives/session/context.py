@@ -26,11 +26,12 @@ from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftErr
 from hvlike.observe.log import set_up_log
 from hvlike.observe.recorder import check_writable
 from hvlike.transport.fabric import Fabric
+from hvlike.transport.failure.fault_tolerance import Job, as_error
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.topology import available_cores, has_spare_core
-from hvlike.transport.loop.coroutine import Coroutine, Wait
+from hvlike.transport.loop.coroutine import Coroutine, Task, Wait
 from hvlike.transport.memory.malloc import keep_memory
 from hvlike.transport.world import World
 
@@ -116,13 +117,20 @@ class Context:
             patience=knobs.init_patience,
             limit=knobs.stall_shutdown_seconds,
             serialized=knobs.mpi_threads_disable,
+            spares=knobs.spares,
             check=settings.check,
         )
+        self.place = self.world.place  # What the program is told
         self.before_close: list[Callable[[], None]] = []
         self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []  # Told in the loop who has left
+        self.lost: dict[int, HorovodInternalError] = {}  # Ranks that were lost, under fault tolerance
+        self.restarts = False  # Whether every wait ends with an error when a rank is lost, as elastic.run starts again
         world, end = self.world, lambda: self.close(EXIT)
         self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
+        self._given = list(process_sets)
         with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
+            if self.world.job is not None and (self.world.job.waits or comm is self.world.job):
+                process_sets = self._sets_of_survivors(self.world.job)
             self._connect(process_sets, settings)
         self.guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
@@ -131,24 +139,52 @@ class Context:
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         knobs = self.knobs
+        # Sets that have lost ranks may have become alike.
+        new_sets = () if self.world.job is not None and self.world.job.losses else process_sets
         try:
-            self._check_same(process_sets, settings.misplaced(self.world))
+            self._check_same(new_sets, settings.misplaced(self.world))
         except UsageError:
             # Raised on every rank or on none, so the communicators can be freed; the user may call init() again.
             self.world.close()
             raise
         self.fabric = Fabric(self.world, peer_memory=knobs.peer_memory)
         settings.apply(self.fabric)
-        self._liveness = Liveness({rank: bell.process for rank, bell in self.fabric.bells.items()})
+        self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
+        self._liveness = Liveness(self._processes)
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
             task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)
-            self.fabric.loop.wait(partial(getattr, task, "done"))
+            self.fabric.loop.wait(partial(self._is_over, task))
+            if not task.done:
+                raise next(iter(self.lost.values()))
             if task.error is not None:
                 raise task.error
+
+    def _sets_of_survivors(self, job: Job) -> list[ProcessSet]:
+        """The sets to register: rank 0 knows what ranks they have by now. A spare registers none until it is needed."""
+        if job.waits:
+            return []
+        places = job.renumbered
+        known = [[places[rank] for rank in each.ranks or () if rank in places] for each in self._given]
+        told = self.world.comm.bcast(known, root=0)
+        self._given += [ProcessSet(ranks or [0]) for ranks in told[len(self._given) :]]
+        for process_set, ranks in zip(self._given, told, strict=False):
+            if not ranks and process_set.ranks:
+                logger.warning("%s: all ranks of the process set %s are lost.", self.world, process_set.ranks)
+            process_set.ranks = ranks
+        return [each for each in self._given if each.ranks]
+
+    @property
+    def sets(self) -> list[ProcessSet]:
+        """The process sets to go on with after a restart, those that have lost all their ranks included."""
+        registered = self.registry.shared_sets()[1:]
+        if self.world.job is not None and self.world.job.waits:
+            return self._given
+        kept = [each for each in self._given if not each.ranks or each in registered]
+        return kept + [each for each in registered if each not in kept]
 
     @property
     def overlaps(self) -> bool:
@@ -162,6 +198,9 @@ class Context:
 
     def close(self, reason: str = SHUTDOWN) -> None:
         """Leave the job and release everything. Collective in effect: waits until all ranks do."""
+        if self.lost:
+            self.abandon()
+            return
         for each in list(self.before_close):
             each()
         loop = self.fabric.loop
@@ -173,6 +212,9 @@ class Context:
         error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
         loop.post(lambda: self._fail_all(error), wake=False)
         self._shutdown_barrier.part(reason)
+        if self.lost:
+            self.abandon()
+            return
         self.guard.uninstall()
         atexit.unregister(self.close)
         loop.close()
@@ -180,15 +222,45 @@ class Context:
         self.registry.close()
         self.world.close()
 
+    def _is_over(self, task: Task[Any]) -> bool:
+        return task.done or bool(self.lost)
+
+    def abandon(self) -> None:
+        """Leave the job without the others, of whom some are lost. Local. Under fault tolerance only: the others are
+        told by the revoked communicators, and what MPI may still write to stays in memory.
+        """
+        error = next(iter(self.lost.values()), None) or ShutdownError("hvlike starts again on the survivors.")
+        for each in list(self.before_close):
+            each()
+        loop = self.fabric.loop
+        loop.post(lambda: self._fail_all(error), wake=False)
+        self.guard.uninstall()
+        atexit.unregister(self.close)
+        loop.close()
+        self.fabric.recorder.stop()
+        if self.world.job is not None:
+            self.world.job.revoke()
+        self.registry.forget()
+
     def _watch(self) -> None:
         for set_state in self.registry.set_states.values():
             set_state.controller.watch()
         self.registry.watch_devices(time.monotonic())
-        lost = self._liveness.lost()
+        lost = sorted({*self._liveness.lost(), *self.world.lost()} - set(self.lost))
         if lost:
-            self._lose(
-                {rank: PeerLeftError(f"The process of rank {rank} has vanished without a word.") for rank in lost}
-            )
+            self._lose({rank: PeerLeftError(self._describe_lost(rank)) for rank in lost})
+        elif self.restarts and not self.lost and self.world.is_revoked():
+            self._restart_with(PeerLeftError("Another rank has met an error, and starts again from the last commit."))
+
+    def _describe_lost(self, rank: int) -> str:
+        process = self._processes.get(rank)
+        where = f"process {process} on {self.world.host}" if process else "its process, on another host,"
+        return f"Rank {rank} is lost: {where} has vanished without a word."
+
+    def _restart_with(self, error: HorovodInternalError) -> None:
+        """Get every thread out of its wait, so that elastic.run can start again; in the loop."""
+        self._fail_all(error)
+        self.fabric.loop.fail(error)
 
     def _fail_all(self, error: HorovodInternalError) -> None:
         for set_state in self.registry.set_states.values():
@@ -224,8 +296,14 @@ class Context:
 
     def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
         """Some ranks have left; in the loop."""
+        if self.world.job is not None:
+            self.lost |= errors
+            self._shutdown_barrier.lose()
         for each in self.when_lost:
             each(errors)
+        if self.restarts and self.lost:
+            self._restart_with(next(iter(errors.values())))
+            return
         for set_state in self.registry.set_states.values():
             gone = [errors[rank] for rank in errors if rank in set_state.group.ranks]
             if gone:
@@ -289,7 +367,14 @@ def start_context(comm: Any, process_sets: Sequence[ProcessSet], gradients: str 
     """Make the context unless it is there. Raises: ForkedProcessError in a child that has inherited it."""
     mpi_library.check_not_forked()
     if _process.context is None:
-        _process.context = Context(comm, process_sets, gradients)
+        try:
+            _process.context = Context(comm, process_sets, gradients)
+        except Exception as error:
+            if Job.current is not None:
+                # The others may wait in their init() for what this rank does not do any more.
+                Job.current.revoke()
+                raise as_error(Job.current.mpi, error) from error
+            raise
 
 
 def stop_context() -> None:
@@ -298,6 +383,14 @@ def stop_context() -> None:
     if context is not None:
         mpi_library.check_not_forked()
         context.close()
+
+
+def abandon_context() -> None:
+    """End hvlike here without the other ranks; under fault tolerance only."""
+    context, _process.context = _process.context, None
+    inline_allreduces.clear()
+    if context is not None:
+        context.abandon()
 
 
 def is_running() -> bool:

@@ -193,6 +193,10 @@ class Registry:
     def close(self) -> None:
         for number in sorted(self.set_states):
             self.set_states[number].close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all sets without the other ranks."""
         for process_set in self.sets.values():
             process_set.removed()
 

@@ -1,50 +1,39 @@
-"""elastic.run: call a training function until it ends well, going back to the last commit after an error of the job.
+"""elastic.run: call a training function until it ends well, going back to a commit after an error or a lost rank.
 
                  sync()          func(state)        all have returned
-    start -----> IN STEP -----> TRAINING ---------> barrier ---------> result
-                   ^               |
-                   |  on_reset()   | HorovodInternalError: restore();  HostsUpdatedInterrupt: keep the state
-                   +--- RESTART <--+
-                        shutdown(), init(), the ranks agree whether to try again and whether to sync()
+    start -----> IN STEP -----> TRAINING ---------> agreed ----------> result
+                   ^               |                                     ^
+                   |  on_reset()   | HorovodInternalError: restore();    | told that training is over: ends
+                   +--- RESTART <--+ HostsUpdatedInterrupt: keep state   |
+                           ^                                             |
+                           +------------- SPARE: waits, without training +
 
-An error need not reach all ranks. Those that meet it shut hvlike down; whatever the others ask for next then fails
-with ShutdownError, which brings them here too. The barrier holds those that have nothing more to ask for.
+What RESTART is depends on how the job was started. By a plain mpirun: shutdown() and init() with the same ranks, as a
+lost rank ends the job. By `mpirun --with-ft ulfm`: the survivors make a new world, in which spares take the numbers of
+lost ranks (hvlike/transport/failure/fault_tolerance.py).
+
+An error need not reach all ranks. Those that meet it shut hvlike down, or revoke its communicators; whatever the others
+wait for then fails, which brings them here too. At the end all agree that all have returned: each process says once for
+each communicator of the job whether it is done (`Job.agree`), a spare when it begins to wait.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, overload
 
-import torch
-
-from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.barrier_join import barrier
-from hvlike.collectives.requests.process_set import registered_sets
-from hvlike.collectives.requests.reduction import Max
+from hvlike.collectives.api.objects import allgather_object
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
-from hvlike.collectives.session.basics import init, is_initialized, rank, shutdown
-from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, UsageError
+from hvlike.collectives.session.basics import init, is_initialized, rank, shutdown, size
+from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, PeerLeftError, UsageError
 from hvlike.training.elastic.state import State
-
-
-def restart() -> None:
-    """Start hvlike anew, whatever was in flight, with the same ranks and process sets. Collective; blocks."""
-    if not context.is_running():
-        raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
-    world, sets, gradients = context.current().world, registered_sets(), context.current().knobs.gradients
-    # The ranks may be some of the job's only: init(comm=...) was called with a list or a communicator.
-    members, everybody = world.comm.Get_group(), world.mpi.COMM_WORLD.Get_group()
-    try:
-        ranks = list(world.mpi.Group.Translate_ranks(members, list(range(world.size)), everybody))
-    finally:
-        members.Free()
-        everybody.Free()
-    shutdown()
-    init(ranks, process_sets=sets, gradients=gradients)
-
+from hvlike.transport.failure.fault_tolerance import Job
 
 logger = logging.getLogger("hvlike")
 
@@ -63,21 +52,25 @@ def run(func: Any = None, *, retries: int = 3) -> Any:
     """Decorate a training function so that it survives errors of the job; its first argument is a State.
 
     Before each attempt the state is synchronised from rank 0. After a HorovodInternalError (a mismatch between ranks, a
-    stall, a shutdown by another rank) every rank goes back to its last commit, hvlike is started anew with the same
-    ranks and process sets, reset callbacks are called, and func is called again. A HostsUpdatedInterrupt does the same
-    without going back, and without synchronising if it says so on all ranks. Other exceptions pass through. A rank that
-    has ended is not replaced.
+    stall, a shutdown by another rank, a lost rank) every rank goes back to a commit that all have, hvlike is started
+    anew, reset callbacks are called, and func is called again. A HostsUpdatedInterrupt does the same without going
+    back, and without synchronising if it says so on all ranks. Other exceptions pass through.
+
+    A lost rank ends the job, unless it was started by `mpirun --with-ft ulfm` (Open MPI 5). Then the others go on:
+    HVLIKE_SPARES of the last processes wait here, and take the numbers of lost ranks; without a spare there is one rank
+    less from then on. A spare that is not needed ends its program here, with status 0.
     Calls of the decorated function are collective: all ranks, after init(). They return when func has returned on all.
 
     Args:
         func: Trains from where its argument `state` says, calls `state.commit()` now and then, and returns the result.
-        retries: How many failures in a row, without a commit between them, are answered by another attempt.
+        retries: How many errors in a row, without a commit or a lost rank between them, are answered by another
+            attempt.
 
     Returns:
         The decorated function; without func, a decorator.
 
     Raises:
-        HorovodInternalError: On every rank: too many failures.
+        HorovodInternalError: On every rank: too many failures, or fewer than HVLIKE_MIN_RANKS are left.
         UsageError: An argument is wrong.
 
     Example:
@@ -106,38 +99,191 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
                 f"elastic.run: the first argument of {func.__name__}() must be an elastic state, got "
                 f"{type(state).__name__}. Pass hvd.elastic.TorchState(model=model, optimizer=optimizer, ...)."
             )
-        failures, commits, skip_sync = 0, state.commits, False
-        while True:
-            reason: Exception
-            try:
-                if not skip_sync:
-                    state.sync()
-                result = func(state, *args, **kwargs)
-                if is_initialized():
-                    barrier()
-                return result
-            except HorovodInternalError as error:
-                failures = 1 if state.commits > commits else failures + 1
-                reason, skip_sync = error, False
-                state.restore()
-            except HostsUpdatedInterrupt as interrupt:
-                reason, skip_sync = interrupt, interrupt.skip_sync
-            commits = state.commits
-            restart()
-            logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), type(reason).__name__, reason)
-            skip_sync = _agree(failures, skip_sync, retries, reason)
-            state.on_reset()
+        session = _Session(state, retries)
+        reason: Exception | None = None
+        try:
+            if session.waits():
+                reason = PeerLeftError("a rank was lost, and this process takes part from now on")
+            while True:
+                reason, result = session.attempt(reason, lambda: func(state, *args, **kwargs))
+                if reason is None:
+                    return result
+        finally:
+            session.end()
 
     return wrapper
 
 
-def _agree(failures: int, skip_sync: bool, retries: int, reason: Exception) -> bool:
-    """Return whether all ranks can do without sync(). Collective, the first operation after the restart."""
-    answers = torch.tensor([failures, int(not skip_sync)], device="cpu")
-    most, has_to_sync = allreduce(answers, name="elastic.agree", op=Max).tolist()
-    if most > retries:
-        raise HorovodInternalError(
-            f"elastic.run gives up: {most} failures in a row without a commit between them, {retries} are allowed "
-            f"(@hvd.elastic.run(retries=...)). The last one on this rank: {type(reason).__name__}: {reason}"
-        ) from reason
-    return not has_to_sync
+class _Session:
+    """One call of a decorated function on this process."""
+
+    def __init__(self, state: State, retries: int) -> None:
+        if not context.is_running():
+            raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
+        self._state = state
+        self._retries = retries
+        self._failures = 0
+        self._commits = state.commits
+        self._holds = True  # Whether this process has a commit
+        self._agreed = False  # Whether this process has said in the job's communicator if it is done
+        self._losses = 0
+        self._gives_up = False
+        self._times: dict[str, float] = {}
+        self._ranks_before = 0
+        self._sets: Sequence[ProcessSet] = context.current().sets
+        self._gradients = context.current().knobs.gradients
+        self._job: Job | None = context.current().world.job
+        context.current().restarts = self._job is not None
+
+    def end(self) -> None:
+        if context.is_running():
+            context.current().restarts = False
+
+    def waits(self) -> bool:
+        """For a spare: block until this process is to take part in a restart. False for a rank that trains."""
+        job = self._job
+        if job is None or not job.waits:
+            return False
+        self._holds = False
+        if job.agree(True):
+            # Python's own way to end: the exit handlers run.
+            sys.exit(0)
+        self._agreed = True
+        return True
+
+    def attempt(self, reason: Exception | None, train: Callable[[], Any]) -> tuple[Exception | None, Any]:
+        """Train, after a restart if there is a reason for one. Returns the reason for the next one, or the result."""
+        try:
+            skip_sync = reason is not None and self.start_again(reason)
+            if not skip_sync:
+                self._state.sync()
+            if reason is not None:
+                self.report(reason)
+            result = train()
+            self.finish()
+        except (HorovodInternalError, HostsUpdatedInterrupt) as error:
+            self.noticed(error)
+            return error, None
+        return None, result
+
+    def noticed(self, error: Exception) -> None:
+        """An attempt has ended with an error. Raises: it, once this session gives up."""
+        if self._gives_up:
+            raise error
+        self._times = {"noticed": time.monotonic()}
+        if isinstance(error, HorovodInternalError):
+            self._failures = 1 if self._state.commits > self._commits else self._failures + 1
+
+    def start_again(self, reason: Exception) -> bool:
+        """Start hvlike anew and go back to a commit that all have. Returns whether all can do without sync().
+
+        Collective over the ranks that are left; blocks. Raises: HorovodInternalError, where another one is lost
+        meanwhile or the ranks give up.
+        """
+        state = self._state
+        self._restart()
+        while self._job is not None and self._job.waits:
+            # There are ranks enough without this one.
+            self.waits()
+            self._restart()
+        skip_sync = isinstance(reason, HostsUpdatedInterrupt) and reason.skip_sync
+        goes_back = not isinstance(reason, HostsUpdatedInterrupt)
+        held = state.held_commits() if self._holds else None
+        answers = allgather_object((self._failures, skip_sync, goes_back, held), name="elastic.agree")
+        self._check(max(failures for failures, *_ in answers), reason)
+        commits = [held for *_, held in answers if held is not None]
+        if any(back for _, _, back, _ in answers) and self._holds:
+            common = set(commits[0]).intersection(*commits)
+            state.restore_commit(max(common, default=None))
+        self._commits = state.commits
+        state.on_reset()
+        return all(skip for _, skip, _, held in answers) and len(commits) == len(answers)
+
+    def _restart(self) -> None:
+        """Start hvlike anew: with the same ranks and process sets, or with those that are left. Collective; blocks."""
+        if self._job is None:
+            _restart_all()
+            return
+        if context.is_running():
+            self._sets = context.current().sets
+            self._ranks_before = context.current().world.size
+            context.abandon_context()
+        if not self._agreed:
+            self._job.agree(False)
+        self._agreed = False
+        self._times["agreed"] = time.monotonic()
+        context.start_context(self._job, self._sets, self._gradients)
+        context.current().restarts = True
+        self._times["rebuilt"] = time.monotonic()
+        if self._job.losses > self._losses:
+            self._losses, self._failures = self._job.losses, 0
+
+    def _check(self, failures: int, reason: Exception) -> None:
+        """Raise on all ranks if they give up."""
+        least = context.current().knobs.min_ranks
+        if failures > self._retries:
+            self._gives_up = True
+            raise HorovodInternalError(
+                f"elastic.run gives up: {failures} failures in a row without a commit between them, {self._retries} "
+                f"are allowed (@hvd.elastic.run(retries=...)). The last one on this rank: {type(reason).__name__}: "
+                f"{reason}"
+            ) from reason
+        if size() < least:
+            self._gives_up = True
+            raise HorovodInternalError(
+                f"elastic.run gives up: {size()} ranks are left, and HVLIKE_MIN_RANKS={least}. {reason}"
+            ) from reason
+
+    def report(self, reason: Exception) -> None:
+        """Say what happened, once training can go on."""
+        self._holds = True
+        kind = type(reason).__name__
+        if self._job is None or not self._ranks_before:
+            logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), kind, reason)
+            return
+        now, times = time.monotonic(), self._times
+        began = times.get("noticed", times["agreed"])
+        if rank() == 0:
+            logger.warning(
+                "elastic.run goes on with %d of %d ranks and %d spares from commit %d, %.3f s after it was noticed "
+                "(agreed %.3f, rebuilt %.3f, restored %.3f). %s: %s",
+                size(),
+                self._ranks_before,
+                len(self._job.spares),
+                self._state.commits,
+                now - began,
+                times["agreed"] - began,
+                times["rebuilt"] - times["agreed"],
+                now - times["rebuilt"],
+                kind,
+                reason,
+            )
+
+    def finish(self) -> None:
+        """Wait until func has returned on all ranks. Raises: HorovodInternalError on all of them if it has not."""
+        if not is_initialized():
+            return
+        barrier()
+        if self._job is not None:
+            self._agreed = True
+            if not self._job.agree(True):
+                raise PeerLeftError("Another rank has met an error, and starts again from the last commit.")
+            self._agreed = False
+            self._job.release_spares()
+
+
+def _restart_all() -> None:
+    """Start hvlike anew with the same ranks and process sets, whatever was in flight. Collective; blocks."""
+    if not context.is_running():
+        raise NotInitializedError("Horovod has not been initialized; use hvd.init(). Call it before elastic.run.")
+    running = context.current()
+    world, sets, gradients = running.world, running.sets, running.knobs.gradients
+    # The ranks may be some of the job's only: init(comm=...) was called with a list or a communicator.
+    members, everybody = world.comm.Get_group(), world.mpi.COMM_WORLD.Get_group()
+    try:
+        ranks = list(world.mpi.Group.Translate_ranks(members, list(range(world.size)), everybody))
+    finally:
+        members.Free()
+        everybody.Free()
+    shutdown()
+    init(ranks, process_sets=sets, gradients=gradients)

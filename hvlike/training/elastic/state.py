@@ -150,7 +150,7 @@ class State:
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], object]] = []
         self.commits = 0
-        """How often commit() was called on this rank."""
+        """The number of the last commit: how many there were, without those that an error has taken back."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called, in this order, after each restart of hvlike and before the next sync(). Local.
@@ -179,8 +179,8 @@ class State:
             HorovodInternalError: A rank has failed.
         """
         barrier()
-        self.save()
         self.commits += 1
+        self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -201,6 +201,18 @@ class State:
         """Give every rank the state of rank 0, and save it. Collective: all ranks; blocks."""
         raise NotImplementedError(f"{type(self).__name__} does not define sync().")
 
+    def held_commits(self) -> list[int]:
+        """Return the numbers of the commits that restore_commit can go back to. Local."""
+        return []
+
+    def restore_commit(self, number: int | None) -> None:
+        """Go back to a commit, for elastic.run. Local. Unless overridden it is the last one, whatever its number.
+
+        Args:
+            number: One of held_commits() of all ranks; None if they have none in common.
+        """
+        self.restore()
+
 
 class ObjectState(State):
     """Plain objects as attributes: `ObjectState(epoch=0, batch=0)`.
@@ -217,24 +229,43 @@ class ObjectState(State):
     def __init__(self, **objects: Any) -> None:
         super().__init__()
         check_names(type(self), objects)
-        self._saved: dict[str, Any] = objects
+        self._names = list(objects)
+        self._commits: dict[int, Any] = {}
         for name, value in objects.items():
             setattr(self, name, value)
-        ObjectState.save(self)
+        self.save()
 
     def save(self) -> None:
-        self._saved = deepcopy({name: getattr(self, name) for name in self._saved})
+        # Ranks may be one commit apart when one of them is lost: the last two are kept.
+        self._commits = {number: kept for number, kept in self._commits.items() if number == self.commits - 1}
+        self._commits[self.commits] = self._copy()
 
     def restore(self) -> None:
-        for name, value in deepcopy(self._saved).items():
-            setattr(self, name, value)
+        self._set(self._commits[max(self._commits)])
+
+    def held_commits(self) -> list[int]:
+        return sorted(self._commits)
+
+    def restore_commit(self, number: int | None) -> None:
+        if number is not None:
+            self.commits = number
+            self._commits = {each: kept for each, kept in self._commits.items() if each <= number}
+        self.restore()
 
     def sync(self) -> None:
-        if self._saved:
-            mine = {name: getattr(self, name) for name in self._saved}
-            for name, value in broadcast_object(mine, root_rank=0, name="elastic.objects").items():
-                setattr(self, name, value)
-        ObjectState.save(self)
+        mine = {name: getattr(self, name) for name in self._names}
+        self.commits, told = broadcast_object((self.commits, mine), root_rank=0, name="elastic.objects")
+        for name, value in told.items():
+            setattr(self, name, value)
+        self.save()
+
+    def _copy(self) -> Any:
+        """A copy of everything, for _set."""
+        return deepcopy({name: getattr(self, name) for name in self._names})
+
+    def _set(self, kept: Any) -> None:
+        for name, value in deepcopy(kept).items():
+            setattr(self, name, value)
 
 
 def check_names(state: type, names: Iterable[str]) -> None:
@@ -300,27 +331,25 @@ class TorchState(ObjectState):
         objects = {**{name: value for name, value in given.items() if value is not None}, **objects}
         check_names(type(self), objects)
         self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
-        self._states = _copies(self._parts)
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
-
-    def save(self) -> None:
-        self._states = _copies(self._parts)
-        super().save()
-
-    def restore(self) -> None:
-        for name, value in self._parts.items():
-            if isinstance(value, DistributedOptimizer):
-                # Forgets a step that the error has interrupted.
-                value.abandon()
-            # Optimizers keep the tensors they are given.
-            value.load_state_dict(deepcopy(self._states[name]))
-        super().restore()
 
     def sync(self) -> None:
         for name, value in self._parts.items():
             _sync_part(f"elastic.{name}", value)
-        self._states = _copies(self._parts)
         super().sync()
+
+    def _copy(self) -> Any:
+        return super()._copy(), _copies(self._parts)
+
+    def _set(self, kept: Any) -> None:
+        values, states = kept
+        for name, part in self._parts.items():
+            if isinstance(part, DistributedOptimizer):
+                # Forgets a step that the error has interrupted.
+                part.abandon()
+            # Optimizers keep the tensors they are given.
+            part.load_state_dict(deepcopy(states[name]))
+        super()._set(values)
 
     def reset(self) -> None:
         """Divide what the samplers have left among the ranks of now. Local."""
@@ -344,4 +373,5 @@ class TorchState(ObjectState):
                 f"plain {type(value).__name__}. Use another name for the value."
             )
         self._parts[name] = value
-        self._states |= _copies({name: value})
+        for _, states in self._commits.values():
+            states |= _copies({name: value})

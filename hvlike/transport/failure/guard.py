@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, ShutdownError, WorkerLostError
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver
+from hvlike.transport.failure.fault_tolerance import Job
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
@@ -237,6 +238,8 @@ class Guard:
                 self._report("an exception at the end of the program", True, kind, error, trace)
                 self._abort(1)
         self._watching = False
+        if Job.current is not None:
+            Job.current.finalize()
 
     def _was_failure_hidden(self) -> bool:
         """Whether an uncaught exception went to a hook that somebody installed in front of ours."""

@@ -198,6 +198,12 @@ class Loop:
             self._bell.ring()
         return True
 
+    def fail(self, error: BaseException) -> None:
+        """End every wait with `error`, those to come too. In the loop."""
+        self._failure = error
+        with self._changed:
+            self._changed.notify_all()
+
     def close(self) -> None:
         self._closing = True
         self._bell.ring()
@@ -290,7 +296,7 @@ class Loop:
 
         def done() -> bool:
             nonlocal until
-            if self._closing or self._waiters > 0 or called():
+            if self._closing or self._waiters > 0 or called() or self._failure is not None:
                 return True
             if not self._tasks and not self._inbox and self._wait is Wait.NOTIFY:
                 return not linger or time.monotonic() >= until
@@ -360,6 +366,8 @@ class Loop:
                 if wait is Wait.AGAIN:
                     poll, spin.count = SHORTEST_POLL_SECONDS, 0
                     continue
+                if self._failure is not None:
+                    return
                 now = time.monotonic()
                 unnotified = not crowded and (self._remote or wait is Wait.POLL)
                 serves = self.thread_pool.limit > 0

@@ -41,6 +41,7 @@ UNNOTIFIED_SECONDS = 50e-3
 MPI moves the bytes of a message only while it is called: with 1 ms, 100 MiB over a fast link took a seventh longer."""
 
 TICK_SECONDS = 0.25
+TOLERANT_TICK_SECONDS = 0.05  # Where the job goes on without lost ranks
 
 TURN_SECONDS = 1e-3  # How often a thread that advances one coroutine gives the rest of the loop a turn
 

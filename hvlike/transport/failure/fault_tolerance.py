@@ -1,0 +1,331 @@
+"""What makes a job outlive its ranks: Open MPI's ULFM, which `mpirun --with-ft ulfm` turns on.
+
+Without it the launcher ends the job when a process is lost, and nothing here is used. With it, calls that involve a
+lost process fail, and the survivors can make a new communicator:
+
+    Revoke   whoever waits in a communicator is told that it will not go on
+    Agree    one answer for all survivors, whoever is lost meanwhile
+    Shrink   a communicator of the survivors; works on a revoked one
+
+`Job` holds the communicator from which every World is made, across restarts. `Communicator` and `Request` stand in
+for those of mpi4py. They hide failures: what involves a lost process never ends, and `Context` learns of the loss from
+`failed_ranks`. A request that has failed must not be freed, as Open MPI then aborts the process when it completes
+later; so requests are only looked at, and kept with their buffers until they have ended well.
+
+Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "User-Level Fault Mitigation").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvlike.errors import LaunchError, PeerLeftError, UsageError
+
+ENABLED = "OMPI_MCA_mpi_ft_enable"
+COLLECTIVES = "OMPI_MCA_coll"
+EXCLUDED = "^han,cuda,hcoll,portals4"
+"""Modules that do not know of failures: han has returned wrong sums after one, without an error."""
+
+_SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
+_RELEASE_TAG = 15
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
+
+
+def is_enabled(environ: Mapping[str, str]) -> bool:
+    """Whether this process was started by `mpirun --with-ft ulfm`."""
+    return environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
+
+
+def exclude_collectives(environ: MutableMapping[str, str], *, initialised: bool) -> None:
+    """Keep MPI from modules that return wrong results after a failure; before MPI_Init, which reads the environment.
+    Raises: LaunchError where it is too late for that, or the user has chosen one of them.
+    """
+    if not is_enabled(environ):
+        return
+    chosen = environ.get(COLLECTIVES)
+    if chosen is None and not initialised:
+        environ[COLLECTIVES] = EXCLUDED
+        return
+    names = set((chosen or "").lstrip("^").split(","))
+    if chosen is None or ("han" in names) != chosen.startswith("^"):
+        reason = "the program has started MPI before hvlike" if chosen is None else f"{COLLECTIVES}={chosen}"
+        raise LaunchError(
+            f"under --with-ft ulfm Open MPI must not use its collective module han, which returns wrong sums after a "
+            f"failure; here it may ({reason}). Start the job with `mpirun --with-ft ulfm --mca coll {EXCLUDED} ...`."
+        )
+
+
+def is_failure(mpi: ModuleType, error: BaseException) -> bool:
+    """Whether an exception of mpi4py says that a process is lost, or that the communicator was revoked."""
+    if not isinstance(error, mpi.Exception):
+        return False
+    kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+    return error.Get_error_class() in kinds
+
+
+class Request:
+    """A request of mpi4py that is only looked at, and kept by its communicator until it has ended well."""
+
+    def __init__(self, owner: Communicator, request: Any) -> None:
+        self._owner = owner
+        self._request = request
+        owner.pending.add(self)
+
+    def Test(self) -> bool:
+        if self._request is None:
+            return True
+        status = self._owner.status
+        try:
+            if not self._request.Get_status(status) or status.Get_error():
+                return False
+            self._request.Test()
+        except self._owner.mpi.Exception as error:
+            if not is_failure(self._owner.mpi, error):
+                raise
+            return False
+        self._request = None
+        self._owner.pending.discard(self)
+        return True
+
+    def Wait(self) -> None:
+        while not self.Test():
+            if self._owner.is_broken():
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+class _Lost:
+    """A request that involves a lost process: it never ends, and what waits for it is ended in another way."""
+
+    def Test(self) -> bool:
+        return False
+
+    def Wait(self) -> None:
+        return
+
+
+class _Message:
+    def __init__(self, owner: Communicator, message: Any) -> None:
+        self._owner = owner
+        self._message = message
+
+    def Irecv(self, buffer: Any) -> Any:
+        return self._owner.started(lambda: self._message.Irecv(buffer))
+
+
+class Communicator:
+    """A communicator of mpi4py whose non-blocking calls do not raise when a process is lost."""
+
+    def __init__(self, job: Job, comm: Any) -> None:
+        self.mpi = job.mpi
+        self.comm = comm
+        self.status = job.mpi.Status()
+        self.pending: set[Request] = set()
+        self._job = job
+
+    def started(self, start: Callable[[], Any]) -> Any:
+        """The request that `start` makes."""
+        try:
+            return Request(self, start())
+        except self.mpi.Exception as error:
+            if not is_failure(self.mpi, error):
+                raise
+            return _Lost()
+
+    def Isend(self, *arguments: Any, **named: Any) -> Any:
+        return self.started(lambda: self.comm.Isend(*arguments, **named))
+
+    def Irecv(self, *arguments: Any, **named: Any) -> Any:
+        return self.started(lambda: self.comm.Irecv(*arguments, **named))
+
+    def Iallreduce(self, *arguments: Any, **named: Any) -> Any:
+        return self.started(lambda: self.comm.Iallreduce(*arguments, **named))
+
+    def Ibcast(self, *arguments: Any, **named: Any) -> Any:
+        return self.started(lambda: self.comm.Ibcast(*arguments, **named))
+
+    def Improbe(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            message = self.comm.Improbe(*arguments, **named)
+        except self.mpi.Exception as error:
+            if not is_failure(self.mpi, error):
+                raise
+            # From now on what the others have sent is found again, until the communicator is revoked.
+            if not self.comm.Is_revoked():
+                self.comm.Ack_failed()
+            return None
+        return None if message is None else _Message(self, message)
+
+    def Idup(self) -> tuple[Communicator, Any]:
+        copy, request = self.comm.Idup()
+        return self._job.adopt(copy), Request(self, request)
+
+    def is_broken(self) -> bool:
+        """Whether a process of it is lost, or a rank has revoked it."""
+        return bool(self.comm.Is_revoked() or self.comm.Get_failed().size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+
+def failed_ranks(mpi: ModuleType, comm: Any) -> list[int]:
+    """The ranks of a communicator whose processes are known to be lost. Local."""
+    failed = comm.Get_failed()
+    if not failed.size:
+        return []
+    members = comm.Get_group()
+    try:
+        return sorted(mpi.Group.Translate_ranks(failed, list(range(failed.size)), members))
+    finally:
+        members.Free()
+        failed.Free()
+
+
+def assign_numbers(previous: Sequence[int | None], size: int) -> list[int | None]:
+    """Who has which number after a loss, before the ranks close up. previous: for each survivor the number it had, None
+    for a spare. size: how many ranks there were. Spares take the numbers of those that are lost. Rank 0 is one that
+    trained before, if any did: it has the state.
+    """
+    numbers = list(previous)
+    trained = sorted(each for each in previous if each is not None)
+    if trained and trained[0] != 0:
+        numbers[previous.index(trained[0])] = 0
+    missing = [number for number in range(size) if number not in numbers]
+    for place, number in enumerate(numbers):
+        if number is None and missing:
+            numbers[place] = missing.pop(0)
+    return numbers
+
+
+class Job:
+    """All processes of a job under fault tolerance, spares included, across restarts. One in a process at a time."""
+
+    current: ClassVar[Job | None] = None
+
+    def __init__(self, mpi: ModuleType, comm: Any, spares: int) -> None:
+        """Collective and blocking. comm: of all processes; it stays the caller's. spares: how many of the last wait.
+
+        Raises: UsageError where nobody would train.
+        """
+        self.mpi = mpi
+        # As good as a duplicate, and it leaves out who is lost already.
+        self.comm = comm.Shrink()
+        self.comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self.size = self.comm.size - spares  # How many train
+        if self.size < 1:
+            raise UsageError(
+                f"HVLIKE_SPARES={spares}: the job has {self.comm.size} processes, and at least one has to train. Start "
+                "more of them, or set fewer spares."
+            )
+        self.number: int | None = self.comm.rank if self.comm.rank < self.size else None
+        self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
+        self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
+        self.losses = 0
+        self.last_loss = -math.inf  # Of time.monotonic()
+        self._made: list[Communicator] = []
+        self._left: list[Any] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether this process is a spare."""
+        return self.number is None
+
+    def split(self) -> Any:
+        """A communicator of the ranks that train, in their order; for a spare one of its own. Collective; blocks."""
+        return self.comm.Split(1 + self.comm.rank if self.waits else 0, key=self.number or 0)
+
+    def adopt(self, comm: Any) -> Any:
+        """Have `comm` revoked with the others; returns what to use in its place."""
+        comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        adopted = Communicator(self, comm)
+        self._made.append(adopted)
+        return adopted
+
+    def revoke(self) -> None:
+        """Get every survivor out of whatever it waits for. Local. What was made stays: MPI may still write to it."""
+        for comm in (*(each.comm for each in self._made), self.comm):
+            if comm != self.mpi.COMM_NULL and not comm.Is_revoked():
+                comm.Revoke()
+        self._left += self._made
+        self._made = []
+
+    def shrink(self) -> None:
+        """Go on with the survivors, who agree anew which rank each is. Collective over the survivors; blocks.
+
+        Raises: MPI's exception, on some of them, when another one is lost meanwhile: revoke, and shrink again.
+        """
+        before = self.comm.size
+        self._left.append(self.comm)
+        self.comm = self.comm.Shrink()
+        self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        if self.comm.size < before:
+            self.losses += before - self.comm.size
+            self.last_loss = time.monotonic()
+        told = self.comm.allgather((self.number, self.size))
+        filled = assign_numbers([number for number, _ in told], max(size for _, size in told))
+        self.renumbered = {number: place for place, number in enumerate(sorted(n for n in filled if n is not None))}
+        numbers = [None if number is None else self.renumbered[number] for number in filled]
+        self.number = numbers[self.comm.rank]
+        self.size = sum(number is not None for number in numbers)
+        self.spares = [place for place, number in enumerate(numbers) if number is None]
+
+    def agree(self, answer: bool) -> bool:
+        """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks."""
+        flag = np.array([answer], np.int32)
+        self.comm.Ack_failed()
+        request = self.comm.Iagree(flag)
+        self._left.append((request, flag))
+        pause = 1e-5
+        # An error says that another one is lost: the answer holds all the same.
+        with contextlib.suppress(self.mpi.Exception):
+            while not request.Get_status():
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return bool(flag[0])
+
+    def release_spares(self) -> None:
+        """Go on without spares, which end. Collective over those that train, after all have agreed."""
+        if not self.spares:
+            return
+        everybody = self.comm.Get_group()
+        trains = everybody.Excl(self.spares)
+        self.comm = self.comm.Create_group(trains, tag=_RELEASE_TAG)
+        self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        self.spares = []
+        everybody.Free()
+        trains.Free()
+
+    def finalize(self) -> None:
+        """End MPI after a loss. MPI_Finalize may hang then, above all soon after it: the process ends all the same."""
+        if not self.losses:
+            if not self.comm.Get_failed().size:
+                return
+            self.last_loss = time.monotonic()
+        time.sleep(max(0.0, self.last_loss + _SETTLE_SECONDS - time.monotonic()))
+        late = threading.Timer(_FINALIZE_SECONDS, _end_process)
+        late.daemon = True
+        late.start()
+        self.mpi.Finalize()
+        late.cancel()
+
+
+def _end_process() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(0)
+
+
+def as_error(mpi: ModuleType, error: BaseException) -> BaseException:
+    """MPI's word that a process is lost as a PeerLeftError; any other error as it is."""
+    return PeerLeftError(f"A rank was lost while the ranks were starting: {error}") if is_failure(mpi, error) else error
