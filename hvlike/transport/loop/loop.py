@@ -75,8 +75,8 @@ class Loop:
     # -- from any thread ----------------------------------------------------------------------
 
     def add_source(self, source: Callable[[bool], Wait], is_unfinished: Callable[[], bool]) -> None:
-        """Have `source(rung)` called at every turn; it returns how it waits, AGAIN if it did something. is_unfinished:
-        whether something has begun there for whose end no doorbell rings; a driver that leaves asks it.
+        """Call `source(rung)` at every turn; it returns how it waits, AGAIN if it did something. is_unfinished: whether
+        something has begun there for whose end no doorbell rings; a driver that leaves asks it.
         """
         self._sources.append(source)
         self._unfinished.append(is_unfinished)
@@ -121,10 +121,8 @@ class Loop:
                 self._leave()
 
     def advance(self, coroutine: Coroutine[Any], patience: float) -> bool:
-        """Advance a coroutine in this thread until it ends; what else the loop has gets a turn now and then.
-
-        Returns False, with the coroutine as far as it is, when another thread drives the loop, or when nothing has
-        moved for `patience` seconds. Raises: what the coroutine raises.
+        """Advance a coroutine in this thread until it ends; the rest of the loop gets a turn now and then. False, with
+        the coroutine as far as it is: another thread drives, or nothing has moved for `patience` seconds.
         """
         if self._driver == get_ident() or not self._lock.acquire(blocking=False):
             return False
@@ -193,7 +191,6 @@ class Loop:
             else:
                 self._follow(done, deadline)
         if self._missed_ring:
-            # The driver that left the loop to this thread had been rung for something else.
             self._missed_ring = False
             self._bell.ring()
         return True
@@ -201,8 +198,7 @@ class Loop:
     def fail(self, error: BaseException) -> None:
         """End every wait with `error`, those to come too. In the loop."""
         self._failure = error
-        with self._changed:
-            self._changed.notify_all()
+        self._wake_waiters()
 
     def close(self) -> None:
         self._closing = True
@@ -235,12 +231,16 @@ class Loop:
             self._end(task, None, error)
 
     def _check_driver(self, what: str) -> None:
-        # Once the loop was closed no thread drives it, and what its users give back is theirs.
+        # Once it was closed no thread drives the loop.
         if self._driver != get_ident() and not self._closing:
             raise StateError(
                 f"Loop.{what}() was called by thread {threading.current_thread().name!r}, which does not drive the "
                 "progress loop: only the driver may advance a coroutine. Hand it over with post() or perform()."
             )
+
+    def _wake_waiters(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _enlist(self, task: Task[Any]) -> None:
         # A task may have been cancelled before it began; it would look like one that always has something to do.
@@ -339,17 +339,13 @@ class Loop:
             self._lock.release()
         if self._waiters:
             self._missed_ring = again
-            with self._changed:
-                self._changed.notify_all()
+            self._wake_waiters()
         elif again or self._inbox or self._tasks:
             self._bell.ring()
 
     def _is_unfinished(self) -> bool:
         """True while bytes are on their way that MPI may move only while it is called."""
-        unfinished = False
-        for is_unfinished in self._unfinished:
-            unfinished = is_unfinished() or unfinished
-        return unfinished
+        return any([is_unfinished() for is_unfinished in self._unfinished])  # To ask is what advances them
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
         """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: See SpinPolicy."""
@@ -424,8 +420,7 @@ class Loop:
             wait = Wait.AGAIN
         if self._waiters and wait is Wait.AGAIN:
             # A message alone can end a wait (a barrier, an error, a time limit), without any task.
-            with self._changed:
-                self._changed.notify_all()
+            self._wake_waiters()
         return wait
 
     def _step(self, task: Task[Any]) -> Wait:
@@ -452,5 +447,4 @@ class Loop:
         if task.after is not None:
             task.after(task)
         if self._waiters:
-            with self._changed:
-                self._changed.notify_all()
+            self._wake_waiters()
