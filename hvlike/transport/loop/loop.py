@@ -345,7 +345,7 @@ class Loop:
 
     def _is_unfinished(self) -> bool:
         """True while bytes are on their way that MPI may move only while it is called."""
-        return any(is_unfinished() for is_unfinished in self._unfinished)  # To ask is what advances them
+        return max((each() for each in self._unfinished), default=False)  # All: to ask is what advances them
 
     def _drive(self, done: Callable[[], bool], deadline: float | None, checks: int) -> None:
         """Drive until `done()` or the deadline; the drive lock was taken and is given back. checks: See SpinPolicy."""
