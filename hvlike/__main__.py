@@ -7,10 +7,10 @@ import sys
 
 # Where each command lives and what it is for.
 COMMANDS = {
-    "doctor": ("hvlike.doctor.command", "find out why jobs do not start or not well; also mpirun -n 2 ..."),
+    "doctor": ("hvlike.doctor.command", "find out why a job fails or is slow; also mpirun -n 2 ..."),
     "bench": ("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
     "horovod": ("hvlike.horovod.command", "run a program that imports horovod: mpirun -n 4 ... horovod train.py"),
-    "timeline": ("hvlike.observe.command", "join and sum up timelines: timeline summary FILE..."),
+    "timeline": ("hvlike.observe.command", "merge and summarize timelines: timeline summary FILE..."),
 }
 
 

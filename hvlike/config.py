@@ -87,7 +87,7 @@ SWITCH = Kind({"0": False, "1": True}.__getitem__, "0 or 1")
 PATH = Kind(str, "the path of a file")
 CORES = Kind(
     partial(_checked, lambda text: tuple(map(int, text.split(","))), lambda cores: min(cores) >= 0),
-    "numbers of cores with commas between, one for each rank of a node",
+    "comma-separated numbers of cores, one for each rank of a node",
 )
 LEVELS = one_of("trace", "debug", "info", "warning", "error", "fatal")
 ADJOINT, HOROVODS_OWN = "adjoint", "horovod"  # HVLIKE_GRADIENTS
@@ -103,22 +103,20 @@ class Config:
     )
     # Where the ranks run
     ranks_per_node: int | None = setting(
-        None, whole(1), "treat every so many ranks of a host as a node, to try multi-node code"
+        None, whole(1), "treat every N ranks of a host as a node, to try multi-node code"
     )
     init_patience: float = setting(
         60.0,
         number(0.001),
-        "how long init() waits for other ranks before the log says so",
+        "seconds that init() waits for other ranks before it warns",
         name="INIT_PATIENCE_SECONDS",
     )
     mpi_threads_disable: bool = shared(False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE")
     thread_affinity: tuple[int, ...] | None = shared(
         None, CORES, "the core of the background thread of each local rank", same=False
     )
-    peer_memory: bool = setting(True, SWITCH, "0: the ranks of a node do not copy straight between their memories")
-    keep_memory: bool = setting(
-        False, SWITCH, "1: freed memory stays with the process, so that a step need not map it anew"
-    )
+    peer_memory: bool = setting(True, SWITCH, "0: the ranks of a node do not copy directly between their memories")
+    keep_memory: bool = setting(False, SWITCH, "1: freed memory stays with the process, for the next step")
     # What happens when a rank is lost
     spares: int = setting(
         0, whole(0), "how many of the last processes wait in elastic.run to take the place of lost ranks"
@@ -126,19 +124,19 @@ class Config:
     min_ranks: int = setting(1, whole(1), "elastic.run ends the job when fewer ranks than this are left")
     # How operations are agreed and joined
     cycle_time: float = shared(
-        0.0, number(0), "milliseconds for which rank 0 gathers what is ready before it announces it; 0: at once"
+        0.0, number(0), "milliseconds for which rank 0 collects ready operations before it announces them; 0: at once"
     )
     fusion_threshold: int = shared(
         64 << 20, whole(0), "bytes up to which operations announced together run as one; 0: each runs alone"
     )
     disable_group_fusion: bool = shared(False, SWITCH, "1: a grouped operation is not fused with any other")
     cache_capacity: int = shared(
-        4096, whole(0), "how many different operations are sent as a number once they were described; 0: none"
+        4096, whole(0), "how many different operations are sent as a number once they have been described; 0: none"
     )
     express: bool = setting(
         True,
         SWITCH,
-        "0: also an allreduce that all ranks of a node call at the same time is announced by rank 0 before it runs",
+        "0: rank 0 announces every allreduce, even one that all ranks of a node call at the same time",
     )
     # Gradients
     gradients: str = setting(
@@ -166,42 +164,42 @@ class Config:
     nccl_timeout: float = setting(
         600.0,
         number(0),
-        "how long a collective of NCCL may take until it is given up; 0: ever",
+        "seconds after which a collective of NCCL fails; 0: never",
         name="NCCL_TIMEOUT_SECONDS",
     )
     # Autotune
-    autotune: bool = shared(False, SWITCH, "1: try sizes and times out during training")
+    autotune: bool = shared(False, SWITCH, "1: tune bucket sizes and the cycle time during training")
     autotune_log: str | None = shared(None, PATH, "rank 0 writes every sample there, as CSV", same=False)
     autotune_file: str | None = setting(
         None, PATH, "rank 0 writes the best setting there, for HVLIKE_KNOBS_FILE", same=False
     )
-    autotune_warmup_samples: int = shared(3, whole(0), "samples that are thrown away at the start")
+    autotune_warmup_samples: int = shared(3, whole(0), "samples discarded at the start")
     autotune_steps_per_sample: int = shared(10, whole(1), "training steps measured for one sample")
     autotune_max_samples: int = shared(
-        20, whole(1), "samples after which the best setting stays", name="AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
+        20, whole(1), "samples after which the best setting is kept", name="AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
     )
     autotune_noise: float = shared(
-        0.8, number(0), "how far samples are trusted: 0 fully", name="AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
+        0.8, number(0), "noise of the samples; 0: none", name="AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
     )
     # What the user is told
-    stall_check_disable: bool = shared(False, SWITCH, "1: say nothing about ranks that wait long")
+    stall_check_disable: bool = shared(False, SWITCH, "1: do not report ranks that wait long")
     stall_check_seconds: float = shared(
         60.0,
         number(1),
-        "how long a rank may wait for others before the log says for whom",
+        "seconds that a rank may wait for others before a warning names them",
         name="STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = shared(
         0.0,
         number(0),
-        "after how long a wait fails with StalledError on every rank; 0: never",
+        "seconds after which a wait fails with StalledError on every rank; 0: never",
         name="STALL_SHUTDOWN_TIME_SECONDS",
     )
     log_level: str | None = shared(None, LEVELS, "the level of the logger hvlike, as printed", same=False)
-    log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time in it", same=False)
+    log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time stamps", same=False)
     timeline: str | None = shared(None, PATH, "record a timeline into this file (DYNAMIC: not at once)", same=False)
     timeline_mark_cycles: bool = shared(False, SWITCH, "1: the timeline shows every announcement", same=False)
-    timeline_max_bytes: int = setting(256 << 20, whole(4096), "size at which the file of a rank ends", same=False)
+    timeline_max_bytes: int = setting(256 << 20, whole(4096), "bytes after which the file of a rank ends", same=False)
 
 
 # By field of Config.
@@ -212,15 +210,15 @@ SETTINGS: dict[str, Setting] = {
 }
 _IGNORED_BECAUSE = {
     "process sets can always be added and removed": "DYNAMIC_PROCESS_SETS",
-    "the way across nodes follows from where the ranks run": (
+    "the way across nodes is chosen from where the ranks run": (
         "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"
     ),
     "MPI is the only transport": "CONTROLLER CPU_OPERATIONS",
     "Adasum moves its vectors in the pieces of the backend it runs on": "ADASUM_MPI_CHUNK_SIZE",
-    "about Horovod's own GPU streams and kernels": (
+    "for Horovod's own GPU streams and kernels": (
         "NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES ENABLE_ASYNC_COMPLETION DISABLE_NVTX_RANGES ENABLE_XLA_OPS"
     ),
-    "set by horovodrun for Gloo; here mpirun says who a rank is": (
+    "set by horovodrun for Gloo; here ranks get their numbers from mpirun": (
         "GLOO_IFACE GLOO_TIMEOUT_SECONDS GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT HOSTNAME RANK SIZE LOCAL_RANK "
         "LOCAL_SIZE CROSS_RANK CROSS_SIZE SECRET_KEY"
     ),

@@ -144,7 +144,7 @@ def panels(results: Sequence[Result]) -> list[Curves]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positives, default=DEFAULT_RANKS, help="a job for each, default %(default)s")
-    nodes = "emulate nodes of so many ranks, to count what goes between them"
+    nodes = "emulate nodes of N ranks, to count what goes between them"
     parser.add_argument("--ranks-per-node", type=positive, help=nodes)
     parser.add_argument("--steps", type=positive, default=20, help="counted and timed, default 20")
     parser.add_argument("--layers", type=positive, default=4, help="two gradients each, default 4")

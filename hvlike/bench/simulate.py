@@ -108,7 +108,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

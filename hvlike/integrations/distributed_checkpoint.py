@@ -231,7 +231,7 @@ def load(
     folder = Path(path)
     saved = _read_metadata(folder, _ranks_of(process_group))
     if saved is None:
-        raise UsageError(f"{folder} holds no checkpoint that is complete (it has no .metadata).")
+        raise UsageError(f"{folder} holds no complete checkpoint (it has no .metadata).")
     tensors, _ = model_entries(model)
     _check(folder, tensors, saved)
     wanted = dict(tensors)

@@ -118,7 +118,7 @@ class HvlikeAccelerator(Accelerator):
         """
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError(
-                "The optimizer is a hvlike.DistributedOptimizer, but the model's gradients are reduced already. Pass "
+                "The optimizer is an hvlike.DistributedOptimizer, but the model's gradients are reduced already. Pass "
                 "the plain optimizer."
             )
         return super().prepare_optimizer(optimizer, device_placement)

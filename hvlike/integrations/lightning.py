@@ -113,7 +113,7 @@ _OPS |= dict.fromkeys(("avg", "mean"), ReduceOp.AVERAGE)
 
 
 class HvlikeStrategy(ParallelStrategy):
-    """Trains a LightningModule in a hvlike.nn.DistributedDataParallel on every rank of the job.
+    """Trains a LightningModule in an hvlike.nn.DistributedDataParallel on every rank of the job.
 
     `mpirun -n 4 python train.py` with `Trainer(strategy=HvlikeStrategy())` is all; the number of ranks is mpirun's.
     Gradient clipping and accumulation, automatic and manual optimization, `sync_dist=True`, metrics of torchmetrics in
@@ -243,7 +243,7 @@ class HvlikeStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 raise UsageError(
-                    "configure_optimizers() has returned a hvlike.DistributedOptimizer, but HvlikeStrategy reduces the "
+                    "configure_optimizers() returned an hvlike.DistributedOptimizer, but HvlikeStrategy reduces the "
                     "gradients itself. Return the plain optimizer."
                 )
 

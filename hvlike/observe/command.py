@@ -104,9 +104,9 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         nargs="+",
         metavar="IN",
-        help="files of ranks, also such as were cut off; of one rank alone: also those beside it",
+        help="files of ranks, complete or cut off; of one rank: also the others beside it",
     )
-    merging.add_argument("-f", "--force", action="store_true", help="write OUT although it exists")
+    merging.add_argument("-f", "--force", action="store_true", help="overwrite OUT")
     merging.set_defaults(run=_merge)
     telling = commands.add_parser("summary", help="print where the time of steps, operations and remote calls went")
     telling.add_argument(
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="files of ranks, or a merged one; of one rank alone: also those beside it",
+        help="files of ranks, or a merged one; of one rank: also the others beside it",
     )
     telling.add_argument("--plot", type=png, metavar="FILE.png", help="draw the steps; needs matplotlib")
     telling.set_defaults(run=_summarise)
@@ -146,7 +146,7 @@ def _summarise(options: argparse.Namespace) -> int:
     absent = sorted({*range(size)} - {each.rank for each in traces})
     if absent:
         listed = ", ".join(map(str, absent[:_MOST_CALLS])) + (", ..." if len(absent) > _MOST_CALLS else "")
-        print(f"\nNot in it, of {size} ranks: the timelines of {listed}.", file=sys.stderr)
+        print(f"\nMissing, of {size} ranks: the timelines of {listed}.", file=sys.stderr)
     if options.plot is not None:
         found = trainings(traces)
         if not found:

@@ -76,7 +76,9 @@ def read(path: Path, *, merged: bool = False) -> dict[str, Any]:
     trace = _parsed(text) or _whole_part(text)
     about = trace.get("otherData", {}) if isinstance(trace, dict) and "traceEvents" in trace else {}
     if "rank" not in about and not (merged and "ranks" in about):
-        raise UsageError(f"{path} is no timeline of a rank: hvlike writes them with HVLIKE_TIMELINE or start_timeline.")
+        raise UsageError(
+            f"{path} is not the timeline of a rank: hvlike writes them with HVLIKE_TIMELINE or start_timeline."
+        )
     whole: dict[str, Any] = trace
     return whole
 

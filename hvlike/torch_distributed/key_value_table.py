@@ -93,7 +93,7 @@ class Table:
         try:
             total = int(present) + amount
         except ValueError:
-            return Answer(False, f"add({key!r}, {amount}): the value of this key is no number but {present[:40]!r}")
+            return Answer(False, f"add({key!r}, {amount}): the value of this key is not a number but {present[:40]!r}")
         self._values[key] = str(total).encode()
         return Answer(True, total)
 

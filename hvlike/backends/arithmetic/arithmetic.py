@@ -263,7 +263,7 @@ def early_factor(op: AnyOp, post: float) -> float:
 
 def _check_factors(dtype: torch.dtype, op: AnyOp, factors: Factors) -> None:
     if op is ReduceOp.ADASUM:
-        raise UsageError("Adasum is no element-wise reduction; it cannot be used here. Use Average or Sum.")
+        raise UsageError("Adasum is not an element-wise reduction and cannot be used here. Use Average or Sum.")
     if factors.divisor < 1:
         raise UsageError(f"expected a divisor of at least 1, got {factors.divisor}.")
     kind = element_of(dtype).kind

@@ -65,7 +65,7 @@ def reduce_op(value: int) -> ReduceOp:
         return ReduceOp(value)
     except ValueError:
         known = ", ".join(f"{op_name(op)} ({op.value})" for op in ReduceOp)
-        raise UsageError(f"op {value!r} is no reduction; expected one of: {known}.") from None
+        raise UsageError(f"op {value!r} is not a reduction; expected one of: {known}.") from None
 
 
 def check_supported(op: AnyOp, dtype: torch.dtype) -> None:

@@ -176,7 +176,7 @@ class DeviceBackends:
         while thread.is_alive() and time.monotonic() <= until:
             yield Wait.POLL
         if thread.is_alive():
-            failure = f"nothing was heard of the other ranks for {_CONNECT_SECONDS:g} s"
+            failure = f"the other ranks have not answered for {_CONNECT_SECONDS:g} s"
         errors = yield from _tell_all(host, self._group, failure)
         wrong = [f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, errors, strict=True) if text]
         if not wrong:

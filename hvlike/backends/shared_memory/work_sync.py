@@ -126,11 +126,11 @@ class WorkSync:
             try:
                 moved = reduction.advance()
             except ProcessLookupError as error:
-                raise PeerLeftError(f"A rank of this node has vanished without a word ({error}).") from None
+                raise PeerLeftError(f"The process of another rank of this node has ended ({error}).") from None
             except OSError as error:
                 raise HorovodInternalError(
-                    f"local rank {region.rank} cannot reach the memory of another rank of this node any more: "
-                    f"{error}. HVLIKE_PEER_MEMORY=0 does without."
+                    f"local rank {region.rank} can no longer access the memory of another rank of this node: "
+                    f"{error}. Set HVLIKE_PEER_MEMORY=0 to do without such access."
                 ) from None
             # Where nothing can be taken, a peer is between two statements.
             yield Wait.AGAIN if moved else Wait.NOTIFY
@@ -182,8 +182,8 @@ class WorkSync:
         region.mine.words[FAILED] = APART
         region.notify_if_sleeping()
         raise MismatchError(
-            f"the ranks with local ranks {list(others)} are at other work at this point than local rank {region.rank}: "
-            f"{why}"
+            f"the ranks with local ranks {list(others)} run another operation at this point than local rank "
+            f"{region.rank}: {why}"
         )
 
     def check_peers(self) -> None:
@@ -196,11 +196,11 @@ class WorkSync:
             region.mine.words[FAILED] = why
             if why == LEFT:
                 raise HorovodInternalError(
-                    f"local rank {peer} has left a collective in the middle: it was interrupted, or an error ended it "
+                    f"local rank {peer} has left a collective before its end: it was interrupted, or an error occurred "
                     "there or on a rank that it waited for"
                 )
             raise MismatchError(
-                f"local rank {peer} has found that the ranks of this node are at different work at this point"
+                f"local rank {peer} has found that the ranks of this node run different operations at this point"
             )
         # Each may wait for what the other, at other work, never does.
         arrived = [peer for peer in region.peers if region.counters[peer].words[ARRIVED] >= self.number]

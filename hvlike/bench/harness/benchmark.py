@@ -37,25 +37,25 @@ def add_common(parser: argparse.ArgumentParser, repetitions: str, *without: str)
         # The value is the reason that reports give.
         option = f"--no-{name.lower()}"
         parser.add_argument(option, action="store_const", const=f"left out by {option}", help=f"leave {name} out")
-    parser.add_argument("--seed", type=int, default=0, help="draws everything random; default 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices; default 0")
     add_outputs(parser)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw what came out; needs matplotlib")
+    parser.add_argument("--plot", type=png, metavar="FILE.png", help="draw the results; needs matplotlib")
 
 
 def add_bare_and_device(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --bare and --device. what: is measured on the device."""
-    parser.add_argument("--bare", action="store_true", help="beside a loop of numpy calls and no more; two ranks")
+    parser.add_argument("--bare", action="store_true", help="compare with a bare loop of numpy calls; two ranks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"where {what} is; default cpu")
 
 
 def positive(text: str) -> int:
     """Return a whole number above 0. Raises: argparse.ArgumentTypeError."""
     if not text.strip().isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
     """Return bytes; units are powers of 1024. Raises: argparse.ArgumentTypeError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 64KiB or 25MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4096, 64KiB or 25MiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

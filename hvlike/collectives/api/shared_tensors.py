@@ -74,9 +74,9 @@ def empty_shared(
     def tensor_of(request: Request) -> torch.Tensor:
         if not made:
             raise HorovodInternalError(
-                f"empty_shared: a node cannot share {length * element.itemsize} bytes for each of the ranks of a node: "
-                "there is not so much memory free, or neither a memfd opened through /proc nor a file in /dev/shm "
-                "works. Ask for less, or use torch.empty, whose tensors are reduced through a small staging ring."
+                f"empty_shared: the ranks of a node cannot share {length * element.itemsize} bytes each: not enough "
+                "memory is free, or neither a memfd opened through /proc nor a file in /dev/shm works. Ask for less, "
+                "or use torch.empty, whose tensors are reduced through a small staging ring."
             )
         return ordinary_tensor(made[0], wanted).view(shape)
 

@@ -91,9 +91,9 @@ class WaitForGraph:
         if anew:
             ranks = [self.ranks[position] for position in anew]
             return (
-                f"{name_ranks(ranks).capitalize()} {'agrees' if len(ranks) == 1 else 'agree'} anew on what is reduced, "
-                "as after a change of requires_grad or an add_param_group: every rank has to make it, before the same "
-                "step."
+                f"{name_ranks(ranks).capitalize()} {'plans' if len(ranks) == 1 else 'plan'} the reduction of gradients "
+                "again, as after a change of requires_grad or an add_param_group: make such a change on every rank, "
+                "before the same step."
             )
         return (
             "Every rank has to call the same operations under the same names; look for a collective that only some "

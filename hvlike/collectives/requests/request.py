@@ -326,7 +326,7 @@ def check_writable(kind: str, name: str, tensors: Sequence[torch.Tensor]) -> Non
         if overlaps and tensor.numel():
             raise UsageError(
                 f"{kind} {name!r}: several elements of this tensor of shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())} are one place in memory (expand() makes such tensors), so it cannot be "
+                f"{list(tensor.stride())} share one place in memory (as expand() makes them), so it cannot be "
                 "written in place. Pass tensor.contiguous(), or use the call without the trailing underscore."
             )
 

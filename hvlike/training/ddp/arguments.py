@@ -91,7 +91,7 @@ def check_torch_only(options: Mapping[str, Any]) -> None:
             raise WrongTypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
         if value is not None and value is not False and _TORCH_ONLY[name]:
             raise UsageError(
-                f"DistributedDataParallel: {name} of torch's is not there, got {value!r}. {_TORCH_ONLY[name]}"
+                f"DistributedDataParallel: {name} is torch's and not supported, got {value!r}. {_TORCH_ONLY[name]}"
             )
 
 

@@ -162,7 +162,7 @@ class HookedReducer:
             got = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
             raise UsageError(
                 f"The communication hook of {self.name!r} must return a tensor of {bucket.buffer().numel()} elements, "
-                f"a Future or a hvlike Handle of one, for bucket {bucket.index()}; got {got}."
+                f"a Future or an hvlike Handle of one, for bucket {bucket.index()}; got {got}."
             )
         return value
 

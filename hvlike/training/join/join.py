@@ -227,8 +227,8 @@ class JoinContext:
     def _describe(self, error: BaseException) -> JoinError:
         text = f"{type(error).__name__}: {error}".removesuffix(": ").removesuffix(".")
         return JoinError(
-            f"Rank {self._rank} has left the Join context of {self._what} by {text}. All ranks have left it with that. "
-            "They may have made different numbers of steps: give them one rank's parameters before they go on."
+            f"Rank {self._rank} has left the Join context of {self._what} with {text}. All ranks have left it. They "
+            "may have made different numbers of steps: broadcast one rank's parameters before you go on."
         )
 
 

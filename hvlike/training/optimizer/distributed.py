@@ -68,7 +68,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
     A rank whose step fails changes nothing and takes over what the others did.
 
     Every rank of the set makes the same calls of step() and synchronize(). The parameters of a rank without gradients
-    contribute zeros. Ranks with different numbers of batches use it in a hvlike.join.Join context.
+    contribute zeros. Ranks with different numbers of batches use it in an hvlike.join.Join context.
     Making the optimizer is local and does not block.
 
     Args:

@@ -216,8 +216,9 @@ def named_tensors(params: object) -> dict[str, Tensor]:
             continue
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"broadcast_parameters: the value of {name!r} is no tensor but of type {type(value).__name__}, which "
-                "cannot be changed in place. Leave it out, send it with hvlike.broadcast_object and load it yourself."
+                f"broadcast_parameters: the value of {name!r} is not a tensor but of type {type(value).__name__}, "
+                "which cannot be changed in place. Leave it out, send it with hvlike.broadcast_object and load it "
+                "yourself."
             )
         if name in tensors:
             raise UsageError(f"broadcast_parameters: the name {name!r} occurs twice.")

@@ -53,8 +53,8 @@ class Share(NamedTuple):
 
 
 HERE = "has it"
-BEHIND = "has not come so far"
-AHEAD = "has gone on"
+BEHIND = "has made fewer steps"
+AHEAD = "has made more steps"
 GONE = "no longer has the optimizer, or does not answer"
 
 CATCH_UP_SECONDS = 10.0  # How long a rank that is behind may take to catch up: it may still be loading a state

@@ -94,4 +94,4 @@ def test_wrong_commands_say_what_there_is() -> None:
     assert "no command 'walk'" in unknown.stderr
     wrong = command("bench", "allreduce", "--sizes", "many")
     assert wrong.returncode == 2
-    assert "'many' is no size" in wrong.stderr
+    assert "'many' is not a size" in wrong.stderr

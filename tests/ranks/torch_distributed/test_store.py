@@ -62,7 +62,7 @@ def test_add_counts_over_all_ranks(store: Any, hvd: ModuleType) -> None:
 def test_add_to_what_is_no_number_says_so(hvd: ModuleType) -> None:
     store = MpiStore()
     store.set("word", "seven")
-    with pytest.raises(UsageError, match=r"MpiStore\.add on rank \d: .* is no number but b'seven'"):
+    with pytest.raises(UsageError, match=r"MpiStore\.add on rank \d: .* is not a number but b'seven'"):
         store.add("word", 1)
 
 

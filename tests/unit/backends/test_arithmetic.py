@@ -298,7 +298,7 @@ def test_tensors_of_inference_mode_work_in_and_out_of_it() -> None:
         (torch.bool, ReduceOp.AVERAGE, {}, "possible there: Sum, Min, Max, Product"),
         (torch.bool, ReduceOp.SUM, {"prescale": 0.5}, "takes no factors, got prescale 0.5"),
         (torch.complex64, ReduceOp.MAX, {}, "op Max is not defined on dtype complex64"),
-        (torch.float32, ReduceOp.ADASUM, {}, "Adasum is no element-wise reduction"),
+        (torch.float32, ReduceOp.ADASUM, {}, "Adasum is not an element-wise reduction"),
         (torch.int32, ReduceOp.SUM, {"postscale": math.inf}, "expected finite factors for int32"),
         (torch.float32, ReduceOp.SUM, {"divisor": 0}, "expected a divisor of at least 1, got 0"),
     ],

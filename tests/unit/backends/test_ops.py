@@ -50,7 +50,7 @@ def test_refusal_says_what_is_possible() -> None:
 
 @pytest.mark.parametrize("value", [6, -1, "sum", None])
 def test_no_such_op(value: object) -> None:
-    with pytest.raises(UsageError, match=r"is no reduction; expected one of: Average \(0\), Sum \(1\)"):
+    with pytest.raises(UsageError, match=r"is not a reduction; expected one of: Average \(0\), Sum \(1\)"):
         reduce_op(value)  # type: ignore[arg-type]
 
 

@@ -132,7 +132,7 @@ def test_ranks_that_call_other_things_are_told(kind: str, far: bool) -> None:
     first, second = (other_calls(kind, sync, reach(2, far)) for sync in syncs)
     next(first)
     for rank, running in [(1, second), (0, first)]:
-        with pytest.raises(MismatchError, match=rf"local rank {rank}: |different work"):
+        with pytest.raises(MismatchError, match=rf"local rank {rank}: |different operations"):
             list(itertools.islice(running, 50))
 
 

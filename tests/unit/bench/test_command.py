@@ -14,10 +14,10 @@ from hvlike.errors import UsageError
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("allreduce --sizes many", "'many' is no size"),
+        ("allreduce --sizes many", "'many' is not a size"),
         ("allreduce --dtypes half", "there is no dtype 'half'; there are float32, "),
         ("allreduce --op max", "invalid choice: 'max'"),
-        ("allreduce --repetitions 0", "'0' is no whole number above 0"),
+        ("allreduce --repetitions 0", "'0' is not a whole number above 0"),
         ("step --models alexnet", "there is no model 'alexnet'; there are mlp, "),
         ("drawing", "invalid choice: 'drawing'"),
     ],
@@ -62,6 +62,6 @@ def test_small_sizes_are_repeated_more_often() -> None:
 def test_numbers_of_repetitions() -> None:
     assert positive("3") == 3
     for wrong in ("0", "-1", "many", "1.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match="no whole number above 0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a whole number above 0"):
             positive(wrong)
     assert positives("1,20") == [1, 20]

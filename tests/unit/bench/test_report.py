@@ -35,7 +35,7 @@ def test_parse_size(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1 TiB", "1,5MiB", "many"])
 def test_no_size(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size; write 4096, 64KiB or 25MiB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write 4096, 64KiB or 25MiB"):
         parse_size(text)
 
 

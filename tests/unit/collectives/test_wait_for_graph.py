@@ -86,7 +86,11 @@ def test_the_advice_names_who_has_changed_what_is_reduced() -> None:
     plan = ("plan", "model")
     assert table(waiting(X), waiting(Y)).advice().startswith("Every rank has to call the same operations")
     assert table(waiting(X), waiting(plan)).advice().startswith("Every rank has to call the same operations")
-    assert table(waiting(MODEL, steps=4), waiting(plan)).advice().startswith("Rank 1 agrees anew on what is reduced")
+    assert (
+        table(waiting(MODEL, steps=4), waiting(plan))
+        .advice()
+        .startswith("Rank 1 plans the reduction of gradients again")
+    )
     several = table(waiting(MODEL, steps=4), waiting(plan), waiting(plan)).advice()
-    assert several.startswith("Ranks 1, 2 agree anew")
+    assert several.startswith("Ranks 1, 2 plan the reduction of gradients again")
     assert "requires_grad" in several

@@ -48,7 +48,7 @@ def test_of_a_cut_file_every_whole_event_is_used(tmp_path: Path) -> None:
 def test_what_is_no_timeline_of_a_rank_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=r"other\.json is no timeline of a rank"):
+    with pytest.raises(UsageError, match=r"other\.json is not the timeline of a rank"):
         read(path)
 
 

@@ -57,7 +57,7 @@ def test_of_another_job_nothing_is_taken_and_who_is_missing_is_said(
     assert main(["timeline", "summary", str(tmp_path / first.name)]) == 0
     told = capsys.readouterr()
     assert "host1" not in told.out
-    assert "Not in it, of 3 ranks: the timelines of 1, 2." in told.err
+    assert "Missing, of 3 ranks: the timelines of 1, 2." in told.err
 
 
 def test_a_cut_file_counts_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"traceEvents": []}))
     assert main(["timeline", "summary", str(other)]) == 1
-    assert "is no timeline of a rank" in capsys.readouterr().err
+    assert "is not the timeline of a rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [2, 10])

@@ -11,7 +11,7 @@ from hvlike.errors import UsageError
 SAMPLES = {
     "0 or 1": "1",
     "the path of a file": "some/file",
-    "numbers of cores with commas between, one for each rank of a node": "3,1",
+    "comma-separated numbers of cores, one for each rank of a node": "3,1",
 }
 WRONG = [
     ("CYCLE_TIME", "fast"),

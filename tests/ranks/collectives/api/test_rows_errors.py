@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         lambda hvd: hvd.reducescatter(torch.ones(2), op=hvd.Adasum, name="x"),
         "reducescatter 'x': op Adasum is not defined on rows; possible: Average",
     ),
-    "no such op": (lambda hvd: hvd.reducescatter(torch.ones(2), op=99), "op 99 is no reduction"),
+    "no such op": (lambda hvd: hvd.reducescatter(torch.ones(2), op=99), "op 99 is not a reduction"),
     "Average of bool": (lambda hvd: hvd.reducescatter(torch.ones(2).bool()), "op Average is not defined on dtype bool"),
     "unsupported dtype": (
         lambda hvd: hvd.allgather(torch.ones(2).to(torch.float8_e5m2), name="x"),

@@ -11,7 +11,10 @@ from hvlike.collectives.api.allgather import allgather
 from hvlike.errors import DuplicateNameError, UsageError
 
 REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
-    "no such op": (lambda hvd: hvd.allreduce(torch.ones(2), op=99), "op 99 is no reduction; expected one of: Average"),
+    "no such op": (
+        lambda hvd: hvd.allreduce(torch.ones(2), op=99),
+        "op 99 is not a reduction; expected one of: Average",
+    ),
     "average and op": (
         lambda hvd: hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum),
         "The op parameter supersedes average. Please provide only one of them.",
@@ -83,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[ModuleType], Any], str]] = {
     "negative root": (lambda hvd: hvd.broadcast_(torch.ones(2), root_rank=-1), "invalid root rank -1"),
     "expanded tensor in place": (
         lambda hvd: hvd.allreduce_(torch.ones(1, 3).expand(2, 3), name="g"),
-        "allreduce 'g': several elements of this tensor of shape [2, 3] and strides [0, 1] are one place in memory",
+        "allreduce 'g': several elements of this tensor of shape [2, 3] and strides [0, 1] share one place in memory",
     ),
     "expanded tensor in a broadcast": (
         lambda hvd: hvd.broadcast_(torch.ones(()).expand(4), 0),

@@ -126,7 +126,9 @@ def test_parameters_are_ignored_by_name(hvd: ModuleType) -> None:
 def test_arguments_that_are_not_there(hvd: ModuleType) -> None:
     nothing: dict[str, Any] = {"mixed_precision": None, "device_mesh": None, "skip_all_reduce_unused_params": False}
     DistributedDataParallel(nn.Linear(2, 2), **nothing, batched_grad_copy=True)
-    with pytest.raises(UsageError, match=r"bucket_cap_mb_list of torch's is not there, got \[1\]. Pass bucket_cap_mb,"):
+    with pytest.raises(
+        UsageError, match=r"bucket_cap_mb_list is torch's and not supported, got \[1\]. Pass bucket_cap_mb,"
+    ):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb_list=[1])
     with pytest.raises(TypeError, match="unexpected keyword argument 'find_unused'"):
         DistributedDataParallel(nn.Linear(2, 2), find_unused=True)

@@ -20,7 +20,7 @@ from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-NAMED = r"Rank 1 has left the Join context of .* by KeyError: 'here'\. All ranks have left it"
+NAMED = r"Rank 1 has left the Join context of .* with KeyError: 'here'\. All ranks have left it"
 
 
 class Training:

@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
         "A parameter can only appear once in groups.",
     ),
     "Min": (lambda model: {"op": 3}, "op Min is not supported for gradients; expected Average, Sum or Adasum"),
-    "no op": (lambda model: {"op": 99}, "op 99 is no reduction"),
+    "no op": (lambda model: {"op": 99}, "op 99 is not a reduction"),
     "predivide with Sum": (
         lambda model: {"op": 1, "gradient_predivide_factor": 2.0},
         "gradient_predivide_factor not supported with op != Average",

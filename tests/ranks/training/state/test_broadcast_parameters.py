@@ -89,7 +89,7 @@ def test_disagreement_is_an_error_on_every_rank_and_changes_nothing(
         (nn.Linear(2, 2), r"got a module. Pass model.state_dict\(\)"),
         (torch.zeros(2), "invalid params of type: Tensor"),
         (3, "invalid params of type: int"),
-        ({"epoch": 3}, r"the value of 'epoch' is no tensor but of type int.*hvlike.broadcast_object"),
+        ({"epoch": 3}, r"the value of 'epoch' is not a tensor but of type int.*hvlike.broadcast_object"),
         ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "the name 'a' occurs twice"),
     ],
 )
