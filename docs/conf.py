@@ -10,7 +10,8 @@ from hvlike.version import __version__  # noqa: E402
 
 project = "hvlike"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "public_names"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["public_names", "search_texts"]  # of docs/extension
 exclude_patterns = ["_build"]
 
 # Anchors for links to headings of other pages, as GitHub makes them.
@@ -31,3 +32,8 @@ python_maximum_signature_line_length = 100
 html_theme = "furo"
 html_title = f"hvlike {release}"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+# What a click copies: commands without prompt and output; nothing where there is nothing to run.
+copybutton_selector = "div.highlight-python pre, div.highlight-sh pre, div.highlight-console pre"
+copybutton_prompt_text = "$ "
