@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -27,6 +28,7 @@ from hvlike.collectives.controller.coordinator import Coordinator, KnownResponse
 from hvlike.collectives.controller.inline_agreement import HURRY, PASS, Agreement
 from hvlike.collectives.controller.tensor_queue import AutomaticNames, TensorQueue
 from hvlike.collectives.controller.trace import Trace
+from hvlike.collectives.health.option_watch import OptionWatch
 from hvlike.collectives.health.stall_inspector import (
     PING,
     PONG,
@@ -54,6 +56,7 @@ PATIENCE_SECONDS = 0.5  # How long a rank waits before it reports the wait. Dead
 READY, RESPONSES, WAITING, RESUMED = "ready", "responses", "waiting", "resumed"
 INSPECT, ANSWER, END = "inspect", "answer", "end"
 FAILURE, FAILED = "failure", "failed"
+OPTIONS = "options"
 
 Runner = Callable[[list[tuple[Request, Response]]], None]
 
@@ -78,6 +81,7 @@ class Controller:
         self.stand_in: Callable[[Response], Request | None] = lambda response: None  # Of a rank that has joined
         # Told in the loop which Join context, by its number, a member has left by an exception.
         self.on_failure: Callable[[int, JoinFailure], None] = lambda number, failure: None
+        self.watches: WeakValueDictionary[str, OptionWatch] = WeakValueDictionary()  # By the names of plans
         self._fabric = fabric
         self._group = group
         self._run = run
@@ -171,9 +175,9 @@ class Controller:
                 loop.post(partial(self._end, error), wake=False)
         return True
 
-    def send_soon(self, rank: int, what: str, value: Any) -> None:
-        """Have `hear` called on a member; the caller is about to drive the loop, or in it."""
-        self._fabric.loop.post(partial(self._send, rank, what, value), wake=False)
+    def send_soon(self, rank: int, what: str, value: Any, *, wake: bool = False) -> None:
+        """Have `hear` called on a member; without `wake` the caller is about to drive the loop, or in it."""
+        self._fabric.loop.post(partial(self._send, rank, what, value), wake=wake)
 
     def report_failure(self, number: int, failure: JoinFailure) -> None:
         self._fabric.loop.post(lambda: self._report(FAILURE, (number, failure)))
@@ -222,6 +226,10 @@ class Controller:
             for child in self._children:
                 self._send(child, what, value)
             self.on_failure(*value)
+        elif what == OPTIONS:
+            watch = self.watches.get(value[0])
+            if watch is not None:
+                watch.hear(rank, *value[1:])
         elif self.agreement is not None and what in (PASS, HURRY):
             self.agreement.hear(rank, what, value)
         else:

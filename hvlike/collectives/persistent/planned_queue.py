@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -22,6 +23,7 @@ from hvlike.backends.cuda.runtime import kind_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.trace import exposed_wait, recorded
+from hvlike.collectives.health.option_watch import ReadOptions
 from hvlike.collectives.requests.plan import QueueProposal
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import find_call_site
@@ -66,6 +68,7 @@ class PlannedQueue(PersistentOperation):
         """
         super().__init__(name)
         self.stand_in: Callable[[], CountingJob] | None = None  # Called and run in the loop
+        self.options: WeakMethod[ReadOptions] | None = None  # What is compared from step to step
         self._purpose = name
         self._process_set = process_set
         self._described = tuple((key, str(value)) for key, value in (described or {}).items())
@@ -99,6 +102,8 @@ class PlannedQueue(PersistentOperation):
         queue, set_state = self.queue, self._set_state
         assert queue is not None
         assert set_state is not None
+        if self._step >= self._look_at:
+            self._look_at_options()
         self._step += 1
         set_state.controller.steps[self.name] = self._step
         step = QueueStep(self, self._step)
@@ -156,6 +161,8 @@ class PlannedQueue(PersistentOperation):
         self._context = current()
         set_state = self._set_state = self._context.find_set(self._process_set, self._purpose)
         self.name = f"{self._purpose}.{set_state.controller.optimizer_names.draw(self._purpose)}"
+        if self.options is not None:
+            self.watch_options(self.options)
 
     def _ended(self, step: QueueStep, task: Task[None]) -> None:
         step.error = task.error

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -87,7 +87,7 @@ class PlannedReducer(PersistentOperation):
             on_device=on_device,
             several_nodes=several_nodes,
         )
-        self.start: tuple[int, ...] = ()  # Fingerprints of the parameters, to warn where the ranks start apart
+        self.start: Mapping[str, int] = {}  # Checksums by name, to warn where the ranks start apart
         self.schedule: Schedule | None = None  # What is agreed; None before the first step
         self._bucket_of: dict[int, int] = {}
         self._on_device: set[int] = set()
@@ -150,6 +150,8 @@ class PlannedReducer(PersistentOperation):
         if self._set_state.group.size == 1 and self._settings.is_trivial:
             self._marked.clear()
             return {}
+        if self._step >= self._look_at:
+            self._look_at_options()
         compiled = self._compiled
         if (
             compiled is not None
@@ -274,22 +276,24 @@ class PlannedReducer(PersistentOperation):
             devices=tuple(kind_of(entry.device) for entry in self._entries),
             memory=self.mark(),
             portable=self._settings if self._settings.is_portable else None,
-            start=self.start,
+            start=tuple(self.start.values()),
         )
         home = None if self._arrivals is None else self._arrivals.home
         queue, agreed = self._agree_on_queue("plan", proposal, home)
-        self.start = ()
+        start, self.start = self.start, {}
         if agreed.apart is not None and self._set_state.group.rank == 0:
-            self._warn_of(*agreed.apart)
+            position, index = agreed.apart
+            self._warn_of(position, list(start)[index])
         return self._follow(queue, agreed)
 
-    def _warn_of(self, position: int, entry: int) -> None:
+    def _warn_of(self, position: int, name: str) -> None:
         ranks = self._set_state.group.ranks
         _log.warning(
-            "parameters differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients "
-            "do not make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
+            "%s differ before the first step of %r: %r of rank %d is not that of rank %d. Averaged gradients do not "
+            "make them equal. Call hvd.broadcast_parameters(model.state_dict(), root_rank=%d) before training.",
+            "buffers" if name.startswith("buffer ") else "parameters",
             self.name,
-            self._entries[entry].name,
+            name,
             ranks[position],
             ranks[0],
             ranks[0],

@@ -25,6 +25,7 @@ class QueueProposal(NamedTuple):
     spare_queue: int = -1  # A queue that an earlier owner on this rank has given back; -1: none
     serial: int = -1
     device: str = ""  # The kind of the device that the queue needs a backend for; empty for none
+    options: tuple[tuple[str, str], ...] = ()  # As Proposal.options
 
 
 def merge_queue_proposals(proposals: Sequence[QueueProposal]) -> QueueProposal:
@@ -111,6 +112,7 @@ class Proposal(NamedTuple):
     portable: Any = None  # What a rank without this reducer must know to take part for one that has joined
     serial: int = -1  # Number of the agreed plan; different from that of every other plan of the process set
     start: tuple[int, ...] = ()  # Fingerprints of the parameters before the first step, by entry; empty: not compared
+    options: tuple[tuple[str, str], ...] = ()  # Of the optimizer, as OptionWatch has them; merged: the first one's
     apart: tuple[int, int] | None = None  # Merged: a member whose parameters are not the first one's, and the entry
 
     @property

@@ -7,12 +7,15 @@ JoinContexts    which Join context this rank is in, and that another rank has le
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableSet
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 
@@ -20,8 +23,9 @@ from hvlike.backends.base import Backend
 from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
-from hvlike.collectives.controller.controller import Controller
+from hvlike.collectives.controller.controller import OPTIONS, Controller
 from hvlike.collectives.fusion.schedule import Schedule
+from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
 from hvlike.collectives.health.wait_for_graph import STEP
 from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
@@ -136,6 +140,8 @@ class PersistentOperation(ABC):
         self._lock = threading.Lock()
         self._step = 0
         self._unfinished = 0
+        self._options: OptionWatch | None = None
+        self._look_at = math.inf  # After this step the options are looked at
 
     @property
     def busy(self) -> bool:
@@ -157,6 +163,18 @@ class PersistentOperation(ABC):
     def adopt(self, queue: OpQueue, agreed: Any) -> JoinedProxy:
         """The others have agreed anew while this rank has joined: what takes part in that. In the loop."""
 
+    def watch_options(self, read: WeakMethod[ReadOptions]) -> None:
+        """Have the first rank warn where what `read` returns between two steps is not the same on all ranks."""
+        assert self._set_state is not None
+        controller, group = self._set_state.controller, self._set_state.group
+        send = partial(_send_options, controller, self.name)
+        self._options = controller.watches[self.name] = OptionWatch(self.name, group, send, read)
+        self._look_at = 1
+
+    def _look_at_options(self) -> None:
+        if self._options is not None and self.serial is not None:
+            self._look_at = self._options.look(self.serial, self._step)
+
     def fail(self, error: BaseException) -> None:
         """End a step that can never be completed; in the loop."""
         if self.queue is not None:
@@ -174,13 +192,15 @@ class PersistentOperation(ABC):
             self._release.detach()
         self._release = self.queue = self.serial = None
         self.served = self._step = 0
+        self._look_at = math.inf if self._options is None else 1
 
     def _agree_on_queue(self, kind: str, proposal: Any, home: torch.device | None) -> tuple[OpQueue, Any]:
         """Propose to all ranks; the queue, on the device `home`, and what follows from all. Collective; blocks."""
         assert self._set_state is not None
         queues = self._set_state.queues
         spare = queues.propose()
-        spec = RequestSpec(kind, detail=proposal._replace(spare_queue=spare))
+        options = () if self._options is None else self._options.read()
+        spec = RequestSpec(kind, detail=proposal._replace(spare_queue=spare, options=options))
         try:
             controller = self._set_state.controller
             handle = controller.submit(spec, self.name, [], attrgetter("outputs"), wake=False, home=home)
@@ -190,6 +210,8 @@ class PersistentOperation(ABC):
             raise
         if queue.number != spare:
             queues.give_back(spare)
+        if self._options is not None:
+            self._options.begin(agreed.serial, agreed.options, options)
         self._release = weakref.finalize(self, queues.give_back, queue.number)
         return queue, agreed
 
@@ -203,6 +225,10 @@ class PersistentOperation(ABC):
             controller.wait(key, done, None)
         finally:
             controller.leave_step(key)
+
+
+def _send_options(controller: Controller, name: str, rank: int, message: tuple[Any, ...]) -> None:
+    controller.send_soon(rank, OPTIONS, (name, *message), wake=True)
 
 
 class JoinedProxies:

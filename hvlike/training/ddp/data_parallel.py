@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakMethod
@@ -131,9 +131,11 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         self._buffer_sync: BufferSync | None = None
         self._has_buffers = bool(self._named_buffers())
         self._has_hook = False
+        given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._named_buffers()
         if init_sync and not reduction.is_local(context):
-            given = {} if broadcast_buffers is False and forward_sync_buffers is None else self._named_buffers()
             verify_and_broadcast(parameters, given, (self.process_set.ranks or [0])[0], ranks)
+        if not (init_sync and given) and not reduction.is_local(context):
+            self._compare_start({} if init_sync else parameters)
         if self._syncs_buffers():
             self._find_buffers(context).agree()
 
@@ -182,6 +184,12 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         self.__dict__.update(state)
         self._gradients = self._new_gradients(reduction)
         self._gradients.reduce_by(None, hook, hook_state)
+
+    def _compare_start(self, parameters: Mapping[str, Tensor]) -> None:
+        """Have the first rank warn where these, or buffers that nobody makes equal, are not the same on all ranks."""
+        left = {} if self.forward_sync_buffers else self._named_buffers()
+        buffers = {f"buffer {name}": buffer for name, buffer in left.items()}
+        self._gradients.comparison.start_with({**parameters, **buffers})
 
     def _parameters_to_train(self) -> dict[str, Tensor]:
         return check_module(self.module, self.parameters_to_ignore)

@@ -71,6 +71,7 @@ class AdasumDeltas(Gradients):
         if reducer is None:
             yield
             return
+        self.comparison.updates += 1
         self._remember()
         try:
             yield

@@ -20,8 +20,13 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
+from hvlike.training.gradients.comparison import Comparison
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
-from hvlike.training.gradients.parameters import ParamGroupDiff, check_passes, name_parameters, value_checksums
+from hvlike.training.gradients.parameters import (
+    ParamGroupDiff,
+    check_passes,
+    name_parameters,
+)
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
@@ -61,6 +66,7 @@ class Gradients:
         self._collects = False  # While gradients are reduced: an arrival only has to be noted
         self._watch: ParamGroupDiff | None = None  # None: look thoroughly before the next reduction
         self._context: Context | None = None
+        self.comparison = Comparison(optimizer)
         self._lock = threading.Lock()
         self.refresh()
 
@@ -184,6 +190,7 @@ class Gradients:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         yield
+        self.comparison.updates += 1
         if self.phase is not Phase.REDUCING:
             self._begin()
 
@@ -377,13 +384,12 @@ class Gradients:
     def _new_reducer(self, context: Context) -> Reducer | None:
         if self.reduction.is_local(context):
             return None
-        # Looked at once, and not where a module was given a name when its parameters were made equal.
-        start = () if self.name is not None else value_checksums(self._parameters)
         if self.name is None:
             self.name = self.reduction.automatic_name(context)
+            self.comparison.start_with({slot.name: slot.parameter for slot in self._slots})
         names = [slot.name for slot in self._slots]
         reducer = self.reduction.reducer(self.name, names, self._parameters, self._extra_entries())
-        reducer.start = start
+        self.comparison.begin(reducer)
         if context.knobs.autotune:
             # Few programs tune: what does it is loaded for them alone.
             from hvlike.training.autotune import tune

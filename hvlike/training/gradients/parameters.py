@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hvlike.backends.cuda.runtime import kind_of
+from hvlike.collectives.health.option_watch import Options
 from hvlike.errors import UsageError
 from hvlike.training.usage_errors import warn_user
 
@@ -125,6 +126,26 @@ _OF_PARAMETERS = ("params", "param_names")
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
     return [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
+
+
+def describe_options(groups: Sequence[Mapping[str, Any]]) -> Options:
+    """Return what has to be equal on all ranks, as text: numbers, switches and names in host memory."""
+    return tuple(
+        (f"{key} of parameter group {number}", text)
+        for number, group in enumerate(options_of(groups))
+        for key, value in group.items()
+        for text in [_text_of(value)]
+        if text is not None
+    )
+
+
+def _text_of(value: object) -> str | None:
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.numel() == 1 and not kind_of(value.device) else None
+    if isinstance(value, tuple | list):
+        parts = [_text_of(each) for each in value]
+        return f"({', '.join(part for part in parts if part is not None)})"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else None
 
 
 def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:

@@ -14,13 +14,21 @@ from torch._compile import _disable_dynamo as untraced
 from torch.optim import Optimizer
 
 from hvlike.collectives.api.objects import broadcast_object
+from hvlike.collectives.health.option_watch import Options
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.collectives.session.context import current
 from hvlike.errors import StateError, UsageError
 from hvlike.training.gradients.optimizer_wrapper import after, is_read_by_grad_scaler
-from hvlike.training.gradients.parameters import GroupOptions, copy_options, gpu_of, options_of, temporary_gradients
+from hvlike.training.gradients.parameters import (
+    GroupOptions,
+    copy_options,
+    describe_options,
+    gpu_of,
+    options_of,
+    temporary_gradients,
+)
 from hvlike.training.gradients.reduction import ranks_of_group
 from hvlike.training.join.join import Join, JoinContext
 from hvlike.training.join.joinable import BuiltInJoinable
@@ -370,11 +378,15 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
         step_absent: WeakMethod[StepShare] = WeakMethod(self._step_absent)
         self._steps = Steps(self._queue, self._partition, self.rank, exchange, reduction, step_absent)
         self._queue.stand_in = self._steps.stand_in
+        self._queue.options = WeakMethod(self._options)
         if self.world_size > 1:
             # Answers must be possible before another rank knows that this one has agreed.
             state_service(current())
             self._queue.agree()
             state_service(current()).optimizers[self._group.number, self._queue.name] = self
+
+    def _options(self) -> Options:
+        return describe_options(self._groups)
 
     # Join
 

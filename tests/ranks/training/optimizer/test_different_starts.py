@@ -50,11 +50,52 @@ def test_ranks_that_start_alike_hear_nothing(hvd: ModuleType, caplog: pytest.Log
     assert not warnings_of_two_steps(hvd, caplog, model, op=getattr(hvd, op))
 
 
-def test_a_module_that_shall_start_as_it_is_is_not_looked_at(hvd: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    ddp = DistributedDataParallel(make_model(seed=hvd.rank()), init_sync=False)
+class Counting(nn.Module):
+    """It has a buffer that depends on the rank."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("mean", torch.tensor([value]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+
+def warnings_of_ddp(
+    hvd: ModuleType, caplog: pytest.LogCaptureFixture, module: nn.Module, **options: Any
+) -> Sequence[str]:
+    ddp = DistributedDataParallel(module, **options)
     with caplog.at_level(logging.WARNING, logger="hvlike"):
-        loss_of(ddp, share(hvd, whole_batch())).backward()
-    assert not caplog.records
+        for _ in range(2):
+            loss_of(ddp, share(hvd, whole_batch())).backward()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_module_that_starts_as_it_is_is_looked_at(hvd: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    found = warnings_of_ddp(hvd, caplog, make_model(seed=hvd.rank()), init_sync=False)
+    assert len(found) == (hvd.rank() == 0)
+    assert all("parameters differ" in text and "'0.weight' of rank 1 is not that of rank 0" in text for text in found)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_buffers_that_stay_different_are_named(
+    hvd: ModuleType, caplog: pytest.LogCaptureFixture, init_sync: bool
+) -> None:
+    module = Counting(float(hvd.rank() == hvd.size() - 1))
+    found = warnings_of_ddp(hvd, caplog, module, init_sync=init_sync, broadcast_buffers=False)
+    assert len(found) == (hvd.rank() == 0)
+    assert all("buffers differ" in text and f"'buffer mean' of rank {hvd.size() - 1} is not" in text for text in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"init_sync": False}, {"forward_sync_buffers": False}])
+def test_buffers_that_become_those_of_one_rank_are_not(
+    hvd: ModuleType, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    assert not warnings_of_ddp(hvd, caplog, Counting(float(hvd.rank())), **options)
 
 
 @pytest.mark.pure
