@@ -1,0 +1,73 @@
+"""What is right after ranks were killed: pure functions over what program.py has printed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a process: its place at the start, what it says, and the rest."""
+
+    place: int
+    what: str
+    words: tuple[str, ...]
+
+
+def read_lines(output: str) -> list[Line]:
+    """The lines of program.py in the output of a job."""
+    lines = [line.split() for line in output.splitlines()]
+    return [Line(int(line[0]), line[1], tuple(line[2:])) for line in lines if len(line) > 1 and line[0].isdigit()]
+
+
+def commits_of(lines: Sequence[Line]) -> dict[int, str]:
+    """The digest of each commit, of a run without failures; 0 is the state at the start."""
+    begun = {int(line.words[2]): line.words[4] for line in lines if line.what == "BEGIN"}
+    return begun | {int(line.words[0]): line.words[2] for line in lines if line.what == "COMMIT"}
+
+
+def what_is_wrong(
+    lines: Sequence[Line], ranks: int, spares: int, killed: Sequence[int], reference: Mapping[int, str]
+) -> list[str]:
+    """Everything that is not as promised; empty if all is right.
+
+    ranks: how many trained at the start. spares: how many waited. killed: places of the killed processes. reference:
+    the digests of the commits of the same job without failures.
+    """
+    wrong = []
+    results = {line.place: line.words for line in lines if line.what == "RESULT"}
+    again = {line.place: line.words for line in lines if line.what == "AGAIN"}
+    left = ranks + spares - len(set(killed))
+    expected = min(ranks, left)
+    # A rank that was killed after its result is one of those that had it.
+    alive = {place: words for place, words in results.items() if place not in killed}
+    sizes = {int(words[1]) for words in results.values()}
+    if len(sizes) != 1 or not expected <= min(sizes) <= ranks:
+        wrong.append(f"results of {sorted(results)} at sizes {sorted(sizes)}, expected {expected}")
+    if len({words[2] for words in results.values()}) > 1:
+        wrong.append(f"the results differ: {results}")
+    if len(alive) < min(expected, min(sizes, default=0)):
+        wrong.append(f"only places {sorted(alive)} have a result, {expected} were expected")
+    missing = sorted(set(alive) - set(again))
+    if missing and not set(killed) & set(results):
+        wrong.append(f"places {missing} have not ended")
+    wrong += [
+        f"place {place}: a fresh run from the last commit gives {words[2]}, not {results[place][2]}"
+        for place, words in again.items()
+        if words[2] != results[place][2]
+    ]
+    for line in lines:
+        if line.what == "BEGIN":
+            rank, size, commit, _, state = line.words
+            # With fewer ranks than at the start the run is another one from there on.
+            comparable = int(size) == ranks or _is_first_smaller(lines, line)
+            if comparable and reference.get(int(commit)) != state:
+                wrong.append(f"place {line.place}, rank {rank} of {size} began from a wrong commit {commit}")
+    if sizes == {ranks} and {words[2] for words in results.values()} != {reference[max(reference)]}:
+        wrong.append("the result is not that of the run without failures")
+    return wrong
+
+
+def _is_first_smaller(lines: Sequence[Line], line: Line) -> bool:
+    sizes = [int(each.words[1]) for each in lines if each.what == "BEGIN" and each.place == line.place]
+    mine = [each for each in lines if each.what == "BEGIN" and each.place == line.place].index(line)
+    return all(size == max(sizes) for size in sizes[:mine])
