@@ -54,7 +54,8 @@ def run(func: Any = None, *, retries: int = 3) -> Any:
     Before each attempt the state is synchronised from rank 0. After a HorovodInternalError (a mismatch between ranks, a
     stall, a shutdown by another rank, a lost rank) every rank goes back to a commit that all have, hvlike is started
     anew, reset callbacks are called, and func is called again. A HostsUpdatedInterrupt does the same without going
-    back, and without synchronising if it says so on all ranks. Other exceptions pass through.
+    back, and without synchronising if it says so on all ranks. Other exceptions pass through; where a lost rank does
+    not end the job, one that nobody catches on a single rank ends only that rank.
 
     A lost rank ends the job, unless it was started by `mpirun --with-ft ulfm` (Open MPI 5). Then the others go on:
     HVLIKE_SPARES of the last processes wait here, and take the numbers of lost ranks; without a spare there is one rank
@@ -108,6 +109,9 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
                 reason, result = session.attempt(reason, lambda: func(state, *args, **kwargs))
                 if reason is None:
                     return result
+        except Exception as error:
+            session.failed(error)
+            raise
         finally:
             session.end()
 
@@ -134,6 +138,11 @@ class _Session:
         self._gradients = context.current().knobs.gradients
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
+
+    def failed(self, error: Exception) -> None:
+        """The program ends with an error, unless somebody catches it: the other ranks need not."""
+        if self._job is not None and not isinstance(error, HorovodInternalError):
+            self._job.goes_on_without_this = True
 
     def end(self) -> None:
         if context.is_running():

@@ -230,6 +230,7 @@ class Job:
         self.number: int | None = self.comm.rank if self.comm.rank < self.size else None
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
         self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
+        self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
         self._made: list[Communicator] = []
@@ -278,6 +279,9 @@ class Job:
         self.number = numbers[self.comm.rank]
         self.size = sum(number is not None for number in numbers)
         self.spares = [place for place, number in enumerate(numbers) if number is None]
+
+    def others_live(self) -> bool:
+        return bool(self.comm.size - self.comm.Get_failed().size > 1)
 
     def agree(self, answer: bool) -> bool:
         """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks."""

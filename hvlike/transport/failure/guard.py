@@ -10,6 +10,7 @@ guard sees how this rank ends and ends the whole job where that is needed:
     normal end, sys.exit(0)      the callback given by the caller tells the other ranks, then MPI_Finalize
     launcher killed with -9      `watch_parent()` ends the process
     fatal signal (SIGSEGV, ...)  the stacks of all threads, by Python's faulthandler; the launcher ends the job
+    exception out of elastic.run under fault tolerance, on one rank: traceback, SIGKILL to itself; the others go on
 
 One report is shown: that of the rank which fails first (FirstReport). Where the error says that another rank
 failed first (`CONSEQUENCES`), that rank has `PRECEDENCE` seconds to report the cause. The ranks of the first node have
@@ -25,6 +26,7 @@ import contextlib
 import errno
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -248,17 +250,30 @@ class Guard:
         return self._exit.status is None and replaced and last is not None and last is not self._last_error
 
     def _abort(self, status: int) -> None:
+        job = Job.current
+        goes_on = job is not None and job.goes_on_without_this and job.others_live()
+        if goes_on:
+            # Where several ranks fail alike it is the program's error, and no rank would be left.
+            time.sleep(max(0.0, self._failed_at + PRECEDENCE - time.monotonic()))
         others = self._first.others()
+        if goes_on and not others and self._first.claim(self._rank, self._summary):
+            self._say(f"hvlike: {self._name} ends; the others go on without it")
+            self._flush()
+            # The one way to end that the runtime takes for a lost process at once.
+            os.kill(os.getpid(), signal.SIGKILL)
         if others:
             self._say(f"hvlike: after {self._name} failed also {describe_others(others, self._summary)}")
         # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
         self._first.wait_for_holder(self._failed_at + 2 * GRACE)
+        self._flush()
+        if not self._mpi.Is_finalized():
+            self._mpi.COMM_WORLD.Abort(status)
+
+    def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 with contextlib.suppress(OSError):
                     stream.flush()
-        if not self._mpi.Is_finalized():
-            self._mpi.COMM_WORLD.Abort(status)
 
 
 def watch_start() -> None:
