@@ -12,15 +12,16 @@ Example::
     state.register_reset_callbacks([on_reset])
     train(state)
 
-After a HorovodInternalError all ranks go back to the last commit and train on, in the same job. Ranks that have ended
-are not replaced.
+After a HorovodInternalError all ranks go back to the last commit and train on, in the same job. Under
+`mpirun --with-ft ulfm` they do so without a rank that is lost, or a spare takes its place.
 """
 
 from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.run import run
-from hvlike.training.elastic.state import ElasticSampler, ObjectState, State, TorchState
+from hvlike.training.elastic.sampler import ElasticSampler
+from hvlike.training.elastic.state import ObjectState, State, TorchState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 __all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]

@@ -1,144 +1,21 @@
-"""State, ObjectState, TorchState, ElasticSampler: what a run returns to after an error, and what all start from."""
+"""State, ObjectState, TorchState: what a run returns to after an error, and what all ranks start from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Sampler
 
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
-from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import UsageError
 from hvlike.training.elastic.checkpoint import is_stateful
+from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
-
-
-def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    if not shuffle:
-        return list(range(length))
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch), device="cpu").tolist()
-
-
-def share_of(indices: Sequence[int], rank: int, size: int) -> list[int]:
-    """Every size-th index from `rank` on; the first ones again at the end where that makes all shares equally long."""
-    length = -(-len(indices) // size)
-    return [indices[place % len(indices)] for place in range(rank, length * size, size)]
-
-
-class ElasticSampler(Sampler[int]):
-    """Divides what is left of an epoch among the ranks.
-
-    An epoch starts with set_epoch(). record_batch() after each batch records what was processed; after a restart, or
-    load_state_dict(), only the rest is handed out. In a TorchState, sync() merges what all ranks have recorded.
-    All shares are equally long: fewer indices than there are ranks come twice where the rest cannot be divided. Local.
-
-    Args:
-        dataset: Anything with a length, the same on every rank.
-        shuffle: Use an order that depends on seed and epoch alone; else that of the dataset.
-        seed: Seed of the order.
-
-    Raises:
-        NotInitializedError: init() has not been called.
-
-    Source: horovod.torch.elastic.ElasticSampler.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
-        self.num_replicas = self.rank = 0
-        """The number of ranks the epoch is divided among, and this rank's number among them."""
-        self.remaining_indices: list[int] = []
-        """What was not processed when the epoch was divided last, of all ranks."""
-        self.indices: list[int] = []
-        """The share of this rank, in the order in which it is handed out."""
-        self.reset()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed. Each rank calls it before it iterates, not after a restart.
-
-        Args:
-            epoch: Number of the epoch.
-        """
-        self.epoch = epoch
-        self.processed_indices = set()
-        self.reset()
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that a batch is processed.
-
-        Args:
-            batch_idx: Number of the batch since iteration began, from 0.
-            batch_size: How many indices a batch has.
-        """
-        self.record_indices(self.get_indices(batch_idx, batch_size))
-
-    def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that indices are processed.
-
-        Args:
-            indices: The indices.
-        """
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of a batch of this rank.
-
-        Args:
-            batch_idx: Number of the batch since iteration began, from 0.
-            batch_size: How many indices a batch has.
-
-        Returns:
-            The indices.
-        """
-        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return epoch and processed indices: those this rank has recorded, and all ranks' up to the last sync()."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state dict: what is left is divided anew.
-
-        Args:
-            state_dict: What state_dict() has returned.
-        """
-        processed: Collection[int] = state_dict["processed_indices"]
-        self.epoch, self.processed_indices = state_dict["epoch"], set(processed)
-        self.reset()
-
-    def reset(self) -> None:
-        """Divide what is not processed yet among the ranks of now. Local."""
-        order = order_of(len(self.dataset), self.seed, self.epoch, shuffle=self.shuffle)
-        self.num_replicas, self.rank = size(), rank()
-        self.remaining_indices = [index for index in order if index not in self.processed_indices]
-        self.indices = share_of(self.remaining_indices, self.rank, self.num_replicas)
-
-    @property
-    def num_samples(self) -> int:
-        """How many indices each rank is handed."""
-        return len(self.indices)
-
-    @property
-    def total_size(self) -> int:
-        """How many indices all ranks together are handed, those that come twice included."""
-        return self.num_samples * self.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 class State:
@@ -332,6 +209,12 @@ class TorchState(ObjectState):
         check_names(type(self), objects)
         self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
+
+    def commit(self) -> None:
+        for name, value in self._parts.items():
+            if isinstance(value, ElasticSampler):
+                value.merge(f"elastic.{name}.recorded")
+        super().commit()
 
     def sync(self) -> None:
         for name, value in self._parts.items():

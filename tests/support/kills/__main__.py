@@ -32,7 +32,8 @@ def run_once(
 ) -> tuple[Job, list[int], float, list[str]]:
     """Start a job, and kill places at moments (seconds after training began, places).
 
-    Returns the job, who was killed, for how long it trained, and what it left in its folder of shared memory.
+    Returns the job, who was killed, for how long it trained, and what it left. Who has its result is not killed: a
+    loss after training ends the job as any error does.
     """
     with TemporaryDirectory(prefix="hvlike-kills-") as name:
         folder = Path(name)
@@ -53,11 +54,13 @@ def run_once(
                 alive = job.pids()
                 for place in places:
                     process = int((folder / f"process-{place}").read_text())
-                    if process in alive:
+                    if process in alive and "RESULT" not in job.output():
                         os.kill(process, signal.SIGKILL)
                         killed.append(place)
-            ended = job.wait(limit)
+            if not kills:
+                job.wait_for_output("RESULT", limit)
             seconds = time.monotonic() - began
+            ended = job.wait(limit)
         left = [f"/dev/shm/{each}" for each in os.listdir("/dev/shm") if each.startswith("hvlike")]
         return ended, killed, seconds, left
 
@@ -112,7 +115,7 @@ def main() -> None:
         bad += bool(wrong)
         print(
             f"{number}: {ranks}+{options.spares} ranks, {kind} {kills}, killed {killed}, recovered in {times} s, "
-            f"{took:.1f} s: {wrong or 'right'}",
+            f"from {took:.1f} s on: {wrong or 'right'}",
             flush=True,
         )
         if wrong:
