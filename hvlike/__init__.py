@@ -1,4 +1,4 @@
-"""Data parallelism for PyTorch over MPI, in one line: `import hvlike as hvd`, Horovod's names."""
+"""Data parallelism for PyTorch over MPI, with Horovod's names: `import hvlike as hvd`."""
 
 from typing import TYPE_CHECKING
 

@@ -3,8 +3,8 @@
     HvlikeError
     ├── LaunchError                                     the launcher and MPI disagree, or MPI cannot be loaded
     ├── ForkedProcessError                              a call from a child process of a rank
-    ├── HostsUpdatedInterrupt      (also RuntimeError)  elastic.run shall start again with the state as it is
-    ├── CheckpointError            (also RuntimeError)  no checkpoint that can be read, or one that cannot be written
+    ├── HostsUpdatedInterrupt      (also RuntimeError)  tells elastic.run to start again with the state as it is
+    ├── CheckpointError            (also RuntimeError)  no checkpoint can be read, or one cannot be written
     ├── RpcError                   (also RuntimeError)  a call of hvlike.rpc or hvlike.autograd that cannot be served
     │   └── WorkerLostError                             its worker has left, or its process has gone
     ├── WaitTimeoutError           (also TimeoutError)  wait(timeout) or result(timeout) of a handle ran out of time
@@ -22,8 +22,8 @@
         ├── MismatchError                               the ranks asked for different things
         │   ├── ShapeMismatchError
         │   └── DeadlockError                           every rank waits for something another one never asked for
-        ├── InputsExhaustedError                        a rank is out of inputs, and Join shall not go on without it
-        ├── JoinError                                   another rank has left a Join context by an exception
+        ├── InputsExhaustedError                        a rank is out of inputs, and Join must not go on without it
+        ├── JoinError                                   another rank has left a Join context with an exception
         ├── PeerLeftError                               a rank needed for this has ended its program
         ├── ShutdownError                               hvlike was shut down while this was in flight
         └── StalledError           (also TimeoutError)  a wait ran past its limit
@@ -78,7 +78,7 @@ class UsageError(HvlikeError, ValueError):
 
 
 class DataParallelError(UsageError, RuntimeError):
-    """A DistributedDataParallel was used in a way that cannot work, for which torch's raises a RuntimeError."""
+    """A DistributedDataParallel was used in a way that cannot work, for which torch raises a RuntimeError."""
 
 
 class DuplicateNameError(UsageError):
@@ -134,7 +134,7 @@ class InputsExhaustedError(HorovodInternalError):
 
 
 class JoinError(HorovodInternalError):
-    """Another rank has left the Join context by an exception. The text names the rank and the exception."""
+    """Another rank has left the Join context with an exception. The text names the rank and the exception."""
 
 
 class PeerLeftError(HorovodInternalError):

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of inputs: torch.distributed.algorithms.join's names, and Horovod's join().
+"""Ranks with different numbers of inputs: the names of torch.distributed.algorithms.join, and Horovod's join().
 
     from hvlike.join import Join, Joinable, JoinHook
 

@@ -1,4 +1,4 @@
-"""Data parallelism by modules: torch.nn.parallel's names, and those of torch's communication hooks."""
+"""Data-parallel modules: the names of torch.nn.parallel and of torch's communication hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvlike.optim: optimizers whose state is spread over the ranks; torch.distributed.optim's names."""
+"""Optimizers that spread their state over the ranks: the names of torch.distributed.optim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed autograd over hvlike.rpc: torch.distributed.autograd's names."""
+"""Distributed autograd over hvlike.rpc: the names of torch.distributed.autograd."""
 
 from hvlike.autograd.backward import backward
 from hvlike.autograd.contexts import context, get_gradients

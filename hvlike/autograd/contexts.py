@@ -286,7 +286,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
     Raises:
         RuntimeError: "Could not find autograd context with id" where there is none.
-        TypeError: For an id that is no int.
+        TypeError: If the id is not an int.
 
     Source: torch.distributed.autograd.get_gradients.
     """

@@ -39,7 +39,7 @@ def draw(context_id: int, roots: Sequence[Tensor] = ()) -> str:
 
     Raises:
         RuntimeError: "Could not find autograd context with id" where there is none.
-        TypeError: For an id that is no int.
+        TypeError: If the id is not an int.
         UsageError: For roots that have no graph.
     """
     agent = current_agent()

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of wrapped models and optimizers: all ranks write, any number of ranks reads.
+"""torch.distributed.checkpoint of wrapped models and optimizers: all ranks write, any number of ranks read.
 
 Tensors have the names that torch gives them: `model.<parameter>` and `optimizer.state.<parameter>.<what>`, without
 what a model or an optimizer is wrapped in. So programs without hvlike can read such a checkpoint, too.
@@ -157,8 +157,7 @@ def save(
     until done.
 
     Args:
-        path: A folder in a file system that all ranks see, without a checkpoint: one that is overwritten could be lost
-            with the job.
+        path: A folder in a file system that all ranks see, without a checkpoint in it.
         model: Wrapped in a DistributedDataParallel, or not. The first rank writes its buffers.
         optimizer: Any. Of a ZeroRedundancyOptimizer each rank writes its share.
         process_group: The group of torch.distributed, of the backend "hvlike", that the model is trained in. Default:

@@ -1,4 +1,4 @@
-"""Hugging Face: call `init()`, then train with HvlikeTrainer in the place of transformers.Trainer."""
+"""Hugging Face: call `init()`, then train with HvlikeTrainer in place of transformers.Trainer."""
 
 from __future__ import annotations
 

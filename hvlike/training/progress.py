@@ -161,8 +161,8 @@ def progress(
         iterable: What to loop over. Default: nothing; call update() yourself.
         desc: Text before the bar.
         total: Number of steps, where `iterable` has no length.
-        disable: None: show no bar where rank 0's output is no terminal (that of mpirun counts). False: show it all the
-            same. True: show none.
+        disable: None: show no bar where rank 0's output is not a terminal (mpirun's counts). False: always show it.
+            True: never.
         options: Other keywords of tqdm.tqdm.
 
     Returns:

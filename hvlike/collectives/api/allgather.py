@@ -46,7 +46,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Raises:
         ShapeMismatchError: On every rank, if the dimensions after the first differ; the job can go on.
         MismatchError: On every rank, if dtypes differ.
-        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        UsageError: On this rank alone, for a wrong argument (a ValueError).
         PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 
     Example:

@@ -63,7 +63,7 @@ def allreduce(
         A new tensor like `tensor`, equal on every rank.
 
     Raises:
-        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        UsageError: On this rank alone, for a wrong argument (a ValueError).
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
         PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 

@@ -32,7 +32,7 @@ def alltoall(
         tensor: Shape (N, ...), any strides and dtype. N may differ between ranks and be 0; the other dimensions and the
             dtype may not differ.
         splits: How many rows go to each rank of the set, in rank order: a list, or a 1-d int32 or int64 tensor. Rows
-            beyond their sum are not sent. Default: as many rows to every rank; then N must be divisible by the size of
+            beyond their sum are not sent. Default: equally many to every rank; then N must be divisible by the size of
             the set.
         name: Matches calls between ranks. Default: numbered by the order of unnamed calls of this kind.
         process_set: The ranks to run among. Default: all ranks.

@@ -101,7 +101,7 @@ def join(device: int = -1) -> int:
     active ranks; the job goes on. When it ends, the numbers of unnamed operations are aligned between ranks.
 
     Args:
-        device: Accepted for Horovod's sake; nothing depends on it.
+        device: Accepted for compatibility with Horovod and ignored.
 
     Returns:
         The rank that joined last, the same on all ranks.

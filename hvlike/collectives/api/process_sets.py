@@ -28,7 +28,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
         The registered set.
 
     Raises:
-        UsageError: On every rank, for a set that is registered already or has ranks the job has not (a ValueError).
+        UsageError: On every rank, for a set that is registered already or names ranks that the job does not have (a
+            ValueError).
         MismatchError: On every rank, when the ranks pass different sets.
 
     Example:

@@ -42,7 +42,7 @@ def reducescatter(
         more.
 
     Raises:
-        UsageError: On this rank alone, for an argument that cannot be meant (a ValueError).
+        UsageError: On this rank alone, for a wrong argument (a ValueError).
         MismatchError: On every rank, if the ranks pass different shapes, dtypes or options; the job can go on.
         PeerLeftError: If a rank of the set has ended its program; ShutdownError, if it has called shutdown().
 

@@ -135,8 +135,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     HVLIKE_TIMELINE=DYNAMIC need not be set.
 
     Args:
-        file_path: The file of rank 0; rank 1 writes timeline.rank1.json beside timeline.json, and so on. It is begun
-            anew.
+        file_path: The file of rank 0; rank 1 writes timeline.rank1.json beside timeline.json, and so on. An
+            existing file is overwritten.
         mark_cycles: Also show each announcement of the coordinator.
 
     Raises:

@@ -16,7 +16,7 @@ from hvlike.errors import UsageError
 
 
 class Compression:
-    """The compressors at hand.
+    """The compressors that hvlike has.
 
     `none` (the default), `fp16` and `bf16` are compressors. `PowerSGD(...)` and `TopK(...)` make one with a memory,
     for one DistributedOptimizer.

@@ -98,7 +98,7 @@ class Coordinator:
         return [self._close_failure(response) if key == LEAVE_KEY else response]
 
     def fail_all(self, failure: HorovodInternalError) -> None:
-        """A member has left a Join context by an exception: nothing runs until all members have left it."""
+        """A member has left a Join context with an exception: nothing runs until all members have left it."""
         self.failure = failure
         self._announce([self._fail(key, failure) for key in list(self.table.pending) if key != LEAVE_KEY])
 

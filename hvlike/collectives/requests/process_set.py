@@ -14,7 +14,7 @@ FIRST_PRIVATE_SET = 1 << 32  # Sets from this number on were made by their membe
 
 
 class ProcessSet:
-    """Some ranks of the job; pass it as `process_set=` to any operation once it is registered.
+    """A set of ranks of the job; pass it as `process_set=` to any operation once it is registered.
 
     `init(process_sets=[...])` and `add_process_set` register it and give it a `process_set_id`; until then that is
     None.

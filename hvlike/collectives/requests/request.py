@@ -147,7 +147,7 @@ def poll(handle: Handle) -> bool:
         True once `synchronize` would return (or raise) at once.
 
     Raises:
-        UnknownHandleError: For what is no handle or was synchronized before (a ValueError).
+        UnknownHandleError: If it is not a handle, or was synchronized before (a ValueError).
 
     Source: horovod.torch.poll.
     """
@@ -168,7 +168,7 @@ def synchronize(handle: Handle) -> Any:
         The output tensor, or a list of them for grouped operations.
 
     Raises:
-        UnknownHandleError: For what is no handle or was synchronized before (a ValueError).
+        UnknownHandleError: If it is not a handle, or was synchronized before (a ValueError).
         HorovodInternalError: The error of the operation: MismatchError, PeerLeftError, StalledError, ShutdownError, ...
 
     Example:

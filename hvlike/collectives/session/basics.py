@@ -21,9 +21,9 @@ def init(
     Collective: every rank of `comm` calls it. Blocks until all have. Without mpirun this is a job of one rank.
 
     Args:
-        comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes the
-            list it is in); or an mpi4py communicator, which is duplicated.
-        process_sets: ProcessSets to register at once, the same on every rank; "dynamic" is accepted for Horovod's sake.
+        comm: None for all ranks of the job; a list of world ranks that form a job of their own (each rank passes its
+            own list); or an mpi4py communicator, which is duplicated.
+        process_sets: ProcessSets to register at once, the same on every rank; "dynamic" is accepted, as in Horovod.
         gradients: "adjoint" or "horovod", the same on every rank: the value of HVLIKE_GRADIENTS, which it overrides.
 
     Raises:
@@ -229,7 +229,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
     Args:
         ext_base_name: The name of a framework, as in `check_extension`.
-        verbose: Accepted for Horovod's sake; there is nothing more to say.
+        verbose: Accepted for compatibility with Horovod and ignored.
 
     Returns:
         True for PyTorch under any of its names, False for every other framework.

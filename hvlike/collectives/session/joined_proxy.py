@@ -348,7 +348,7 @@ class JoinContexts:
 
     @property
     def failed(self) -> bool:
-        """Another rank has left the context by an exception, and this one has not left it yet."""
+        """Another rank has left the context with an exception, and this one has not left it yet."""
         return self._failure is not None
 
     def check(self) -> None:

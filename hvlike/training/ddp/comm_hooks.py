@@ -171,15 +171,15 @@ class PowerSGDState:
     """The state of `powerSGD_hook` for one module: its options, and what it remembers from step to step.
 
     Args:
-        process_group: Accepted for torch's sake, without effect: the ranks are those of the module.
-        matrix_approximation_rank: Rank of the approximations; more is exacter and slower.
+        process_group: Accepted for compatibility with torch and ignored: the ranks are those of the module.
+        matrix_approximation_rank: Rank of the approximations; a higher rank is more exact and slower.
         start_powerSGD_iter: How many steps are reduced in full before compression begins.
         min_compression_rate: A gradient is compressed only where that saves at least this factor.
         use_error_feedback: Add what compression has left out of a step to the next gradients.
         warm_start: Start each step from the approximation of the one before.
         orthogonalization_epsilon: Added to lengths of vectors before they are divided by.
         random_seed: Seed of the first approximation, the same on every rank.
-        compression_stats_logging_frequency: Accepted without effect: compression_stats() tells it at any time.
+        compression_stats_logging_frequency: Accepted without effect: call compression_stats() at any time.
         batch_tensors_with_same_shape: Accepted without effect: all matrices of a bucket travel together.
 
     Raises:

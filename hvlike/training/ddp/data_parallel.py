@@ -53,19 +53,19 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
     Args:
         module: The same on every rank; kept as `.module`.
         device_ids: One GPU that inputs are moved to. Default: inputs are used where they are.
-        output_device: The same GPU, for torch's sake.
-        dim: Accepted for torch's sake, without effect.
+        output_device: The same GPU, as in torch.
+        dim: Accepted for compatibility with torch and ignored.
         broadcast_buffers: False leaves buffers to each rank, also at the start.
         init_sync: Compare the ranks' modules and start from rank 0's.
-        process_group: Torch's name of process_set. Also a group of torch.distributed with the backend "hvlike".
+        process_group: Torch's name for process_set. Also a group of torch.distributed with the backend "hvlike".
         bucket_cap_mb: MiB that are reduced together. Default: HVLIKE_BUCKET_BYTES, or hvlike's choice.
         find_unused_parameters: An iteration may leave out parameters. One that no rank has used keeps its `.grad`.
-        check_reduction: Accepted for torch's sake, with a warning.
+        check_reduction: Deprecated in torch; gives a warning.
         gradient_as_bucket_view: Without effect: gradients are reduced where they are, so there is no copy to save.
         static_graph: Every iteration uses the parameters alike, so that reentrant checkpoints may share some.
         forward_sync_buffers: False leaves buffers to each rank, but for the start.
         process_set: The ranks. Default: all.
-        torch_only: Arguments of torch's that hvlike does not have, as long as they are None or False.
+        torch_only: Arguments of torch that hvlike does not have; they must be None or False.
 
     Raises:
         UsageError: An argument is wrong.

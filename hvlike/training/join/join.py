@@ -260,7 +260,7 @@ class Join:
 
     Raises:
         UsageError: (a ValueError) No joinables, several process sets, or joinables that are in a context already.
-        JoinError: Another rank has left the context by an exception.
+        JoinError: Another rank has left the context with an exception.
         RuntimeError: With throw_on_early_termination, a rank has no more inputs.
 
     Example:
@@ -362,7 +362,7 @@ class Join:
 
         Raises:
             RuntimeError: On early termination.
-            JoinError: Another rank has left the context by an exception.
+            JoinError: Another rank has left the context with an exception.
             AssertionError: The Joinable has not called the constructor of its base class.
         """
         if not hasattr(joinable, "_join_config"):

@@ -37,7 +37,7 @@ from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast
 
 
 class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
-    """A torch optimizer whose step() uses gradients that are reduced over all ranks.
+    """A torch optimizer that steps with gradients reduced over all ranks.
 
     It delegates. `param_groups`, `state`, `defaults`, hooks and all other attributes are those of the wrapped
     optimizer. State that exists keeps its place, and state dicts are interchangeable with the wrapped one's.
@@ -75,7 +75,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         optimizer: Any torch.optim.Optimizer that is not distributed already.
         named_parameters: Pairs (name, parameter), such as `model.named_parameters()`; errors show these names, and
             ranks are matched by them. They cover all parameters of the optimizer. Default: numbered names.
-        compression: What gradients travel as: a member of `hvlike.Compression`.
+        compression: How gradients are sent: a member of `hvlike.Compression`.
         backward_passes_per_step: How many backward passes are summed up on this rank before gradients are reduced.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: Divides gradients by this factor before the sum and multiplies by it after. Average
@@ -206,9 +206,9 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
             self._skipping = before
 
     def abandon(self) -> None:
-        """Forget a step that an error has interrupted: gradients are reduced anew from the next backward pass on.
+        """Forget a step that an error has interrupted: reduction begins again with the next backward pass.
 
-        For programs that go back to an earlier state, on every rank, after hvlike was started anew. Local.
+        For programs that go back to an earlier state, on every rank, after hvlike was started again. Local.
         """
         self._gradients.abandon()
 
@@ -226,7 +226,7 @@ class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):
         return self._gradients.local()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes make a step; counting starts anew. Local.
+        """Set how many backward passes make a step; counting starts again. Local.
 
         Args:
             passes: The number of backward passes, above 0; the same on every rank.

@@ -124,7 +124,7 @@ def broadcast_parameters(params: Parameters, root_rank: int, process_set: Proces
         process_set: The ranks that get the tensors. Default: all.
 
     Raises:
-        UsageError: A value is no tensor.
+        UsageError: A value is not a tensor.
         ShapeMismatchError: On every rank: names, shapes or dtypes differ between ranks. Nothing has been changed then.
 
     Example:
@@ -151,11 +151,11 @@ def broadcast_optimizer_state(
         optimizer: Any torch optimizer, wrapped or not. Its state may be empty or different on other ranks; the root's
             replaces it.
         root_rank: Rank of the root in the job.
-        model: Accepted for Horovod's sake, without effect.
+        model: Accepted for compatibility with Horovod and ignored.
         process_set: The ranks that get the state. Default: all.
 
     Raises:
-        UsageError: optimizer is no torch.optim.Optimizer.
+        UsageError: optimizer is not a torch.optim.Optimizer.
         MismatchError: On every rank: classes of optimizers or parameters of groups differ between ranks.
 
     Source: horovod.torch.broadcast_optimizer_state.

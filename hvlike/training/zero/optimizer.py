@@ -48,7 +48,7 @@ _log = logging.getLogger("hvlike")
 
 
 class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
-    """A torch optimizer whose state is spread over the ranks: each keeps and updates about 1/N of the parameters.
+    """A torch optimizer that spreads its state over the ranks: each keeps and updates about 1/N of the parameters.
 
     Whole tensors are assigned to ranks by size, the same on every rank. In step() each rank updates those it owns, in a
     plain optimizer of its own (`optim`), and all ranks get the updated parameters. `param_groups` has the groups of all
@@ -68,7 +68,7 @@ class ZeroRedundancyOptimizer(ShardedState, BuiltInJoinable):
             leaves them; where they are not, the first step logs a warning. True: they are this rank's own, and step()
             averages each over the ranks, on the rank that owns its parameter. Missing ones count as zeros, and p.grad
             is None afterwards on other ranks.
-        process_group: Torch's name of process_set. Also a group of torch.distributed with the backend "hvlike".
+        process_group: Torch's name for process_set. Also a group of torch.distributed with the backend "hvlike".
         defaults: Keywords of optimizer_class.
 
     Raises:

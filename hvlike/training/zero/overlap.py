@@ -35,7 +35,7 @@ def hook_with_zero_step(
         hook: The hook that reduces a bucket.
         ddp: The DistributedDataParallel it will be registered with.
         zero: Made with overlap_with_ddp=True.
-        shard_buckets: Accepted for torch's sake, without effect: parameters are assigned to ranks one by one.
+        shard_buckets: Accepted for compatibility with torch and ignored: parameters are assigned to ranks one by one.
         warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
 
     Returns:
@@ -63,7 +63,7 @@ def hook_with_zero_step_interleaved(
         hook: The hook that reduces a bucket.
         ddp: The DistributedDataParallel it will be registered with.
         zero: Made with overlap_with_ddp=True.
-        shard_buckets: Accepted for torch's sake, without effect.
+        shard_buckets: Accepted for compatibility with torch and ignored.
         warm_up: Backward passes without an update. Default: as many as in torch, 2, or 3 for a static graph.
 
     Returns:
