@@ -122,7 +122,7 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result], analyses: Seq
         "step: forward by RPC, backward, get_gradients; median over turns [interquartile range]; a turn's value is\n"
         "the median of its steps. Ratios: of medians [quartiles of the ratios within one round]; below 1 the first is\n"
         "faster. one process: the same arithmetic without RPC. nodes: of a chain of operations on four elements;\n"
-        "scan: what every worker does once a backward; order: what one does that waits for others, besides."
+        "scan: done by every worker once a backward; order: also done by a worker that waits for others."
     )
     return "\n".join(["\n\n".join([*parts, foot]), *conditions["left_out"]])
 

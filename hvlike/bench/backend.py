@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with peers(None, "it is no backend of torch.distributed") as there:
+    with peers(None, "it is not a backend of torch.distributed") as there:
         if there.backend is None:
             raise UsageError(f"bench backend compares with gloo. {there.left_out[0]}")
         register()  # Where TORCH_DEVICE_BACKEND_AUTOLOAD=0 has kept torch from it

@@ -1,4 +1,4 @@
-"""What a training step costs on many ranks after the LogGP model: pure functions of constants, and their measurement.
+"""What a training step costs on many ranks by the LogGP model: pure functions of constants, and their measurement.
 
 Across nodes it is the model with which reductions choose their way (backends/network/cost_model.py). Added here: memory
 inside a node has constants of its own; a coordinator does some work for every message it gets; the ranks of a node

@@ -226,7 +226,7 @@ class Case:
         expected = total / ranks if self.average else total
         if not bool((tensor == expected).all()):
             raise HvlikeError(
-                f"rank {rank}: {name} reduced {self.size} bytes of {self.dtype_name} to something else than "
+                f"rank {rank}: {name} reduced {self.size} bytes of {self.dtype_name} to something other than "
                 f"{expected} everywhere."
             )
 

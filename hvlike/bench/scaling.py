@@ -120,7 +120,7 @@ def as_text(conditions: dict[str, Any], results: Sequence[Result]) -> str:
         "step: median of the slowest rank [interquartile range]; with more ranks than cores it says little."
     )
     if any("waiting" in way.kinds for result in results for way in result.ways.values()):
-        foot += "\nSome ranks waited for half a second and said so (kind waiting): the machine was too busy."
+        foot += "\nSome ranks waited for half a second and reported it (kind waiting): the machine was too busy."
     return f"{head}\n\n{table([*_WAY, *_COUNTS], rows)}\n\n{foot}"
 
 

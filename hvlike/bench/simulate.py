@@ -1,4 +1,4 @@
-"""bench simulate: a training step on up to 100 000 ranks, after the LogGP model (loggp.py), from measured constants.
+"""bench simulate: a training step on up to 100 000 ranks, by the LogGP model (loggp.py), from measured constants.
 
 One machine cannot measure a network: without --latency and --bandwidth its messages are those between two local
 ranks. Reductions and computation are taken to follow each other, so real steps with overlap cost less.
@@ -50,7 +50,7 @@ def as_text(constants: Constants, conditions: dict[str, Any], steps: Sequence[St
     work = conditions["workload"]
     head = (
         f"a step of {format_seconds(work['compute'])} with {format_size(int(work['nbytes']))} of gradients in "
-        f"{work['tensors']} tensors, {conditions['ranks_per_node']} ranks a node, after the LogGP model"
+        f"{work['tensors']} tensors, {conditions['ranks_per_node']} ranks a node, by the LogGP model"
     )
     header = ["ranks", "nodes", *(f"{name} agreement" for name in AGREEMENTS), *REDUCTIONS]
     header += [f"step, {name}" for name in AGREEMENTS]
@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
         "workload": asdict(work),
     }
     document = {**conditions, "results": [asdict(each) for each in steps]}
-    title = "a training step after the LogGP model"
+    title = "a training step by the LogGP model"
     publish(options, document, as_text(constants, conditions, steps), title, panels(steps))
 
 
@@ -170,4 +170,4 @@ def _constants(options: argparse.Namespace) -> Constants:
     return Constants(**run_job(find_launcher(), 2, "hvlike.bench.loggp", [], {}, options.timeout))
 
 
-BENCHMARK = Benchmark("simulate", "a step on 1 to 100000 ranks after a model", add_arguments, outside_of_jobs(run))
+BENCHMARK = Benchmark("simulate", "a step on 1 to 100000 ranks, by a model", add_arguments, outside_of_jobs(run))

@@ -1,4 +1,4 @@
-"""Which way a reduction across nodes takes, and what it costs after the LogGP model. Pure functions.
+"""Which way a reduction across nodes takes, and what it costs by the LogGP model. Pure functions.
 
 A message of n bytes takes o on its sender, L + n G on the way and o on its receiver; a rank starts messages at least
 g apart (Culler et al. 1993, LogP; Alexandrov et al. 1995, LogGP). Additions are counted by the byte.
