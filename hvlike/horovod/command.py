@@ -20,9 +20,10 @@ HVLIKE_GRADIENTS=adjoint is set."""
 
 def main(arguments: list[str]) -> int:
     """Run the program; returns 0 if it comes to its end."""
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
-        print(_USAGE, file=sys.stdout if arguments and arguments != ["-m"] else sys.stderr)
-        return 0 if arguments and arguments != ["-m"] else 2
+    is_asked = arguments[:1] in (["-h"], ["--help"])
+    if is_asked or not arguments or arguments == ["-m"]:
+        print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
+        return 0 if is_asked else 2
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
