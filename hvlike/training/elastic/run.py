@@ -240,7 +240,8 @@ class _Session:
         if size() < least:
             self._gives_up = True
             raise HorovodInternalError(
-                f"elastic.run gives up: {size()} ranks are left, and HVLIKE_MIN_RANKS={least}. {reason}"
+                f"elastic.run gives up: {size()} of {self._ranks_before} ranks {'is' if size() == 1 else 'are'} left, "
+                f"and HVLIKE_MIN_RANKS={least}. {reason}"
             ) from reason
 
     def report(self, reason: Exception) -> None:

@@ -1,0 +1,136 @@
+"""elastic.run when processes are lost under `mpirun --with-ft ulfm`. The campaign of support.kills does more of it."""
+
+import os
+
+import pytest
+from support.job import IS_OPEN_MPI, run_job
+from support.kills.campaign import FLAGS, run_once
+from support.kills.judge import commits_of, read_lines, what_is_wrong
+
+pytestmark = pytest.mark.skipif(not IS_OPEN_MPI, reason="only Open MPI has ULFM")
+
+STEPS, LIMIT = 60, 90.0
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, str]:
+    """The digests of the commits of two ranks that nobody kills."""
+    job, *_ = run_once(2, 0, STEPS, [], LIMIT)
+    return commits_of(read_lines(job.check().stdout))
+
+
+@pytest.mark.timeout(120)
+def test_a_spare_takes_over_and_the_result_is_the_same_bit_for_bit(reference: dict[int, str]) -> None:
+    job, killed, _, left = run_once(2, 1, STEPS, [(0.1, [0])], LIMIT)
+    assert what_is_wrong(read_lines(job.stdout), 2, 1, killed, reference) == [], job.describe()
+    assert (job.survivors, left) == ((), [])
+    assert "goes on with 2 of 2 ranks and 0 spares" in job.stderr
+
+
+PROCESS_SETS = """
+import os, signal, sys
+import torch
+import hvlike as hvd
+
+first, pair, alone = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2]), hvd.ProcessSet([1])
+hvd.init(process_sets=[first, pair, alone])
+born = hvd.rank()
+
+
+@hvd.elastic.run
+def train(state):
+    if state.step == 1:
+        sets = [each.ranks for each in (first, pair, alone)]
+        total = "not in"
+        if pair.included():
+            total = hvd.allreduce(torch.tensor([float(born)]), op=hvd.Sum, process_set=pair)
+        sys.stdout.write(f"{hvd.rank()} of {hvd.size()}: {sets} {total}\\n")
+        return "done"
+    hvd.allreduce(torch.ones(1000), name="all of them")
+    state.step += 1
+    state.commit()
+    if born == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.allreduce(torch.ones(1000), name="one of them is lost")
+
+
+print(train(hvd.elastic.ObjectState(step=0)), flush=True)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_process_sets_go_on_with_the_members_that_are_left(tmp_path: os.PathLike[str]) -> None:
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = run_job(PROCESS_SETS, 3, env=env, flags=FLAGS)
+    assert "0 of 2: [[0], [1], []] not in" in job.stdout, job.describe()
+    assert "1 of 2: [[0], [1], []] tensor([2.])" in job.stdout
+    assert job.stdout.count("done") == 2
+    assert "all ranks of the process set [1] are lost" in job.stderr
+
+
+ERROR_ON_RANKS = """
+import sys
+import hvlike as hvd
+
+hvd.init()
+born = hvd.rank()
+
+
+@hvd.elastic.run
+def train(state):
+    hvd.barrier()
+    if str(born) in sys.argv[1]:
+        raise KeyError("no such file")
+    hvd.barrier()
+
+
+train(hvd.elastic.ObjectState())
+print("done", hvd.rank(), hvd.size(), flush=True)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_an_exception_on_one_rank_ends_that_rank_only(tmp_path: os.PathLike[str]) -> None:
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = run_job(ERROR_ON_RANKS, 2, env=env, flags=FLAGS, args=["1"])
+    assert "done 0 1" in job.stdout, job.describe()
+    assert "KeyError: 'no such file'" in job.stderr
+    assert "rank 1 of 2" in job.stderr
+    assert "the others go on without it" in job.stderr
+
+
+@pytest.mark.timeout(90)
+def test_an_exception_on_all_ranks_ends_the_job(tmp_path: os.PathLike[str]) -> None:
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = run_job(ERROR_ON_RANKS, 2, env=env, flags=FLAGS, args=["01"])
+    assert job.returncode == 1, job.describe()
+    assert "done" not in job.stdout
+
+
+TOO_FEW = """
+import os, signal
+import hvlike as hvd
+
+hvd.init()
+born = hvd.rank()
+
+
+@hvd.elastic.run
+def train(state):
+    if born == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+
+train(hvd.elastic.ObjectState())
+print("done")
+"""
+
+
+@pytest.mark.timeout(90)
+def test_too_few_ranks_end_the_job(tmp_path: os.PathLike[str]) -> None:
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "HVLIKE_MIN_RANKS": "2"}
+    job = run_job(TOO_FEW, 2, env=env, flags=FLAGS)
+    # Once a process was lost, the exit code of mpirun says nothing any more.
+    assert "1 of 2 ranks is left, and HVLIKE_MIN_RANKS=2" in job.stderr, job.describe()
+    assert "done" not in job.stdout
