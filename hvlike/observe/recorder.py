@@ -81,6 +81,12 @@ def path_of_rank(path: str, rank: int) -> str:
     return str(whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")) if rank else path
 
 
+def path_of_restart(path: str, number: int) -> str:
+    """Return the file of rank 0 after a restart: timeline.restart1.json after the first one."""
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.restart{number}{whole.suffix}")) if number else path
+
+
 logger = logging.getLogger("hvlike")
 
 PENDING_EVENTS = 2048  # Events that are kept in memory. The thread that adds one more writes them.

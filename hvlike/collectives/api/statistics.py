@@ -63,6 +63,10 @@ class Statistics:
     """Operations that are not over."""
     oldest: Unfinished | None
     """The one of them that was asked for first; None where there is none."""
+    restarts: int = 0
+    """How often hvlike has started again in this job, under `mpirun --with-ft ulfm`."""
+    lost_ranks: int = 0
+    """Processes that the job has lost by then, spares included."""
 
     @property
     def bytes(self) -> int:
@@ -89,6 +93,8 @@ class Statistics:
         sent = self.sent
         lines.append(f"  sent: {sent.control_messages} control messages, {sent.data_bytes} bytes to other nodes")
         lines.append(f"  unfinished: {self.unfinished}" + (f", the oldest: {self.oldest}" if self.oldest else ""))
+        if self.restarts:
+            lines.append(f"  started again {self.restarts} times, {self.lost_ranks} processes lost")
         return "\n".join(lines)
 
 
@@ -117,6 +123,8 @@ def statistics() -> Statistics:
         sent=fabric.traffic.snapshot(),
         unfinished=len(unfinished),
         oldest=max(unfinished, key=lambda each: each.seconds, default=None),
+        restarts=0 if context.world.job is None else context.world.job.restarts,
+        lost_ranks=0 if context.world.job is None else context.world.job.losses,
     )
 
 

@@ -24,9 +24,9 @@ from hvlike.collectives.session.process_set_state import (
 from hvlike.config import DYNAMIC, Config, differing, read_config
 from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
 from hvlike.observe.log import set_up_log
-from hvlike.observe.recorder import check_writable
+from hvlike.observe.recorder import check_writable, path_of_restart
 from hvlike.transport.fabric import Fabric
-from hvlike.transport.failure.fault_tolerance import Job, as_error
+from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import launchers, mpi_library
@@ -51,6 +51,11 @@ class JobSettings:
 
     def check(self, comm: Any) -> None:
         """Compare with the other ranks; collective. Raises: UsageError, on all ranks, if a value is wrong on one."""
+        if self.knobs.spares and not is_enabled(os.environ):
+            self._wrong = (
+                f"HVLIKE_SPARES={self.knobs.spares} has no effect unless the job outlives a lost rank: start it with "
+                "`mpirun --with-ft ulfm` (Open MPI 5), or unset it."
+            )
         path = self.knobs.timeline
         if not self._wrong and path is not None and path != DYNAMIC:
             try:
@@ -93,10 +98,10 @@ class JobSettings:
         if oddity:
             logger.warning("%s: %s", world, oddity)
         if knobs.timeline is not None and knobs.timeline != DYNAMIC:
+            # What was recorded before a rank was lost stays.
+            path = path_of_restart(knobs.timeline, 0 if world.job is None else world.job.restarts)
             try:
-                fabric.recorder.start(
-                    knobs.timeline, mark_cycles=knobs.timeline_mark_cycles, max_bytes=knobs.timeline_max_bytes
-                )
+                fabric.recorder.start(path, mark_cycles=knobs.timeline_mark_cycles, max_bytes=knobs.timeline_max_bytes)
             except UsageError as error:
                 # It could be written a moment ago, and the other ranks are past the point where all can refuse.
                 logger.warning("%s: %s", fabric.world, error)

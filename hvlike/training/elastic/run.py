@@ -253,6 +253,9 @@ class _Session:
             return
         now, times = time.monotonic(), self._times
         began = times.get("noticed", times["agreed"])
+        recorder = context.current().fabric.recorder
+        if recorder.on:
+            recorder.instant(recorder.row("elastic"), "RECOVERED", {"reason": str(reason), "seconds": now - began})
         if rank() == 0:
             logger.warning(
                 "elastic.run goes on with %d of %d ranks and %d spares from commit %d, %.3f s after it was noticed "

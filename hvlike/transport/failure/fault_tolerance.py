@@ -231,6 +231,7 @@ class Job:
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
         self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
+        self.restarts = 0
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
         self._made: list[Communicator] = []
@@ -266,6 +267,7 @@ class Job:
         Raises: MPI's exception, on some of them, when another one is lost meanwhile: revoke, and shrink again.
         """
         before = self.comm.size
+        self.restarts += 1
         self._left.append(self.comm)
         self.comm = self.comm.Shrink()
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
