@@ -282,7 +282,7 @@ class _Session:
             if not self._job.agree(True):
                 raise PeerLeftError("Another rank has met an error, and starts again from the last commit.")
             self._agreed = False
-            self._job.release_spares()
+            self._job.release_spares(context.current().world.comm)
 
 
 def _restart_all() -> None:

@@ -37,7 +37,6 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
-_RELEASE_TAG = 15
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
 
@@ -299,17 +298,12 @@ class Job:
                 pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         return bool(flag[0])
 
-    def release_spares(self) -> None:
-        """Go on without spares, which end. Collective over those that train, after all have agreed."""
-        if not self.spares:
-            return
-        everybody = self.comm.Get_group()
-        trains = everybody.Excl(self.spares)
-        self.comm = self.comm.Create_group(trains, tag=_RELEASE_TAG)
-        self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        self.spares = []
-        everybody.Free()
-        trains.Free()
+    def release_spares(self, comm: Communicator) -> None:
+        """Go on without spares, which end, in the communicator of those that train. Local, after all have agreed."""
+        if self.spares:
+            self._left.append(self.comm)
+            self.comm = comm.comm
+            self.spares = []
 
     def finalize(self) -> None:
         """End MPI after a loss. MPI_Finalize may hang then, above all soon after it: the process ends all the same."""
