@@ -195,6 +195,12 @@ class Config:
         "seconds after which a wait fails with StalledError on every rank; 0: never",
         name="STALL_SHUTDOWN_TIME_SECONDS",
     )
+    heartbeat_seconds: float | None = setting(
+        None,
+        number(0),
+        "after how long without a sign a node, or a stopped process, is lost; 0: never; unset: 30 on several nodes "
+        "under mpirun --with-ft ulfm, else never",
+    )
     log_level: str | None = shared(None, LEVELS, "the level of the logger hvlike, as printed", same=False)
     log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time stamps", same=False)
     timeline: str | None = shared(None, PATH, "record a timeline into this file (DYNAMIC: not at once)", same=False)

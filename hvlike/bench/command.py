@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hvlike.bench import allreduce, autograd, backend, kernels, rpc, scaling, simulate, step, waiting, zero
+from hvlike.bench import allreduce, autograd, backend, kernels, recovery, rpc, scaling, simulate, step, waiting, zero
 from hvlike.bench.harness.benchmark import Benchmark
 
-_ALL = (allreduce, step, backend, scaling, simulate, waiting, kernels, rpc, autograd, zero)
+_ALL = (allreduce, step, backend, scaling, simulate, waiting, kernels, rpc, autograd, zero, recovery)
 BENCHMARKS: dict[str, Benchmark] = {each.BENCHMARK.name: each.BENCHMARK for each in _ALL}
 
 

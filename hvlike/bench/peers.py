@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +24,6 @@ from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.bench.reducers import HOROVOD, backend_for, start_torch_group, torch_unavailable
 from hvlike.errors import HvlikeError, LaunchError
 from hvlike.launch.run import without_launcher
-
-_START_SECONDS = 120.0
-_POLL_SECONDS = 0.2
 
 
 class HorovodJob:
@@ -58,25 +51,16 @@ class HorovodJob:
 
     def _start(self, helpers: Helpers, cores: list[list[int]]) -> str:
         """Returns the version of Horovod. Raises: LaunchError, OSError."""
-        with tempfile.TemporaryDirectory(prefix="hvlike-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
-            address = str(Path(folder) / "socket")
-            listener.bind(address)
-            listener.listen(len(cores))
-            listener.settimeout(_POLL_SECONDS)
-            command = module_command(find_launcher(), len(cores), "hvlike.bench.horovod_rank", [address])
-            process = helpers.start(command, env=without_launcher(os.environ))
-            greetings: dict[int, tuple[Connection, str]] = {}
-            end = time.monotonic() + _START_SECONDS
-            while len(greetings) < len(cores):
-                try:
-                    connected = Connection(listener.accept()[0].detach())
-                except TimeoutError:
-                    if process.poll() is not None or time.monotonic() > end:
-                        raise helpers.failure("did not start") from None
-                    continue
-                helpers.ends.append(connected)
-                rank, version = helpers.ask(connected)
-                greetings[rank] = connected, version
+        launcher = find_launcher()
+        connections = helpers.start_job(
+            lambda address: module_command(launcher, len(cores), "hvlike.bench.horovod_rank", [address]),
+            len(cores),
+            env=without_launcher(os.environ),
+        )
+        greetings: dict[int, tuple[Connection, str]] = {}
+        for connected in connections:
+            rank, version = helpers.ask(connected)
+            greetings[rank] = connected, version
         helpers.ends = [greetings[rank][0] for rank in range(len(cores))]
         self._ask_each(helpers, [{"cores": each} for each in cores])
         return greetings[0][1]

@@ -14,12 +14,13 @@ from typing import Any
 
 import hvlike
 from hvlike.collectives.session import basics
-from hvlike.doctor import gpus, job, launching, machine, software
+from hvlike.doctor import gpus, job, launching, losses, machine, software
 from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
 from hvlike.doctor.machine import Model, collect_model
 from hvlike.doctor.probe import LIMIT, Gap, Prober, Unanswered
+from hvlike.transport.host.find_mpirun import is_fault_tolerant
 from hvlike.transport.host.launchers import detect_launcher
 
 CHECKS: dict[str, Callable[[Case, Finding], None]] = {
@@ -31,6 +32,7 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "two ranks": launching.check_two_ranks,
     "settings": launching.check_settings,
     "launcher": launching.check_launcher,
+    "lost ranks": losses.check_losses,
     "thread level": job.check_thread_level,
     "hosts": job.check_hosts,
     "same software": software.check_sameness,
@@ -190,6 +192,7 @@ def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
     own = collect_rank_facts(prober)
     launchers: Launchers | Gap | None = None
     trial: Trial | Gap | None = None
+    loss: Trial | Gap | None = None
     model: Model | Gap | None = None
     if reports:
         library = None if isinstance(own.library, Gap) else own.library
@@ -197,7 +200,9 @@ def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
         if isinstance(launchers, Launchers) and launchers.on_path and library and own.environment.launcher is None:
             first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
             trial = prober.ask(lambda: try_two_ranks(first, seconds))
+            if is_fault_tolerant(first, library):
+                loss = prober.ask(lambda: losses.try_loss(first, seconds))
         if wanted is not None:
             model = prober.ask(lambda: collect_model(wanted))
-    case = Case((own,), start_job(own, prober), launchers, trial, model)
+    case = Case((own,), start_job(own, prober), launchers, trial, loss, model)
     return replace(case, ranks=case.gathered.ranks) if case.gathered and case.gathered.ranks else case

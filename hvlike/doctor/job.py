@@ -222,6 +222,7 @@ class Case:
     job: Job
     launchers: Launchers | Gap | None  # None: not looked at
     trial: Trial | Gap | None  # None: not tried
+    loss: Trial | Gap | None  # What a job did that has lost a rank; None: not tried
     model: machine.Model | Gap | None  # None: the user named none
 
     @property

@@ -14,6 +14,7 @@ from hvlike.bench.harness.processes import run_command
 from hvlike.doctor.finding import Finding, Skipped, numbers, plural, quoted
 from hvlike.doctor.probe import FAILED, Gap, known
 from hvlike.errors import LaunchError, UsageError
+from hvlike.transport.failure import fault_tolerance
 from hvlike.transport.host import find_mpirun
 from hvlike.transport.host.find_mpirun import MpiLibrary, Mpirun, family_of_library
 from hvlike.transport.host.launch_probe import COUNT_RANKS
@@ -37,6 +38,7 @@ _INTERFACES = {
     "PALS_APID": "PALS",
     "JSM_NAMESPACE_ID": "JSM",
 }
+_COMPONENTS = (fault_tolerance.COLLECTIVES, "OMPI_MCA_pml")
 _MPI4PY = ("MPI4PY_RC_", "MPI4PY_LIBMPI")
 _ENDED = (
     "MPI itself, here or on another rank, has ended the job: its own words, here or above, say why. The checks below "
@@ -62,6 +64,8 @@ class LaunchEnvironment:
     interfaces: tuple[str, ...]  # Ways by which ranks find each other that the launcher offers
     omp_threads: str | None  # OMP_NUM_THREADS as it is set
     mpi4py: tuple[str, ...]  # Settings of mpi4py, as NAME=value
+    survives: bool  # Started by mpirun --with-ft ulfm
+    components: tuple[tuple[str, str], ...]  # Of Open MPI, chosen by its variables, as (OMPI_MCA_pml, ob1)
     wrong_setting: str | None  # Why init() would refuse the settings; None: it would not
     ignored_settings: tuple[tuple[str, str], ...]  # Horovod's that are set and mean nothing here, with the reason
 
@@ -79,6 +83,8 @@ def collect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         interfaces=tuple(dict.fromkeys(name for key, name in _INTERFACES.items() if key in environment)),
         omp_threads=environment.get("OMP_NUM_THREADS") or None,
         mpi4py=tuple(f"{key}={value}" for key, value in sorted(environment.items()) if key.startswith(_MPI4PY)),
+        survives=fault_tolerance.is_enabled(environment),
+        components=tuple((key, environment[key]) for key in _COMPONENTS if environment.get(key)),
         wrong_setting=wrong,
         ignored_settings=tuple((key, reason) for key, reason in config.IGNORED.items() if environment.get(key)),
     )
@@ -186,8 +192,13 @@ def collect_launchers(library: MpiLibrary | None, environment: Mapping[str, str]
 
 def try_two_ranks(mpirun: Mpirun, seconds: float) -> Trial:
     """Start two ranks that print what MPI counts; stopped after so many seconds. Outside of jobs only; blocks."""
-    command = mpirun.command(_RANKS, [sys.executable, "-c", COUNT_RANKS])
-    name = " ".join([*mpirun.command(_RANKS, ["python"]), "..."])
+    return try_ranks(mpirun, COUNT_RANKS, seconds)
+
+
+def try_ranks(mpirun: Mpirun, program: str, seconds: float, flags: Sequence[str] = ()) -> Trial:
+    """The same with another program that prints it, and with more flags of the launcher."""
+    command = mpirun.command(_RANKS, [sys.executable, "-c", program], flags)
+    name = " ".join([*mpirun.command(_RANKS, ["python"], flags), "..."])
     status, printed, errors = run_command(command, os.environ, seconds, _DYING_SECONDS)
     lines = [line for line in [*errors, *printed] if line.strip(" -=*")]
     sizes = [int(line.split()[1]) for line in lines if line.startswith("ranks: ") and line.split()[1].isdigit()]

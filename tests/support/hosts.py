@@ -78,22 +78,29 @@ class Hosts:
         *,
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
+        flags: Sequence[str] = (),
     ) -> RunningJob:
-        """Start the same and return at once."""
+        """Start the same and return at once. flags: of the launcher."""
         folder = Path(tempfile.mkdtemp(prefix="hvlike-job-"))
         if isinstance(program, str):
             path = folder / "program.py"
             path.write_text(program)
         else:
             path = program
-        launch = self.launch([sys.executable, str(path), *args], ranks_per_host, folder)
+        launch = self.launch([sys.executable, str(path), *args], ranks_per_host, folder, flags)
         return RunningJob(launch, self.environment(env or {}), folder)
 
-    def launch(self, command: Sequence[str], ranks_per_host: int | Sequence[int], folder: Path) -> list[str]:
+    def launch(
+        self, command: Sequence[str], ranks_per_host: int | Sequence[int], folder: Path, flags: Sequence[str] = ()
+    ) -> list[str]:
         """The command line that runs `command` on so many ranks of each host; folder: for the file of hosts."""
         ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         launch = self._open_mpi(ranks, folder) if IS_OPEN_MPI else self._mpich(ranks)
-        return [str(self._enter), self.names[0], shlex.join([*launch, *command])]
+        return [str(self._enter), self.names[0], shlex.join([launch[0], *flags, *launch[1:], *command])]
+
+    def cut(self, host: int) -> None:
+        """Take the link of a host down: nobody is told, connections stay open."""
+        _call(f"ip -n {self.names[host]} link set eth0 down")
 
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         """The environment of a job on these hosts."""

@@ -6,12 +6,15 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from hvlike.errors import LaunchError, UsageError
@@ -20,6 +23,8 @@ from hvlike.transport.host.find_mpirun import Mpirun, ask_mpi_library, find_mpir
 from hvlike.transport.host.launchers import detect_launcher
 
 ANSWER_SECONDS = 300.0
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.2
 _END_SECONDS = 20.0
 _GRACE_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 5.0
@@ -52,6 +57,25 @@ class Helpers:
         )
         self.processes.append(process)
         return process
+
+    def start_job(self, command: Callable[[str], Sequence[str]], ranks: int, **how: Any) -> list[Connection]:
+        """Start a job whose ranks connect to the address that `command` is given. Returns their connections, in the
+        order in which they came. Raises: LaunchError, OSError.
+        """
+        connected: list[Connection] = []
+        with tempfile.TemporaryDirectory(prefix="hvlike-bench-") as folder, socket.socket(socket.AF_UNIX) as listener:
+            address = str(Path(folder) / "socket")
+            listener.bind(address)
+            listener.listen(ranks)
+            process = self.start(command(address), **how)
+            end = time.monotonic() + _START_SECONDS
+            while len(connected) < ranks:
+                if wait([listener], _POLL_SECONDS):
+                    connected.append(Connection(listener.accept()[0].detach()))
+                elif process.poll() is not None or time.monotonic() > end:
+                    raise self.failure("did not start")
+        self.ends += connected
+        return connected
 
     def ask(self, end: Connection, request: object = None) -> Any:
         """Send a request, if there is one, and return the next message. Raises: LaunchError with their last output."""

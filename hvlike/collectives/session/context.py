@@ -28,6 +28,7 @@ from hvlike.observe.recorder import check_writable, path_of_restart
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
 from hvlike.transport.failure.guard import Guard, give_up
+from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.topology import available_cores, has_spare_core
@@ -159,6 +160,9 @@ class Context:
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
+        limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
+        if limit:
+            self.fabric.ticks.append(Heartbeat(self.fabric, self.guard, limit, self._lose).tick)
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
             task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)

@@ -30,9 +30,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
+from hvlike.transport.failure import pmix
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 COLLECTIVES = "OMPI_MCA_coll"
+KNOWN_FROM_THE_START = "OMPI_MCA_mpi_add_procs_cutoff"  # In jobs of up to so many, MPI_Init asks for all addresses
+_MOST_PROCESSES = 1_000_000
 EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
@@ -51,6 +54,8 @@ def exclude_collectives(environ: MutableMapping[str, str], *, initialised: bool)
     """
     if not is_enabled(environ):
         return
+    # Who is behind a cut link cannot be asked for its address any more, for which a revoke would wait.
+    environ.setdefault(KNOWN_FROM_THE_START, str(_MOST_PROCESSES))
     chosen = environ.get(COLLECTIVES)
     if chosen is None and not initialised:
         environ[COLLECTIVES] = EXCLUDED
@@ -231,6 +236,7 @@ class Job:
         self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
+        self._hosts: dict[int, str] = dict(self.comm.allgather((mpi.COMM_WORLD.rank, mpi.Get_processor_name())))
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
         self._made: list[Communicator] = []
@@ -283,6 +289,19 @@ class Job:
 
     def others_live(self) -> bool:
         return bool(self.comm.size - self.comm.Get_failed().size > 1)
+
+    def lose(self, comm: Any, ranks: Sequence[int]) -> bool:
+        """Have MPI take ranks of a communicator for lost, and spares on hosts where no rank is left: nothing is heard
+        of them. Local; False where MPI cannot be told.
+        """
+        members, everybody = comm.Get_group(), self.mpi.COMM_WORLD.Get_group()
+        places = list(self.mpi.Group.Translate_ranks(members, list(range(members.size)), everybody))
+        members.Free()
+        everybody.Free()
+        lost = {places[rank] for rank in ranks}
+        dark = {self._hosts[place] for place in lost} - {self._hosts[place] for place in places if place not in lost}
+        waiting = {place for place, host in self._hosts.items() if place not in places and host in dark}
+        return pmix.report_lost(sorted(lost | waiting))
 
     def agree(self, answer: bool) -> bool:
         """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks."""

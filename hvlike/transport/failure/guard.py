@@ -136,6 +136,11 @@ class Guard:
         self._report_text(text, summary)
         self._abort(1)
 
+    def end_process(self, text: str, summary: str) -> None:
+        """Report, and end this process alone, in the one way that MPI takes for a failure at once."""
+        self._report_text(text, summary)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def watch_parent(self) -> None:
         """End this process if its launcher is gone. Cheap; the loop calls it about once a second, on any thread."""
         if self._parents is not None and self._parents.is_orphan():

@@ -64,7 +64,7 @@ def ignore_stack_signal() -> None:
 
 def request_stacks(process: int) -> str:
     """Make a process of this node print its stacks; returns a sentence about it for the report."""
-    status = _process_status(process)
+    status = process_status(process)
     # Ranks of one machine in several PID namespaces do not see each other's processes.
     if not status:
         return f"process {process} cannot be seen from here"
@@ -76,7 +76,7 @@ def request_stacks(process: int) -> str:
     return f"process {process} cannot be asked for its stack"
 
 
-def _process_status(process: int) -> dict[str, str]:
+def process_status(process: int) -> dict[str, str]:
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

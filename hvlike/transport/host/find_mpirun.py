@@ -149,6 +149,16 @@ def family_of_launcher(version: str) -> str:
     return HYDRA if any(sign in version for sign in ("HYDRA", "Intel(R) MPI")) else UNKNOWN
 
 
+TOLERANT_FLAGS = ("--with-ft", "ulfm")  # With them a job can go on when a rank is lost
+
+
+def is_fault_tolerant(mpirun: Mpirun, library: MpiLibrary) -> bool:
+    """Whether TOLERANT_FLAGS mean something to launcher and library: those of Open MPI from version 5 on."""
+    first = library.version.partition(".")[0]
+    same = mpirun.family == family_of_library(library.vendor) == OPEN_MPI
+    return same and first.isdigit() and int(first) >= 5
+
+
 def flags_for(family: str, *, root: bool) -> tuple[str, ...]:
     """The flags that a launcher needs; those of MPICH's family need none."""
     if family != OPEN_MPI:

@@ -28,6 +28,7 @@ class Topic(enum.IntEnum):
     POINT_TO_POINT = 9  # send and recv of the groups of torch.distributed
     STORE = 10  # calls to the store of torch.distributed, which rank 0 holds
     STORE_ANSWER = 11
+    HEARTBEAT = 12  # when each node was last heard of
     BENCH_READY = 990  # messages of the LogGP benchmark: what a rank sends when it is ready
     BENCH_TOLD = 991  # messages of the LogGP benchmark: what rank 0 announces
 

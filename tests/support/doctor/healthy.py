@@ -38,7 +38,7 @@ RIGHT = Mpirun("/env/bin/mpirun", OPEN_MPI, "mpirun (Open MPI) 5.0.11", ())
 def launch_environment(variables: dict[str, str] | None = None) -> LaunchEnvironment:
     """What these variables say, and nothing else."""
     launcher = launchers.detect_launcher(variables or {})
-    return LaunchEnvironment(launcher, None, (), "1", (), None, ())
+    return LaunchEnvironment(launcher, None, (), "1", (), False, (), None, ())
 
 
 def rank(host: str = "alpha", **changes: Any) -> RankFacts:
@@ -87,6 +87,7 @@ def case(*ranks: RankFacts, nodes: tuple[tuple[int, ...], ...] = ((0, 1),), **ch
         job=job(*ranks, nodes=nodes),
         launchers=Launchers((RIGHT,), (), RIGHT, None),
         trial=Trial("mpirun -n 2 python ...", 0, (2, 2), ()),
+        loss=Trial("mpirun --with-ft ulfm -n 2 python ...", 0, (1,), ()),
         model=None,
     )
     return replace(whole, **changes)

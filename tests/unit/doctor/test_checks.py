@@ -97,6 +97,12 @@ def timed(backend: str, **changes: Any) -> Case:
     return came(timings=Timings((way,), 4e-3))
 
 
+def survives(**chosen: str) -> Case:
+    """Two ranks of mpirun --with-ft ulfm, with these components of Open MPI."""
+    started = seen({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    return both(environment=replace(started, survives=True, components=tuple(chosen.items())))
+
+
 def gpus(**changes: Any) -> Case:
     """Two ranks with a GPU each."""
     return both(gpus=replace(GPUS, **changes), software=GPU_SOFTWARE, nccl=NCCL)
@@ -181,6 +187,15 @@ WRONG: list[tuple[str, Case, Verdict, str]] = [
         Verdict.WARN,
         "start the ranks in it with mpirun or srun",
     ),
+    (
+        "lost ranks",
+        alone(loss=Trial("mpirun --with-ft ulfm -n 2 python ...", 137, (), ("killed",))),
+        Verdict.WARN,
+        "built with ULFM",
+    ),
+    ("lost ranks", survives(OMPI_MCA_coll="han,tuned"), Verdict.FAIL, "--mca coll ^han"),
+    ("lost ranks", survives(OMPI_MCA_coll="^cuda"), Verdict.FAIL, "--mca coll ^han"),
+    ("lost ranks", survives(OMPI_MCA_pml="ucx"), Verdict.WARN, "--mca pml ob1"),
     ("thread level", came(report=report(level="THREAD_SERIALIZED")), Verdict.WARN, "HVLIKE_MPI_THREADS_DISABLE"),
     ("hosts", case(rank(), rank(), nodes=((0,), (1,))), Verdict.WARN, "--ipc"),
     (
@@ -298,6 +313,8 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
     ("two ranks", case(trial=None)),
     ("same software", alone()),
     ("thread level", came(report=LATE)),
+    ("lost ranks", alone(loss=None)),
+    ("lost ranks", case(rank(library=LATE), rank())),
     ("hosts", came(report=LATE, gathered=None)),
     ("same software", came(gathered=None)),
     ("model", case()),
@@ -313,6 +330,11 @@ NOTHING_TO_JUDGE: list[tuple[str, Case]] = [
 RIGHT_TOO: list[tuple[str, Case]] = [
     ("mpirun", programs(belonging=None, srun="/usr/bin/srun")),
     ("launcher", alone()),
+    ("lost ranks", alone()),
+    ("lost ranks", both(library=MPICH)),
+    ("lost ranks", both(library=replace(LIBRARY, version="4.1.6"))),
+    ("lost ranks", both(environment=seen(SRUN))),
+    ("lost ranks", survives(OMPI_MCA_coll="^han,cuda,hcoll,portals4", OMPI_MCA_pml="ob1")),
     ("model", case(model=Model("net", (4 * MIB, 4), ("float32", "float32")))),
     ("GPU", gpus()),
     ("GPU per rank", gpus()),

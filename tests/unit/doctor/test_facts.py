@@ -89,7 +89,7 @@ def test_the_environment_is_read() -> None:
 
 
 def test_an_empty_environment_says_nothing() -> None:
-    nothing = launching.LaunchEnvironment(None, None, (), None, (), None, ())
+    nothing = launching.LaunchEnvironment(None, None, (), None, (), False, (), None, ())
     assert launching.collect_environment({}) == nothing
 
 

@@ -1,0 +1,100 @@
+"""Which nodes are lost, and which side of a partition goes on: told by news alone, without MPI."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from hvlike.transport.failure import heartbeat
+from hvlike.transport.failure.heartbeat import DEFAULT_SECONDS, Hearing, goes_on, heartbeat_limit
+
+LIMIT = 8.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "goes"),
+    [
+        (((0, 1), (2, 3)), {1}, True),
+        (((0, 1), (2, 3)), {0}, False),  # Of two halves the one with rank 0
+        (((0,), (1,), (2,)), {0}, True),
+        (((0,), (1,), (2,)), {0, 1}, False),
+        (((0,), (1, 2, 3)), {0}, True),  # Ranks count, not nodes
+        (((0,), (1, 2, 3)), {1}, False),
+        (((0, 1), (2, 3), (4, 5), (6, 7)), {1, 2}, True),
+        (((0, 1), (2, 3), (4, 5), (6, 7)), {0, 3}, False),
+    ],
+)
+def test_the_majority_goes_on(nodes: Sequence[Sequence[int]], lost: set[int], goes: bool) -> None:
+    assert goes_on(nodes, lost) is goes
+
+
+def test_of_every_partition_at_most_one_side_goes_on() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        sizes = [draw.randint(1, 4) for _ in range(draw.randint(2, 6))]
+        numbers = iter(range(sum(sizes)))
+        nodes = [tuple(next(numbers) for _ in range(size)) for size in sizes]
+        side_of = [draw.randrange(3) for _ in nodes]
+        going = [side for side in range(3) if side in side_of and goes_on(nodes, _without(side_of, side))]
+        assert len(going) <= 1
+        if len(set(side_of)) == 2:
+            assert len(going) == 1
+
+
+def _without(side_of: Sequence[int], side: int) -> set[int]:
+    return {node for node, each in enumerate(side_of) if each != side}
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_each_side_of_a_cut_loses_the_other_at_once_and_nobody_else(count: int) -> None:
+    draw = random.Random(count)
+    apart = {node: node >= max(1, count // 2) for node in range(count)}
+    hearings = [Hearing(count, node, LIMIT, 0.0) for node in range(count)]
+    losses: list[list[set[int]]] = [[] for _ in range(count)]
+    for tick in range(1, 200):
+        now = tick / 4
+        for node, hearing in enumerate(hearings):
+            lost = hearing.look(now + 1000 * node)  # Clocks of nodes do not agree
+            if lost:
+                losses[node].append(lost)
+            if (tick + node) % 4 == 0:
+                for other in draw.sample(range(count), min(count, 4)):
+                    if now < 20 or apart[node] == apart[other]:
+                        hearings[other].hear(hearing.clocks)
+        if now < 20 + LIMIT / 2:
+            assert not any(losses)
+        if now > 20 + 1.6 * LIMIT:
+            assert all(losses)
+    for node in range(count):
+        assert losses[node] == [{other for other in range(count) if apart[other] != apart[node]}]
+
+
+def test_time_in_which_a_rank_did_not_look_is_nobodys_silence() -> None:
+    hearing = Hearing(2, 0, LIMIT, 0.0)
+    hearing.hear([0.0, 5.0])
+    assert hearing.look(1.0) == set()
+    # This process was stopped for a minute; the other one had no chance to be heard.
+    assert hearing.look(61.0) == set()
+    for tick in range(1, 100):
+        if hearing.look(61.0 + tick / 4):
+            break
+    assert tick / 4 >= LIMIT - 2.0
+
+
+def test_old_news_is_no_sign_of_life() -> None:
+    hearing = Hearing(3, 0, LIMIT, 0.0)
+    lost: set[int] = set()
+    for tick in range(1, 80):
+        # Node 1 lives, and goes on telling what it has last heard of node 2.
+        hearing.hear([0.0, float(tick), 7.0])
+        lost |= hearing.look(tick / 4)
+    assert lost == {2}
+
+
+def test_the_default_needs_several_nodes_and_ranks_that_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for enabled in (False, True):
+        monkeypatch.setattr(heartbeat.fault_tolerance, "is_enabled", lambda environ, enabled=enabled: enabled)
+        assert heartbeat_limit(None, nodes=2) == (DEFAULT_SECONDS if enabled else 0.0)
+        assert heartbeat_limit(None, nodes=1) == 0.0
+        assert heartbeat_limit(3.0, nodes=1) == 3.0
+        assert heartbeat_limit(0.0, nodes=2) == 0.0
