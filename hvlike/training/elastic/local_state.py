@@ -25,15 +25,13 @@ from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import CheckpointError
 from hvlike.training.elastic.flat_state import flatten_state, read_state, resized
+from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.transport.loop.coroutine import Coroutine
 
 
 @runtime_checkable
-class HasLocalState(Protocol):
-    """An object of a TorchState that has something of which every rank has another one.
-
-    Its state_dict(), if it has one, is what is the same on all ranks.
-    """
+class LocalState(Protocol):
+    """An object of a TorchState with a state that is another one on every rank, beside that of state_dict()."""
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return what only this rank has, anything that pickles; empty on all ranks if there is no such thing. Local.
@@ -50,6 +48,19 @@ class HasLocalState(Protocol):
                 Empty if there was no commit yet: the object keeps what it has.
             ranks_before: How many ranks there were at that commit; 0 if there was none.
         """
+
+
+def has_common_state(part: Any) -> bool:
+    """Whether state_dict() of the part is to be saved: a ZeroRedundancyOptimizer has only a state of each rank."""
+    return not getattr(part, "state_is_local", False)
+
+
+def common_state_of(part: Any) -> Any:
+    """state_dict() of the part, without what compression has left over on this rank, which is in local_state_dict()."""
+    state = part.state_dict()
+    if isinstance(part, DelegatingOptimizer) and "compression" in state:
+        return state | {"compression": state["compression"] | {"errors": {}}}
+    return state
 
 
 class Held(NamedTuple):
@@ -117,14 +128,17 @@ class LocalStates:
         """Give up commits that nobody goes back to; the next save() uses their memory. Local."""
         self._keep(lambda key: key[0] >= older_than)
 
-    def give_back(self, number: int, part: HasLocalState) -> None:
+    def give_back(self, number: int, part: LocalState, *, holds: bool = True) -> None:
         """Load the states of a commit into the object, whatever ranks there are now. Collective; blocks.
 
-        A rank that has not taken part in that commit, or was not there, calls it too. Later commits are given up.
+        A rank that was not there calls it too, with holds=False. Later commits are given up.
 
         Raises:
             CheckpointError: On every rank: the state of a rank is lost.
         """
+        if not holds:
+            # What it may have from an earlier time is of another course of the training.
+            self.commits.clear()
         own = [Held(key[1], each.ranks, list(each.flats)) for key, each in self.commits.items() if key[0] == number]
         told = allgather_object((self._generation, own), name=f"elastic.{self._name}.held")
         self._generation = 1 + max(generation for generation, _ in told)

@@ -9,10 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
+from hvlike.collectives.requests.reduction import Max
+from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import UsageError
 from hvlike.training.elastic.checkpoint import is_stateful
+from hvlike.training.elastic.copies import copy_into
+from hvlike.training.elastic.local_state import LocalState, LocalStates, common_state_of, has_common_state
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -114,8 +119,9 @@ class ObjectState(State):
 
     def save(self) -> None:
         # Ranks may be one commit apart when one of them is lost: the last two are kept.
+        given_up = [kept for number, kept in self._commits.items() if number != self.commits - 1]
         self._commits = {number: kept for number, kept in self._commits.items() if number == self.commits - 1}
-        self._commits[self.commits] = self._copy()
+        self._commits[self.commits] = self._copy(next(iter(given_up), None))
 
     def restore(self) -> None:
         self._set(self._commits[max(self._commits)])
@@ -136,9 +142,9 @@ class ObjectState(State):
             setattr(self, name, value)
         self.save()
 
-    def _copy(self) -> Any:
-        """A copy of everything, for _set."""
-        return deepcopy({name: getattr(self, name) for name in self._names})
+    def _copy(self, given_up: Any) -> Any:
+        """A copy of everything, for _set, in the memory of one that is given up."""
+        return copy_into(given_up, {name: getattr(self, name) for name in self._names})
 
     def _set(self, kept: Any) -> None:
         for name, value in deepcopy(kept).items():
@@ -174,8 +180,12 @@ def _sync_part(name: str, value: Any) -> None:
         value.load_state_dict(broadcast_object(value.state_dict(), root_rank=0, name=name))
 
 
-def _copies(parts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: deepcopy(value.state_dict()) for name, value in parts.items()}
+def _copies(parts: Mapping[str, Any], given_up: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: copy_into(given_up.get(name), common_state_of(value))
+        for name, value in parts.items()
+        if has_common_state(value)
+    }
 
 
 class TorchState(ObjectState):
@@ -184,8 +194,10 @@ class TorchState(ObjectState):
     Modules, optimizers, ElasticSamplers and objects with state_dict and load_state_dict (learning rate schedulers,
     GradScalers) stay the same objects, and their contents are saved, restored and synchronised. Setting such an
     attribute replaces and saves the object. All others are values, which are copied and pickled.
-    save() and restore() copy in memory and are local. sync() gives every rank what rank 0 has, and merges what the
-    ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
+    What each rank has another one of (the shards of a ZeroRedundancyOptimizer, what compression has left over, and what
+    an object's local_state_dict() returns, see LocalState) is kept by the next rank, too, and survives a lost rank.
+    restore() is local, and save() where there is no such part. sync() gives every rank what rank 0 has, and merges what
+    the ranks have processed of samplers. It is collective: all ranks, with the same names; blocks.
 
     Args:
         model: A torch.nn.Module.
@@ -208,6 +220,8 @@ class TorchState(ObjectState):
         objects = {**{name: value for name, value in given.items() if value is not None}, **objects}
         check_names(type(self), objects)
         self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
+        self._local = {name: LocalStates(name) for name, value in self._parts.items() if isinstance(value, LocalState)}
+        self._goes_back = self._restarted = self._synced = False
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
 
     def commit(self) -> None:
@@ -216,13 +230,41 @@ class TorchState(ObjectState):
                 value.merge(f"elastic.{name}.recorded")
         super().commit()
 
+    def save(self) -> None:
+        # First what needs the other ranks: a commit that this rank has is whole.
+        for name, states in self._local.items() if self._synced or self.commits else ():
+            states.forget(self.commits - 1)
+            states.save(self.commits, self._parts[name].local_state_dict())
+        super().save()
+        self._goes_back = False
+
+    def restore(self) -> None:
+        self._goes_back = True
+        super().restore()
+
     def sync(self) -> None:
         for name, value in self._parts.items():
-            _sync_part(f"elastic.{name}", value)
+            if has_common_state(value):
+                _sync_part(f"elastic.{name}", value)
+        if self._local:
+            self._give_back()
+        self._restarted, self._synced = False, True
         super().sync()
 
-    def _copy(self) -> Any:
-        return super()._copy(), _copies(self._parts)
+    def _give_back(self) -> None:
+        """Load what each rank has another one of: of the commit that all have gone back to, else as it is."""
+        told = torch.tensor([self.commits if self._goes_back else -1, int(self._restarted)], device="cpu")
+        number, restarted = allreduce(told, name="elastic.local", op=Max).tolist()
+        for name, states in self._local.items():
+            if number >= 0:
+                states.give_back(number, self._parts[name], holds=self._goes_back)
+            elif restarted:
+                own = deepcopy(self._parts[name].local_state_dict())
+                self._parts[name].load_local_state_dicts({rank(): own}, size())
+
+    def _copy(self, given_up: Any) -> Any:
+        values, states = given_up or ({}, {})
+        return super()._copy(values), _copies(self._parts, states)
 
     def _set(self, kept: Any) -> None:
         values, states = kept
@@ -230,12 +272,14 @@ class TorchState(ObjectState):
             if isinstance(part, DistributedOptimizer):
                 # Forgets a step that the error has interrupted.
                 part.abandon()
-            # Optimizers keep the tensors they are given.
-            part.load_state_dict(deepcopy(states[name]))
+            if name in states:
+                # Optimizers keep the tensors they are given.
+                part.load_state_dict(deepcopy(states[name]))
         super()._set(values)
 
     def reset(self) -> None:
         """Divide what the samplers have left among the ranks of now. Local."""
+        self._restarted = True
         for value in self._parts.values():
             if isinstance(value, ElasticSampler):
                 value.reset()
@@ -257,4 +301,4 @@ class TorchState(ObjectState):
             )
         self._parts[name] = value
         for _, states in self._commits.values():
-            states |= _copies({name: value})
+            states |= _copies({name: value}, {})

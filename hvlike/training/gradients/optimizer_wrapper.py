@@ -110,9 +110,9 @@ class DelegatingOptimizer(Optimizer):
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
             ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps what it has.
         """
-        if not ranks_before:
-            return
         reduction = self._gradients.reduction
+        if not ranks_before or (reduction.memory is None and not reduction.of_deltas):
+            return
         ranks = reduction.process_set or global_process_set
         rank, size = (ranks.rank() or 0, ranks.size() or 1) if ranks.included() else (0, 0)
         errors: dict[str, Tensor] = {}
