@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
