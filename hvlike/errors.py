@@ -6,7 +6,7 @@
     ├── HostsUpdatedInterrupt      (also RuntimeError)  tells elastic.run to start again with the state as it is
     ├── CheckpointError            (also RuntimeError)  no checkpoint can be read, or one cannot be written
     ├── RpcError                   (also RuntimeError)  a call of hvlike.rpc or hvlike.autograd that cannot be served
-    │   └── WorkerLostError                             its worker has left, or its process has gone
+    │   └── WorkerLostError        (also PeerLeftError) its worker has left, or its process has gone
     ├── WaitTimeoutError           (also TimeoutError)  wait(timeout) or result(timeout) of a handle ran out of time
     ├── UsageError                 (also ValueError)    a wrong argument, seen on this rank alone
     │   ├── DataParallelError      (also RuntimeError)  a DistributedDataParallel cannot work in this way
@@ -32,6 +32,11 @@
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class HvlikeError(Exception):
@@ -63,10 +68,6 @@ class CheckpointError(HvlikeError, RuntimeError):
 
 class RpcError(HvlikeError, RuntimeError):
     """A call of hvlike.rpc or hvlike.autograd cannot be served, or made now. Torch raises a RuntimeError there."""
-
-
-class WorkerLostError(RpcError):
-    """The worker that was called has left, or its process is gone. The text names it."""
 
 
 class WaitTimeoutError(HvlikeError, TimeoutError):
@@ -139,6 +140,18 @@ class JoinError(HorovodInternalError):
 
 class PeerLeftError(HorovodInternalError):
     """A rank that has to take part has already ended its program."""
+
+
+class WorkerLostError(RpcError, PeerLeftError):
+    """A worker that a call involves has left, or its process is gone. The text names it.
+
+    Attributes:
+        ranks: Its rank, or theirs.
+    """
+
+    def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = frozenset(ranks)
 
 
 class ShutdownError(HorovodInternalError):

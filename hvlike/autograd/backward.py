@@ -30,11 +30,12 @@ from hvlike.autograd.engine import SegmentRecord
 from hvlike.autograd.local_backward import LocalBackward, Roots
 from hvlike.autograd.messages import BACKWARD_MESSAGE, Heading, Wire, decode, encode, heading_of, opens
 from hvlike.autograd.protocol import BackwardMessage, BackwardState, Mode, Phase
-from hvlike.errors import RpcError, UsageError, WrongTypeError
+from hvlike.errors import RpcError, UsageError, WorkerLostError, WrongTypeError
 from hvlike.observe.recorder import Recorder
 from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.agent.profiling import TimelineRow
 from hvlike.rpc.wire.autograd_hooks import NO_MESSAGE, unknown_context
+from hvlike.rpc.wire.message import lost_ranks
 
 logger = logging.getLogger("hvlike")
 
@@ -244,7 +245,7 @@ class BackwardPass:
                 self.cause = error
             else:
                 logger.debug("rank %d: an error in a backward", self._agent.rank, exc_info=error)
-            self.state.fail(str(error) or repr(error))
+            self.state.fail(str(error) or repr(error), lost_ranks(error))
         if self._trace is not None and self._machine is not None:
             self._trace.show_segments(self._machine.segments)
         while messages := self.state.take_messages():
@@ -325,6 +326,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
     Raises:
         TypeError: For arguments of wrong types.
         UsageError: For an unknown mode.
+        WorkerLostError: (a RuntimeError) A worker that takes part is gone; the text names it.
         RuntimeError: For tensors that cannot be roots; "Could not find autograd context with id"; "Error on Node
             <rank>: ..." for what fails in the graph, with one such prefix for each worker on the way to this one;
             after rpc_timeout seconds of RPC. The context can be used again.
@@ -353,6 +355,9 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         try:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause
+            if (lost := begun.state.lost_ranks) is not None:
+                agent.told.update(lost)
+                raise WorkerLostError(str(begun.state.error), lost) from cause
             raise RpcError(begun.state.error) from cause
         finally:
             # Its traceback leads here: a cycle would keep all tensors until the next garbage collection.

@@ -18,7 +18,7 @@ from weakref import ref
 from torch import Tensor
 
 from hvlike.autograd.context import DistributedContext, new_ids, new_send, rank_of_id
-from hvlike.errors import RpcError, WrongTypeError
+from hvlike.errors import RpcError, WorkerLostError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, current_agent
 from hvlike.rpc.wire.autograd_hooks import (
     NO_CONTEXT,
@@ -117,6 +117,9 @@ class Contexts:
         """Return the context with this id. Raises: RuntimeError where it is not on this worker."""
         found = self.get(context)
         if found is None:
+            creator, agent = rank_of_id(context), self.agent
+            if agent is not None and creator in agent.vanished:
+                raise WorkerLostError(f"{unknown_context(context)}: {agent.lost[creator]}", [creator])
             raise unknown_context(context)
         return found
 

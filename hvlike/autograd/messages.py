@@ -32,7 +32,7 @@ class Heading(NamedTuple):
 
 
 Wire = tuple[Any, ...]
-"""Context, number, oldest, flags, answers, tensors, marks, acknowledged, error.
+"""Context, number, oldest, flags, answers, tensors, marks, acknowledged, error, lost.
 
 Answers: send, number of tensors, a bit for each gradient that is there; (send, -1, 0) where there are none.
 """
@@ -55,7 +55,7 @@ def encode(heading: Heading, message: BackwardMessage, rank: int) -> tuple[Wire,
                 there.append(gradient)
         answers.append((send, len(gradients), bits))
     tensors, storages = _pack(there, rank) if there else (b"", [])
-    rest = message.marks, message.acknowledged, message.error
+    rest = message.marks, message.acknowledged, message.error, message.lost
     return (context, number, oldest, flags, answers, tensors, *rest), storages
 
 
@@ -70,7 +70,7 @@ def opens(wire: Wire) -> bool:
 
 
 def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
-    _, _, _, flags, answers, tensors, marks, acknowledged, error = wire
+    _, _, _, flags, answers, tensors, marks, acknowledged, error, lost = wire
     there = iter(_unpack(tensors, storages, source) if tensors else ())
     gradients: dict[int, Gradients | None] = {
         send: None if count == _NONE else [next(there) if bits >> place & 1 else None for place in range(count)]
@@ -83,6 +83,7 @@ def decode(wire: Wire, storages: list[Tensor], source: int) -> BackwardMessage:
         marks=marks,
         acknowledged=acknowledged,
         error=error,
+        lost=lost,
         abort=bool(flags & _ABORT),
     )
 

@@ -43,6 +43,7 @@ class BackwardMessage:
     marks: list[int] = field(default_factory=list)  # Sends of the receiver that this leads to. To be acknowledged.
     acknowledged: int = 0  # How many messages with marks have been followed to the end
     error: str | None = None  # What has failed at the sender, which the receiver has asked
+    lost: tuple[int, ...] | None = None  # The workers whose loss the error tells of
     abort: bool = False  # This backward has failed
 
     @property
@@ -100,6 +101,7 @@ class BackwardState:
         self.rank = rank
         self.phase = Phase.OUTSIDE
         self.error: str | None = None
+        self.lost_ranks: tuple[int, ...] | None = None  # With an error that tells of lost workers
         self._takes_part = False
         self._parent: int | None = None  # The worker that has asked first; None at the root
         self._asked: set[int] = set()  # The workers that this one has asked and that have not reported
@@ -140,7 +142,7 @@ class BackwardState:
             self._origin = source
         if self.phase is Phase.FAILED:
             if message.opens:
-                self._outgoing[source].error = self.error
+                self._report_to(source)
         elif self.phase is Phase.FINISHED:
             if message.asks:
                 self._answer_late(source)
@@ -150,7 +152,7 @@ class BackwardState:
                 self._end(Phase.FAILED, f"worker {source} has aborted it")
                 self._abort(source)
         elif message.error is not None:
-            self.fail(message.error)
+            self.fail(message.error, message.lost)
         else:
             self._receive_marks(source, message)
             self._receive_run(source, message)
@@ -180,19 +182,21 @@ class BackwardState:
             return
         if rank == self._superior:
             self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
+            self.lost_ranks = (rank,)
             self._abort(rank)
         elif rank in self._sent_to or rank in self._waits.values() or rank in self._outgoing:
-            self.fail(error)
+            self.fail(error, (rank,))
 
-    def fail(self, error: str) -> None:
-        """Something has failed: here, or at a worker that was asked from here."""
+    def fail(self, error: str, lost: tuple[int, ...] | None = None) -> None:
+        """Something has failed: here, or at a worker that was asked from here. lost: because these workers are gone."""
         if self.is_over:
             return
         superior = self._superior
         self._end(Phase.FAILED, f"Error on Node {self.rank}: {error}")
+        self.lost_ranks = lost
         self._abort(superior)
         if superior is not None:
-            self._outgoing[superior].error = self.error
+            self._report_to(superior)
 
     def advance(self) -> None:
         """Do what can be done. Raises: what the user's code raises; call `fail` then."""
@@ -326,6 +330,9 @@ class BackwardState:
     def _superior(self) -> int | None:
         """The worker that is told of an error; None at the root."""
         return self._parent if self._takes_part else self._origin
+
+    def _report_to(self, rank: int) -> None:
+        self._outgoing[rank].error, self._outgoing[rank].lost = self.error, self.lost_ranks
 
     def _abort(self, but: int | None) -> None:
         """Tell all workers that may know of this backward from here, except for one."""

@@ -9,11 +9,12 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from hvlike.errors import RpcError
+from hvlike.errors import RpcError, WorkerLostError
 from hvlike.rpc.agent.agent import current_agent
 from hvlike.rpc.agent.agent import current_agent as _get_current_rpc_agent
 from hvlike.rpc.agent.agent import is_running as _is_current_rpc_agent_set
@@ -52,7 +53,7 @@ __all__ = [
 _Key = tuple[int, tuple[str, ...], int]  # Session, names of the workers, and how often these workers have gathered
 
 
-_Round = tuple[dict[str, Any], list[torch.futures.Future[dict[str, Any]]]]
+_Round = tuple[dict[str, Any], list[torch.futures.Future[Any]]]
 """The objects that the leader of one _all_gather has so far, and the futures of who gave them."""
 
 _lock = threading.Lock()
@@ -74,6 +75,7 @@ def _all_gather(
         The objects, by worker name.
 
     Raises:
+        WorkerLostError: (a RuntimeError) One of the workers is gone.
         RuntimeError: For an unknown name, for a list without this worker, and when the time is over.
 
     Source: torch.distributed.rpc._all_gather.
@@ -105,7 +107,13 @@ def _barrier(worker_names: Sequence[str] | None = None) -> None:
 def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str, Any]]:
     """On the leader: take the object of one worker. Answered when all objects are there."""
     future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
+    agent = current_agent()
+    if _end_rounds not in agent.when_lost:
+        agent.when_lost.append(_end_rounds)
     with _lock:
+        for rank, reason in agent.lost.items():
+            if agent.workers[rank].name in key[1]:
+                raise WorkerLostError(reason, [rank])
         for old in [each for each in _rounds if each[0] < key[0]]:
             # A worker did not come before its session was over.
             del _rounds[old]
@@ -118,6 +126,17 @@ def _contribute(key: _Key, name: str, obj: Any) -> torch.futures.Future[dict[str
     for each in futures if complete else ():
         each.set_result(objects)
     return future
+
+
+def _end_rounds(rank: int, error: Exception) -> None:
+    """On the leader: a worker is gone, and will not give its object. In the loop."""
+    agent = current_agent()
+    name = agent.workers[rank].name
+    with _lock:
+        ended = [_rounds.pop(key) for key in list(_rounds) if key[0] == agent.session and name in key[1]]
+    for _, futures in ended:
+        for each in futures:
+            agent.submit(partial(each.set_exception, error))
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:

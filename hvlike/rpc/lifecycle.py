@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from functools import partial
@@ -12,10 +11,11 @@ from typing import Any
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.session import context
 from hvlike.collectives.session.context import Context
-from hvlike.errors import HorovodInternalError, RpcError, UsageError
+from hvlike.errors import HorovodInternalError, RpcError, UsageError, WorkerLostError
 from hvlike.rpc.agent.agent import Agent, current_agent, is_running, set_agent
 from hvlike.rpc.agent.calls import serve_calls
 from hvlike.rpc.agent.options import RpcBackendOptions, checked_timeout, settle_options
+from hvlike.rpc.agent.shutdown import REFERENCES, WORK
 from hvlike.rpc.rrefs.session import begin_rrefs, checks_leaks, current_session, live_rrefs
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks
 from hvlike.rpc.wire.devices import DeviceMaps, DeviceOffer, check_offers
@@ -110,6 +110,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         timeout: Seconds to wait; 0: no limit. The log says every minute what is missing.
 
     Raises:
+        WorkerLostError: (a RuntimeError) graceful, and a worker has vanished of whose loss no call has told this
+            worker. The session goes on: call it again to wait for the other workers only.
         RuntimeError: Outside of a session. When the time is over: says which worker still does what; the session has
             ended on this worker then.
 
@@ -121,14 +123,15 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     if not graceful:
         _end(agent, tell=True)
         return
-    agent.shutdown.begun = True
     try:
-        _wait_until_quiet(agent, "work", deadline)
+        _wait_until_quiet(agent, WORK, deadline)
         session = current_session()
         # Takes away all RRefs of other workers' values, held or not, and tells their owners.
         session.perform(session.lifetime.drop_all)
-        _wait_until_quiet(agent, "references", deadline)
+        _wait_until_quiet(agent, REFERENCES, deadline)
         leaked = [str(each) for each in live_rrefs()] if checks_leaks() else []
+    except WorkerLostError:
+        raise
     except BaseException:
         _end(agent, tell=True)
         raise
@@ -169,13 +172,12 @@ def _check_answers(answers: list[tuple[str, str, int, DeviceOffer]], rank: int) 
 
 
 def _wait_until_quiet(agent: Agent, phase: str, deadline: float | None) -> None:
-    ended = threading.Event()
     # The pool threads drive the loop meanwhile: requests that come in are for them to run.
-    agent.shutdown.begin(phase, ended.set)
+    agent.shutdown.begin(phase)
     while True:
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         slice_ = _REPORT_SECONDS if remaining is None else min(remaining, _REPORT_SECONDS)
-        if ended.wait(slice_):
+        if agent.shutdown.wait(slice_):
             return
         over = deadline is not None and time.monotonic() >= deadline
         if over or agent.rank == min(agent.present):
@@ -205,4 +207,5 @@ def _end_with_hvlike() -> None:
 
 def _lose(agent: Agent, errors: dict[int, HorovodInternalError]) -> None:
     names = {rank: f"{agent.workers[rank].name} (rank {rank})" for rank in errors}
-    agent.lose({rank: f"{names[rank]} cannot be reached by RPC any more: {error}" for rank, error in errors.items()})
+    texts = {rank: f"{names[rank]} cannot be reached by RPC any more: {error}" for rank, error in errors.items()}
+    agent.lose(texts, vanished=True)

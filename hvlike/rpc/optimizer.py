@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvlike.errors import UsageError, WrongTypeError
+from hvlike.errors import UsageError, WorkerLostError, WrongTypeError
 from hvlike.rpc.agent.calls import rpc_async
 from hvlike.rpc.rrefs.rref import RRef
 from hvlike.rpc.wire.autograd_hooks import autograd_hooks, in_context
@@ -121,13 +121,15 @@ def _ask_all(failed: str, function: Callable[..., Any], calls: list[tuple[Worker
 
 
 def _as_one(failed: str, errors: dict[WorkerInfo, Exception], owners: int) -> Exception:
-    """Return one error for all; a ValueError or TypeError if all are."""
+    """Return one error for all: a WorkerLostError if one is; a ValueError or TypeError if all are."""
     if len(errors) == 1:
         return next(iter(errors.values()))
+    lost = [error.ranks for error in errors.values() if isinstance(error, WorkerLostError)]
     kinds = {type(error) for error in errors.values()}
     kind = kinds.pop() if len(kinds) == 1 and kinds <= {ValueError, TypeError} else RuntimeError
     told = "\n".join(f"{owner.name} (rank {owner.id}) {failed}: {error}" for owner, error in errors.items())
-    return kind(f"{len(errors)} of {owners} owners failed.\n{told}")
+    text = f"{len(errors)} of {owners} owners failed.\n{told}"
+    return WorkerLostError(text, frozenset().union(*lost)) if lost else kind(text)
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -131,6 +131,7 @@ class Context:
         self.when_lost: list[Callable[[dict[int, HorovodInternalError]], None]] = []  # Told in the loop who has left
         self.lost: dict[int, HorovodInternalError] = {}  # Ranks that were lost, under fault tolerance
         self.restarts = False  # Whether every wait ends with an error when a rank is lost, as elastic.run starts again
+        self._ends = False  # Whether it can only be left: communicators were revoked, or it is to start again
         world, end = self.world, lambda: self.close(EXIT)
         self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
         self._given = list(process_sets)
@@ -207,7 +208,7 @@ class Context:
 
     def close(self, reason: str = SHUTDOWN) -> None:
         """Leave the job and release everything. Collective in effect: waits until all ranks do."""
-        if self.lost:
+        if self.lost or self._ends:
             self.abandon()
             return
         for each in list(self.before_close):
@@ -217,11 +218,17 @@ class Context:
             # The user has finalized MPI: no rank can be reached any more.
             loop.close()
             return
-        loop.wait(lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS)
-        error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
-        loop.post(lambda: self._fail_all(error), wake=False)
-        self._shutdown_barrier.part(reason)
-        if self.lost:
+        try:
+            loop.wait(
+                lambda: all(each.queues.first.idle for each in self.registry.set_states.values()), _FINISH_SECONDS
+            )
+            error = ShutdownError("Horovod has been shut down on this rank while the operation was in flight.")
+            loop.post(lambda: self._fail_all(error), wake=False)
+            self._shutdown_barrier.part(reason)
+        except HorovodInternalError:
+            if not self._ends:
+                raise
+        if self.lost or self._ends:
             self.abandon()
             return
         self.guard.uninstall()
@@ -258,16 +265,20 @@ class Context:
         lost = sorted({*self._liveness.lost(), *self.world.lost()} - set(self.lost))
         if lost:
             self._lose({rank: PeerLeftError(self._describe_lost(rank)) for rank in lost})
-        elif self.restarts and not self.lost and self.world.is_revoked():
-            self._restart_with(PeerLeftError("Another rank has met an error, and starts again from the last commit."))
+        elif not self._ends and self.world.is_revoked():
+            self._end_with(PeerLeftError("Another rank has met an error, and starts again without lost ranks."))
 
     def _describe_lost(self, rank: int) -> str:
         process = self._processes.get(rank)
         where = f"process {process} on {self.world.host}" if process else "its process, on another host,"
         return f"Rank {rank} is lost: {where} has vanished without a word."
 
-    def _restart_with(self, error: HorovodInternalError) -> None:
-        """Get every thread out of its wait, so that elastic.run can start again; in the loop."""
+    def _end_with(self, error: HorovodInternalError) -> None:
+        """Get every thread out of its wait, so that the program can start again; in the loop."""
+        self._ends = True
+        others = set(range(self.world.size)).difference([self.world.rank], self.lost)
+        for each in list(self.when_lost):
+            each(dict.fromkeys(others, error))
         self._fail_all(error)
         self.fabric.loop.fail(error)
 
@@ -308,10 +319,10 @@ class Context:
         if self.world.job is not None:
             self.lost |= errors
             self._shutdown_barrier.lose()
-        for each in self.when_lost:
+        for each in list(self.when_lost):
             each(errors)
         if self.restarts and self.lost:
-            self._restart_with(next(iter(errors.values())))
+            self._end_with(next(iter(errors.values())))
             return
         for set_state in self.registry.set_states.values():
             gone = [errors[rank] for rank in errors if rank in set_state.group.ranks]

@@ -30,6 +30,8 @@ from hvlike.rpc.wire.devices import DeviceMaps
 from hvlike.rpc.wire.message import (
     ANSWER,
     FAILURE,
+    IDLE_REPORT,
+    LEAVING,
     NOTICE,
     REFUSAL,
     REQUEST,
@@ -132,6 +134,8 @@ class Agent:
         self._notice_handlers: dict[int, NoticeHandler] = {}
         self._outbox: deque[tuple[int, int, tuple[Any, ...], list[torch.Tensor]]] = deque()
         self.lost: dict[int, str] = {}  # The workers that are known to be gone, with the reason
+        self.vanished: set[int] = set()  # Those of them that have not left by themselves
+        self.told: set[int] = set()  # Those whose loss this worker's program has met
         self._ended: str | None = None
         self._lock = threading.Lock()
         self._works = 0
@@ -169,8 +173,7 @@ class Agent:
 
         def leave() -> None:
             self._ended = why
-            if tell:
-                self.shutdown.leave()
+            self.shutdown.leave(unexpected=tell)
 
         self._loop.perform(leave)
         self._loop.thread_pool.allow(0)
@@ -258,15 +261,25 @@ class Agent:
             self._works += 1
         self._loop.thread_pool.submit(partial(self._work, work, limited), limited=limited)
 
-    def lose(self, errors: dict[int, str]) -> None:
-        """Some workers are gone: calls to them fail, those in flight too. In the loop."""
+    def lose(self, errors: dict[int, str], *, vanished: bool = False) -> None:
+        """Some workers are gone: calls to them fail, those in flight too. vanished: They have not left by themselves,
+        and nobody waits for what they have asked for. In the loop.
+        """
+        if vanished:
+            self.vanished.update(errors.keys() - self.lost.keys())
+            for source, number in list(self.open):
+                if source in errors:
+                    del self.open[source, number]
         self.lost.update(errors)
-        for rank, error in errors.items():
-            for hook in self.when_lost:
-                hook(rank, WorkerLostError(error))
+        for rank in errors:
+            for hook in list(self.when_lost):
+                hook(rank, self._lost_error(rank))
         for call in self.pending.take_all(set(errors)):
-            self._finish(call, WorkerLostError(errors[call.rank]))
-        self.shutdown.check()
+            self._finish(call, self._lost_error(call.rank))
+        self.shutdown.lose()
+
+    def _lost_error(self, rank: int) -> WorkerLostError:
+        return WorkerLostError(self.lost[rank], [rank])
 
     def _receive(self, source: int, message: tuple[Any, ...], storages: list[torch.Tensor]) -> None:
         session, what, *rest = message
@@ -275,6 +288,9 @@ class Agent:
                 self._early.append((source, message, storages))
             elif what == REQUEST:
                 self._channel.send(source, Topic.RPC, (session, REFUSAL, rest[0]), [], kind="rpc")
+            elif what in (STATUS_QUERY, IDLE_REPORT):
+                # The worker that was to say that the session is over has been lost.
+                self._channel.send(source, Topic.RPC, (session, LEAVING), [], kind="rpc")
             return
         if what >= STATUS_QUERY:
             self.shutdown.receive(source, what, rest)
@@ -301,6 +317,8 @@ class Agent:
             call.reply = Packed(rest[1], storages, *rest[3:])
         elif what == FAILURE:
             call.failure = rest[1]
+            if call.failure.lost is not None:
+                self.told.update(call.failure.lost or self.lost)
         else:
             error = RpcError(f"RPC has been shut down on {self.workers[source].name} (rank {source}).")
         self._finish(call, error)
@@ -309,7 +327,7 @@ class Agent:
         rank = call.rank
         if self._ended is not None or rank in self.lost:
             if self.pending.pop(number, None) is not None:
-                self._finish(call, RpcError(self._ended) if self._ended else WorkerLostError(self.lost[rank]))
+                self._finish(call, RpcError(self._ended) if self._ended else self._lost_error(rank))
             return
         if call.timeout:
             deadline = time.monotonic() + call.timeout
@@ -339,6 +357,8 @@ class Agent:
         self.shutdown.check()
 
     def _finish(self, call: Call, error: Exception | None) -> None:
+        if isinstance(error, WorkerLostError):
+            self.told.update(error.ranks)
         call.error = error
         call.done = True
         if call.then is not None:
@@ -383,7 +403,7 @@ class Agent:
                 self._send_packed(source, ANSWER, number, request.kind, result)
             else:
                 self._send(source, (self.session, FAILURE, number, result), [])
-            del self.open[source, number]
+            self.open.pop((source, number), None)
             if self.shutdown.begun:
                 self.shutdown.check()
 

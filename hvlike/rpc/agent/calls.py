@@ -12,7 +12,7 @@ import torch
 
 from hvlike.errors import RpcError, WrongTypeError
 from hvlike.rpc.agent.agent import Agent, Call, current_agent
-from hvlike.rpc.agent.futures import Promise, is_async, run
+from hvlike.rpc.agent.futures import Promise, end_early, is_async, run
 from hvlike.rpc.agent.options import UNSET_RPC_TIMEOUT, checked_timeout
 from hvlike.rpc.agent.profiling import recorded_async, recorded_call, recorded_request
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, bind_caller, bind_context, this_thread
@@ -127,6 +127,7 @@ def wait_all() -> Iterator[None]:
 
 def serve_calls(agent: Agent) -> None:
     agent.serve(CALL, partial(_serve_call, agent))
+    end_early()
     rpc: Any = getattr(torch._C, "_distributed_rpc", None)
     if rpc is not None:
         # Profiles show it as the node of an event.

@@ -6,22 +6,23 @@
 
 The worker runs the function, gets a future from it, and sends the reply when that completes. No thread waits for it.
 
-torch knows two kinds of failed futures. One is made in C++: `torch.futures.wait_all` returns at once when it meets it,
-but it is always a RuntimeError, and Python makes it only by raising in a callback of `then`. The other keeps a Python
-exception as its value and raises it in `wait`, so `wait_all` sees it only after all others. Here RuntimeErrors use the
-first kind and other classes the second.
+torch knows two kinds of failed futures. One is made in C++: it is always a RuntimeError, and Python makes it only by
+raising in a callback of `then`. The other keeps a Python exception as its value and raises it in `wait`. Here plain
+RuntimeErrors use the first kind and other classes the second, which torch's `wait_all` and `collect_all` take for a
+success: those that init_rpc puts in their place end as soon as a future of either kind has failed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 
-from hvlike.errors import RpcError
+from hvlike.errors import RpcError, WorkerLostError
 from hvlike.rpc.wire.devices import DeviceMaps
 
 logger = logging.getLogger("hvlike")
@@ -70,7 +71,7 @@ class Promise:
 
     def set_error(self, error: Exception) -> None:
         """Fail the future, once, from any thread; runs its callbacks."""
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, WorkerLostError):
             self._error = error
         else:
             # A copy without the traceback: it may hold this promise, and the collector does not see into torch futures.
@@ -107,6 +108,66 @@ def _copy_error(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     copy.__dict__.update(error.__dict__)
     return copy
+
+
+def collect_all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[list[Any]]:
+    """Return a future of the list of these futures; it fails as soon as one of them has, with the same error.
+
+    Local, does not block.
+
+    Args:
+        futures: Futures of RPC or of torch.
+
+    Returns:
+        A future that is done when all are, or one has failed.
+
+    Source: torch.futures.collect_all, which init_rpc replaces by this.
+    """
+    collected: Any = torch._C.Future([])
+    lock, missing = threading.Lock(), len(futures)
+
+    def ended(future: Any) -> None:
+        nonlocal missing
+        error = None
+        try:
+            future.wait()
+        except Exception as caught:
+            error = _copy_error(caught)
+        with lock:
+            if not missing:
+                return
+            missing = 0 if error is not None else missing - 1
+            goes_on = missing > 0
+        if error is not None:
+            collected._set_unwrap_func(_raise_copy)
+            collected.set_result(error)
+        elif not goes_on:
+            collected.set_result(list(futures))
+
+    for each in futures:
+        each.add_done_callback(ended)
+    if not futures:
+        collected.set_result([])
+    return cast("torch.futures.Future[list[Any]]", collected)
+
+
+def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """Return the values of these futures. Blocks until all are done, or one has failed.
+
+    Args:
+        futures: Futures of RPC or of torch.
+
+    Raises:
+        Exception: The error of the first future that has failed.
+
+    Source: torch.futures.wait_all, which init_rpc replaces by this.
+    """
+    return [future.wait() for future in collect_all(futures).wait()]
+
+
+def end_early() -> None:
+    """Put `collect_all` and `wait_all` in place of torch's."""
+    torch.futures.collect_all, torch.futures.wait_all = collect_all, wait_all
 
 
 def async_execution(function: Function) -> Function:

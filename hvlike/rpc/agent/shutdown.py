@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvlike.errors import WorkerLostError
 from hvlike.rpc.wire.message import IDLE_REPORT, LEAVING, STATUS, STATUS_QUERY, WAVE_RESULT
 from hvlike.rpc.wire.reducers import describe_subject
 from hvlike.transport.loop.coroutine import Coroutine, Wait
@@ -14,6 +16,9 @@ from hvlike.transport.messages.traffic import Topic
 
 if TYPE_CHECKING:
     from hvlike.rpc.agent.agent import Agent
+
+WORK, REFERENCES = PHASES = "work", "references"
+"""What a graceful shutdown waits for, in this order."""
 
 _MOST_SHOWN = 5
 _SHORTEST_PAUSE_SECONDS = 1e-3
@@ -96,20 +101,31 @@ class Termination:
         self._tell = tell
         self._later = later
         self._wave: Wave | None = None
-        self._ended: Callable[[], None] | None = None
+        self._ended: Callable[[], None] | None = None  # None: this worker is not in its shutdown, or not now
+        self._over: set[str] = set()
         self._before: tuple[int, int] | None = None
         self._reported = False
         self._reports: dict[Wave, dict[int, Report]] = {}
 
     def begin(self, phase: str, ended: Callable[[], None]) -> None:
-        """This worker has come to the end of `phase`; calls `ended` when all have and the session is quiet."""
+        """This worker has come to the end of `phase`; calls `ended` when all have and the session is quiet. After a
+        pause it goes on where it was.
+        """
         self._ended = ended
-        self._begin_wave(Wave(phase, 0, min(self._worker.present)))
+        if phase in self._over:
+            ended()
+            return
+        if self._wave is None or self._wave.phase != phase:
+            self._begin_wave(Wave(phase, 0, min(self._worker.present)))
         self.check()
+
+    def pause(self) -> None:
+        """This worker's program has left its shutdown by an error: the others wait until it is there again."""
+        self._ended = None
 
     def check(self) -> None:
         """Go on if possible: this worker may have become idle, or another one may have left."""
-        if self._wave is None:
+        if self._wave is None or self._ended is None:
             return
         worker = self._worker
         present = worker.present
@@ -130,7 +146,13 @@ class Termination:
 
     def hear_report(self, source: int, wave: Wave, report: Report) -> None:
         """Another worker has reported, perhaps before this one has come so far."""
+        if wave.phase in self._over:
+            self._tell(source, WAVE_RESULT, wave, True)
+            return
         self._reports.setdefault(wave, {})[source] = report
+        if self._wave is not None and PHASES.index(wave.phase) > PHASES.index(self._wave.phase):
+            # Who was to say that this one is over has been lost after it had told the other worker.
+            self.hear_result(self._wave, True)
         self.check()
 
     def hear_result(self, wave: Wave, over: bool) -> None:
@@ -138,6 +160,11 @@ class Termination:
         if wave != self._wave:
             return
         if over:
+            self._over.add(wave.phase)
+            for late in [each for each in self._reports if each.phase == wave.phase]:
+                # They have not been told: the coordinator was lost, and they have taken this worker for the next one.
+                for rank in self._reports.pop(late).keys() - {self._worker.rank}:
+                    self._tell(rank, WAVE_RESULT, late, True)
             self._wave, ended = None, self._ended
             if ended is not None:
                 ended()
@@ -179,12 +206,58 @@ class SessionShutdown:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._termination = Termination(agent, self._tell, self._later)
-        self.begun = False  # True once graceful shutdown was called
+        self.begun = False  # True while this worker's program is in a graceful shutdown
+        self._woken = threading.Event()
+        self._is_over = False
+        self._asked_by: set[int] = set()
         self._statuses: dict[int, WorkerStatus] = {}
 
-    def begin(self, phase: str, ended: Callable[[], None]) -> None:
-        """This worker has come to the end of `phase`; calls `ended` when all have and no message is in flight."""
-        self._agent.fabric.loop.perform(lambda: self._termination.begin(phase, ended))
+    def begin(self, phase: str) -> None:
+        """This worker has come to the end of `phase`."""
+
+        def over() -> None:
+            self._is_over = True
+            self._woken.set()
+
+        def begin() -> None:
+            self._termination.begin(phase, over)
+            self.lose()
+
+        self.begun, self._is_over = True, False
+        self._woken.clear()
+        self._agent.fabric.loop.perform(begin)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have come to the end of the phase and no message is in flight. Raises: WorkerLostError for
+        workers that have vanished, once; the shutdown may be begun again.
+        """
+        self._woken.wait(seconds)
+        if self._is_over:
+            return True
+        self._woken.clear()
+        agent = self._agent
+        untold = sorted(agent.vanished - agent.told)
+        if untold:
+            agent.told.update(untold)
+            self.begun = False
+            agent.fabric.loop.perform(self._termination.pause)
+            reasons = " ".join(agent.lost[rank] for rank in untold)
+            raise WorkerLostError(
+                f"shutdown() of RPC on {agent.me.name} (rank {agent.rank}): {reasons} Call shutdown() again to wait "
+                "for the other workers, or shutdown(graceful=False).",
+                untold,
+            )
+        return self._is_over
+
+    def lose(self) -> None:
+        """Some workers may be gone. In the loop."""
+        agent = self._agent
+        if self.begun and agent.lost:
+            if agent.vanished - agent.told:
+                self._woken.set()
+            # Who has ended the session already says so.
+            self._tell_others(STATUS_QUERY)
+        self.check()
 
     def check(self) -> None:
         if self.begun:
@@ -204,11 +277,14 @@ class SessionShutdown:
         names = {rank: agent.workers[rank].name for rank in sorted(agent.present)}
         return status_report(names, {**self._statuses, agent.rank: worker_status(agent)})
 
-    def leave(self) -> None:
-        self._tell_others(LEAVING)
+    def leave(self, *, unexpected: bool) -> None:
+        """The session ends here. unexpected: All are to hear of it, not only who has asked since a worker is lost."""
+        for rank in self._agent.present.difference([self._agent.rank]) if unexpected else self._asked_by:
+            self._tell(rank, LEAVING)
 
     def receive(self, source: int, what: int, rest: list[Any]) -> None:
         if what == STATUS_QUERY:
+            self._asked_by.add(source)
             self._tell(source, STATUS, worker_status(self._agent))
         elif what == STATUS:
             self._statuses[source] = rest[0]
@@ -216,7 +292,7 @@ class SessionShutdown:
             self._termination.hear_report(source, *rest)
         elif what == WAVE_RESULT:
             self._termination.hear_result(*rest)
-        else:
+        elif source not in self._agent.lost:
             name = self._agent.workers[source].name
             self._agent.lose({source: f"RPC has been shut down on {name} (rank {source})."})
 

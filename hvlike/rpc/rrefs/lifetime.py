@@ -30,6 +30,8 @@ from hvlike.rpc.rrefs.records import (
     Ticket,
 )
 
+_GONE = "The value of this RRef is gone: the worker that has sent the RRef on has been lost."
+
 
 class OwnerTable:
     """The owner's side: takes events, adds what follows to its effects."""
@@ -37,8 +39,8 @@ class OwnerTable:
     def __init__(self, rank: int, effects: Effects) -> None:
         self.effects = effects
         self.entries: dict[GlobalId, OwnedValue] = {}
-        gone = WorkerLostError("The value of this RRef is gone: the worker that has sent the RRef on has been lost.")
-        self.no_creations: dict[int, Exception] = {rank: gone}
+        self.rank = rank
+        self.no_creations: dict[int, Exception] = {rank: WorkerLostError(_GONE)}
         """Workers from which no creation can come any more, and why: this one, and those that are lost."""
 
     def find(self, rref: GlobalId) -> OwnedValue:
@@ -116,6 +118,7 @@ class OwnerTable:
     def forget(self, rank: int, failure: Exception) -> None:
         """Worker `rank` is gone with its forks; creations that it has not sent fail with `failure`."""
         self.no_creations[rank] = failure
+        self.no_creations[self.rank] = WorkerLostError(f"{_GONE} {failure}", [rank])
         for entry in list(self.entries.values()):
             for fork in [fork for fork, holder in entry.holders.items() if holder.rank == rank]:
                 del entry.holders[fork]

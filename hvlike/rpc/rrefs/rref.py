@@ -9,7 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from hvlike.errors import RpcError
+from hvlike.errors import RpcError, WorkerLostError
 from hvlike.rpc.agent.agent import Agent, Call, current_agent
 from hvlike.rpc.agent.calls import Destination, prepare_call, result_of, rpc_async, rpc_sync, time_limit
 from hvlike.rpc.agent.futures import Promise
@@ -66,7 +66,8 @@ class Creation:
                 "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not "
                 f"exist. {self.error}"
             )
-        raise RpcError(f"RRef creation via rpc.remote() failed: {self.error}")
+        text = f"RRef creation via rpc.remote() failed: {self.error}"
+        raise WorkerLostError(text, self.error.ranks) if isinstance(self.error, WorkerLostError) else RpcError(text)
 
 
 class RRef(Generic[T]):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvlike.errors import WorkerLostError
 from hvlike.rpc.wire.autograd_hooks import NO_CONTEXT, Note
 from hvlike.rpc.wire.tensors import Body
 
@@ -43,13 +44,15 @@ class WorkerInfo:
 logger = logging.getLogger("hvlike")
 
 KEPT = {"ValueError": ValueError, "TypeError": TypeError}  # A caller gets these as they are, others as RuntimeError
+_FROM_CALLBACK = "Got the following error when running the callback: WorkerLostError: "
+"""What a torch future says whose callback has raised it, as a RuntimeError."""
 
 _ESCAPE = re.compile(r"""\\(?:([\\'"abfnrtv\n])|([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))""")
 _MEANING = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 
 
 class Description(NamedTuple):
-    """An exception as it travels: strings only."""
+    """An exception as it travels, without objects of its own."""
 
     name: str
     module: str
@@ -57,6 +60,7 @@ class Description(NamedTuple):
     family: str  # The class that the caller gets: a key of KEPT, or "RuntimeError"
     obstacle: str  # Why the class cannot be called with one text; empty if it can
     text: str
+    lost: tuple[int, ...] | None = None  # The workers whose loss it tells of; None: it does not
 
 
 def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
@@ -73,11 +77,20 @@ def describe_error(error: BaseException, worker: WorkerInfo) -> Description:
     if not isinstance(error, RuntimeError):
         family = next((name for name, kept in KEPT.items() if isinstance(error, kept)), family)
     text = unescaped(said)
-    return Description(cls.__name__, cls.__module__, cls.__qualname__, family, _obstacle(cls, text), text)
+    lost = lost_ranks(error)
+    return Description(cls.__name__, cls.__module__, cls.__qualname__, family, _obstacle(cls, text), text, lost)
+
+
+def lost_ranks(error: BaseException) -> tuple[int, ...] | None:
+    """Return the workers whose loss an exception tells of, empty where it does not say which; None: of none."""
+    if isinstance(error, WorkerLostError):
+        return tuple(error.ranks)
+    return () if type(error) is RuntimeError and _FROM_CALLBACK in _representation(error) else None
 
 
 def rebuild_error(description: Description, *, original: bool = False) -> Exception:
-    """Return the exception to raise at the caller: one of KEPT, or a RuntimeError that begins with its class's name.
+    """Return the exception to raise at the caller: a WorkerLostError, one of KEPT, or another RuntimeError. The text
+    begins with its class's name.
 
     original: one of the class that was raised, if this worker can find and build it (RRef.to_here).
     """
@@ -86,6 +99,8 @@ def rebuild_error(description: Description, *, original: bool = False) -> Except
             f"{description.name}: no exception of this class can be made of a text ({description.obstacle}). "
             f"Original exception on remote side was {description.text}"
         )
+    if description.lost is not None:
+        return WorkerLostError(f"{description.name}: {description.text}", description.lost)
     if original:
         cls = _find(description)
         if cls is not None and not _obstacle(cls, description.text):

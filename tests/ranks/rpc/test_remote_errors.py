@@ -242,9 +242,15 @@ def test_wait_all_leaves_early_and_the_open_call_goes_on(hvd: ModuleType, rpc: M
     assert slow.wait() == 5
 
 
-def test_wait_all_reports_a_value_error_when_all_are_done(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
-    with pytest.raises(ValueError, match="the value\nis wrong"):
-        torch.futures.wait_all([rpc.rpc_async(peer, min, (1, 2)), rpc.rpc_async(peer, fail, ("ValueError",))])
+def test_wait_all_leaves_early_at_an_error_that_keeps_its_class(hvd: ModuleType, rpc: ModuleType, peer: int) -> None:
+    name = f"early, of its class {hvd.rank()}"
+    slow = rpc.rpc_async(peer, pass_door, (name, 5))
+    for wait in (torch.futures.wait_all, lambda futures: torch.futures.collect_all(futures).wait()):
+        with pytest.raises(ValueError, match="the value\nis wrong"):
+            wait([slow, rpc.rpc_async(peer, fail, ("ValueError",))])
+        assert not slow.done()
+    rpc.rpc_sync(peer, open_door, (name,))
+    assert torch.futures.wait_all([slow]) == [5]
 
 
 def test_calls_left_open_after_an_error_do_not_disturb_the_shutdown(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.rpc.agent.shutdown import Report, Termination, is_quiet, totals
+from hvlike.rpc.agent.shutdown import REFERENCES, WORK, Report, Termination, is_quiet, totals
 from hvlike.rpc.wire.message import IDLE_REPORT
 
 
@@ -143,6 +143,68 @@ def test_the_others_end_when_one_leaves_without_waiting(leaver: int) -> None:
         network.workers[leaver].leave()
         network.run()
         assert all(worker.ended for worker in others)
+
+
+class PhasedWorker(SimulatedWorker):
+    """Ends both phases. When another worker vanishes it pauses, begins again, and asks who has ended already."""
+
+    def __init__(self, network: Network, rank: int, size: int) -> None:
+        super().__init__(network, rank, size)
+        self._asked_by: set[int] = set()
+
+    def begin_shutdown(self) -> None:
+        if not (self.gone or self.ended):
+            self.termination.begin(WORK, lambda: self.termination.begin(REFERENCES, self._end))
+
+    def _end(self) -> None:
+        self.ended = True
+        for rank in self._asked_by:
+            self.say_that_it_left(rank)
+
+    def say_that_it_left(self, rank: int) -> None:
+        self._to(rank, lambda worker: worker.hear_of_leaving(self.rank))
+
+    def tell(self, rank: int, what: int, *rest: Any) -> None:
+        def hear(worker: Any) -> None:
+            if not worker.ended and what == IDLE_REPORT:
+                worker.termination.hear_report(self.rank, *rest)
+            elif not worker.ended:
+                worker.termination.hear_result(*rest)
+            elif what == IDLE_REPORT:
+                worker.say_that_it_left(self.rank)
+
+        self._to(rank, hear)
+
+    def hear_question(self, rank: int) -> None:
+        if self.ended:
+            self.say_that_it_left(rank)
+        else:
+            self._asked_by.add(rank)
+
+    def hear_of_leaving(self, rank: int) -> None:
+        if self.ended or rank not in self.present:
+            return
+        if self._network.workers[rank].gone:
+            self.termination.pause()
+            self._network.events.append(self.begin_shutdown)
+        super().hear_of_leaving(rank)
+        for other in self.present - {self.rank}:
+            self._to(other, lambda worker: worker.hear_question(self.rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_survivors_end_when_one_vanishes_at_any_moment(size: int) -> None:
+    for seed in range(200):
+        network = Network(size, seed)
+        network.workers = [PhasedWorker(network, rank, size) for rank in range(size)]
+        network.events += [worker.begin_shutdown for worker in network.workers]
+        lost = network.random.choice(network.workers)
+        for _ in range(network.random.randrange(12 * size)):
+            if network.events:
+                network.events.pop(network.random.randrange(len(network.events)))()
+        lost.leave()
+        network.run()
+        assert all(worker.ended for worker in network.workers if worker is not lost), seed
 
 
 @pytest.mark.parametrize(
