@@ -128,7 +128,10 @@ class World(topology.Topology):
 
     def lost(self) -> list[int]:
         """The ranks that are known to be lost. Local."""
-        return [] if self.job is None else fault_tolerance.failed_ranks(self.mpi, self.comm)
+        if self.job is None:
+            return []
+        self.comm.progress()
+        return fault_tolerance.failed_ranks(self.mpi, self.comm)
 
     @property
     def place(self) -> World:

@@ -159,7 +159,7 @@ class Context:
         self._processes = {rank: bell.process for rank, bell in self.fabric.bells.items()}
         self._liveness = Liveness(self._processes)
         self.registry = Registry(self.fabric, knobs, lambda error: self._fail_all(error))
-        self._shutdown_barrier = ShutdownBarrier(self.fabric, self._lose, stall_limits(knobs))
+        self._shutdown_barrier = ShutdownBarrier(self.fabric, self._part, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
         if limit:
@@ -315,13 +315,17 @@ class Context:
             seen.append(ranks)
 
     def _lose(self, errors: dict[int, HorovodInternalError]) -> None:
-        """Some ranks have left; in the loop."""
+        """The processes of some ranks are lost; in the loop."""
         if self.world.job is not None:
             self.lost |= errors
             self._shutdown_barrier.lose()
+        self._part(errors)
+
+    def _part(self, errors: dict[int, HorovodInternalError]) -> None:
+        """Some ranks have left, or are lost; in the loop."""
         for each in list(self.when_lost):
             each(errors)
-        if self.restarts and self.lost:
+        if self.restarts:
             self._end_with(next(iter(errors.values())))
             return
         for set_state in self.registry.set_states.values():

@@ -31,7 +31,14 @@ from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.session import context
 from hvlike.collectives.session.basics import init, is_initialized, rank, shutdown, size
-from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, PeerLeftError, UsageError
+from hvlike.errors import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    NotInitializedError,
+    PeerLeftError,
+    ShutdownError,
+    UsageError,
+)
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure.fault_tolerance import Job
 
@@ -109,9 +116,6 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
                 reason, result = session.attempt(reason, lambda: func(state, *args, **kwargs))
                 if reason is None:
                     return result
-        except Exception as error:
-            session.failed(error)
-            raise
         finally:
             session.end()
 
@@ -139,11 +143,6 @@ class _Session:
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
 
-    def failed(self, error: Exception) -> None:
-        """The program ends with an error, unless somebody catches it: the other ranks need not."""
-        if self._job is not None and not isinstance(error, HorovodInternalError):
-            self._job.goes_on_without_this = True
-
     def end(self) -> None:
         if context.is_running():
             context.current().restarts = False
@@ -168,12 +167,22 @@ class _Session:
                 self._state.sync()
             if reason is not None:
                 self.report(reason)
-            result = train()
+            result = self._run(train)
             self.finish()
         except (HorovodInternalError, HostsUpdatedInterrupt) as error:
             self.noticed(error)
             return error, None
         return None, result
+
+    def _run(self, train: Callable[[], Any]) -> Any:
+        try:
+            return train()
+        except (HorovodInternalError, HostsUpdatedInterrupt):
+            raise
+        except BaseException:
+            if self._job is not None:
+                self._job.goes_on_without_this = True
+            raise
 
     def noticed(self, error: Exception) -> None:
         """An attempt has ended with an error. Raises: it, once this session gives up."""
@@ -275,7 +284,9 @@ class _Session:
     def finish(self) -> None:
         """Wait until func has returned on all ranks. Raises: HorovodInternalError on all of them if it has not."""
         if not is_initialized():
-            return
+            if self._job is None:
+                return
+            raise ShutdownError("The function of elastic.run has called hvd.shutdown(). Call it after elastic.run.")
         barrier()
         if self._job is not None:
             self._agreed = True

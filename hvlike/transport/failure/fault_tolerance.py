@@ -18,6 +18,7 @@ Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "Use
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import sys
@@ -31,6 +32,7 @@ import numpy as np
 
 from hvlike.errors import LaunchError, PeerLeftError, UsageError
 from hvlike.transport.failure import pmix
+from hvlike.transport.host import mpi_library
 
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 COLLECTIVES = "OMPI_MCA_coll"
@@ -40,6 +42,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 """Modules that do not know of failures: han has returned wrong sums after one, without an error."""
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
+_PROGRESS_TAG = 15  # Of which there is no message
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
 
@@ -173,6 +176,11 @@ class Communicator:
     def Idup(self) -> tuple[Communicator, Any]:
         copy, request = self.comm.Idup()
         return self._job.adopt(copy), Request(self, request)
+
+    def progress(self) -> None:
+        """Let MPI learn that a rank is lost, or has revoked this: on one node nothing else calls it."""
+        with contextlib.suppress(self.mpi.Exception):
+            self.comm.Iprobe(tag=_PROGRESS_TAG)
 
     def is_broken(self) -> bool:
         """Whether a process of it is lost, or a rank has revoked it."""
@@ -327,14 +335,16 @@ class Job:
     def finalize(self) -> None:
         """End MPI after a loss. MPI_Finalize may hang then, above all soon after it: the process ends all the same."""
         if not self.losses:
-            if not self.comm.Get_failed().size:
+            if not self.mpi.COMM_WORLD.Get_failed().size:
                 return
             self.last_loss = time.monotonic()
         time.sleep(max(0.0, self.last_loss + _SETTLE_SECONDS - time.monotonic()))
         late = threading.Timer(_FINALIZE_SECONDS, _end_process)
         late.daemon = True
         late.start()
-        self.mpi.Finalize()
+        # mpi4py holds Python's lock while it finalises, so that no thread could end the process.
+        library = ctypes.CDLL(mpi_library.mapped_files("/libmpi.so")[0])
+        library.MPI_Finalize()
         late.cancel()
 
 

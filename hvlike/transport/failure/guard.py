@@ -234,6 +234,10 @@ class Guard:
                 said = f"ended with status {self._failure}"
                 self._report_text(f"hvlike: {self._name} {said}: the whole job ends", said)
             self._abort(self._failure)
+        if Job.current is not None and Job.current.goes_on_without_this:
+            said = "has left elastic.run while other ranks train"
+            self._report_text(f"hvlike: {self._name} {said}", said)
+            self._abort(1)
         ended = False
         try:
             self._on_end()
