@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import runpy
 import sys
+from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 
+from hvlike.errors import UsageError
 from hvlike.horovod import spawned
 from hvlike.horovod.importer import install
 
@@ -26,23 +28,50 @@ def main(arguments: list[str]) -> int:
         return 0 if is_asked else 2
     install()
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        _run(*_module(arguments[1]), arguments[1:])
     else:
-        _run_script(arguments)
+        _run(*_script(arguments[0]), arguments)
     return 0
 
 
-def _run_script(arguments: list[str]) -> None:
-    script = arguments[0]
-    with io.open_code(script) as file:
-        code = compile(file.read(), script, "exec")
+def _script(path: str) -> tuple[CodeType, str, str | None]:
+    """The code of a program, its file, and the package that it is in."""
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    os.environ[spawned.PROGRAM] = os.path.abspath(path)
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec"), os.path.abspath(path), None
+
+
+def _module(name: str) -> tuple[CodeType, str, str | None]:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = find_spec(name)
+    os.environ[spawned.PROGRAM] = f"-m {name}"
+    code = spec.loader.get_code(name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or spec.origin is None or code is None:
+        raise UsageError(f"python -m hvlike horovod -m {name}: there is no such module, or it is no program in Python.")
+    return code, spec.origin, spec.parent
+
+
+def _run(code: CodeType, file: str, package: str | None, arguments: list[str]) -> None:
     program = ModuleType("__main__")
-    # A process that multiprocessing spawns imports the main module by this name: it needs horovod before the program.
-    program.__spec__ = ModuleSpec(spawned.__name__, None)
-    program.__file__ = os.path.abspath(script)
-    os.environ[spawned.PROGRAM] = program.__file__
-    sys.argv = arguments
-    sys.path[0] = os.path.dirname(program.__file__)
+    program.__spec__ = _MainSpec(package)
+    program.__package__ = package
+    program.__file__ = file
+    sys.argv = [file, *arguments[1:]] if package is not None else arguments
     sys.modules["__main__"] = program
     exec(code, program.__dict__)
+
+
+class _MainSpec(ModuleSpec):
+    """Has processes that multiprocessing spawns import `spawned` as their main module: they need horovod before all."""
+
+    def __init__(self, package: str | None) -> None:
+        super().__init__(spawned.__name__, None)
+        self._package = package
+
+    @property
+    def parent(self) -> str | None:
+        """Where relative imports of the program begin."""
+        return self._package

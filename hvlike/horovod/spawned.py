@@ -5,8 +5,10 @@ import runpy
 
 from hvlike.horovod.importer import install
 
-PROGRAM = "HVLIKE_HOROVOD_PROGRAM"  # The path of its file, which runpy hides
+PROGRAM = "HVLIKE_HOROVOD_PROGRAM"  # The path of its file, or -m and its module
 
 if __name__ == "__mp_main__":
     install()
-    globals().update(runpy.run_path(os.environ[PROGRAM], run_name=__name__))
+    program = os.environ[PROGRAM]
+    run = runpy.run_module if program.startswith("-m ") else runpy.run_path
+    globals().update(run(program.removeprefix("-m "), run_name=__name__))

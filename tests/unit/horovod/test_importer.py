@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hvlike.errors import UsageError
-from hvlike.horovod import stand_ins
+from hvlike.horovod import command, stand_ins
 from hvlike.horovod.importer import HorovodImporter
 from hvlike.horovod.table import MODULES
 
@@ -54,6 +54,13 @@ def test_options_of_run_that_cannot_be_served_are_refused_by_name(option: str) -
         stand_ins.run(print, num_proc=2, **{option: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         stand_ins.run(print, colour="red")
+
+
+def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == command.main(["-m"]) == 2
+    assert "usage: mpirun -n 4 python -m hvlike horovod [-m MODULE | SCRIPT]" in capsys.readouterr().err
+    assert command.main(["-h"]) == 0
+    assert "usage" in capsys.readouterr().out
 
 
 def test_compressors_are_classes_with_static_methods() -> None:
