@@ -250,7 +250,7 @@ def test_an_exception_comes_out_unchanged(hvd: ModuleType, everywhere: bool) -> 
     elif hvd.rank() == 0:
         assert str(info.value) == "Intentional error"
     else:
-        assert "Rank 0 has left the Join context of DistributedDataParallel by ValueError" in str(info.value)
+        assert "Rank 0 has left the Join context of DistributedDataParallel with ValueError" in str(info.value)
     # The next one works, as does training without.
     ddp.zero_grad()
     with ddp.join():
