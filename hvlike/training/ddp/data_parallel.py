@@ -31,6 +31,7 @@ from hvlike.training.ddp.comm_hooks import Hook, allreduce_hook, compression_of,
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
+from hvlike.training.gradients.local_memory import load_local_memory, local_memory
 from hvlike.training.gradients.reduction import Reduction
 from hvlike.training.join.join import Join, JoinContext
 from hvlike.training.join.joinable import BuiltInJoinable, JoinConfig
@@ -190,6 +191,31 @@ class DistributedDataParallel(nn.Module, BuiltInJoinable):
         left = {} if self.forward_sync_buffers else self._named_buffers()
         buffers = {f"buffer {name}": buffer for name, buffer in left.items()}
         self._gradients.comparison.start_with({**parameters, **buffers})
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what powerSGD_hook remembers on this rank, for elastic.TorchState; empty without it. Local."""
+        reduction = self._gradients.reduction
+        if reduction.memory is None:
+            return {}
+        # state_dict() is that of the module.
+        return local_memory(reduction) | {"shared": reduction.memory.shared_state()}
+
+    def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
+        """Go on from a commit, with the ranks there are now. For elastic.TorchState. Local.
+
+        Args:
+            states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
+            ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps what it has.
+        """
+        memory = self._gradients.reduction.memory
+        if not ranks_before or memory is None:
+            return
+        # An error may have interrupted a backward pass.
+        self._gradients.abandon()
+        memory.roll_back()
+        state = load_local_memory(self._gradients.reduction, states)
+        if state is not None:
+            memory.load_shared(state["shared"])
 
     def _parameters_to_train(self) -> dict[str, Tensor]:
         return check_module(self.module, self.parameters_to_ignore)

@@ -94,6 +94,9 @@ class ModuleGradients(Gradients):
         """Begin a synchronised forward. Collective where the last backward failed; else local."""
         if is_inside_backward():
             return
+        if self._under_way and self._is_gone():
+            # No other rank waits for the rest: hvlike was started anew.
+            self.abandon()
         ended = not self._under_way
         if not ended:
             self._complete()

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
-from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
+from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.training.gradients.gradients import Gradients
+from hvlike.training.gradients.local_memory import load_local_memory, local_memory
 
 
 class DelegatingOptimizer(Optimizer):
@@ -88,23 +89,16 @@ class DelegatingOptimizer(Optimizer):
         Empty without compression that remembers, and without Adasum.
         """
         reduction = self._gradients.reduction
-        ranks = reduction.process_set or global_process_set
         if reduction.memory is None and not reduction.of_deltas:
             return {}
-        if not ranks.included():
-            return {"process_set": None}
-        place = ranks.rank() or 0, ranks.size() or 1
-        state: dict[str, Any] = {"process_set": ranks.process_set_id, "rank": place[0], "size": place[1]}
-        if reduction.memory is not None:
-            state["errors"] = reduction.memory.errors_of(place)
+        state = local_memory(reduction)
         return state | {"optimizer": self._wrapped.state_dict()} if reduction.of_deltas else state
 
     def load_local_state_dicts(self, states: Mapping[int, dict[str, Any]], ranks_before: int) -> None:
         """Go on from a commit, with the ranks there are now. For elastic.TorchState, after load_state_dict. Local.
 
-        With fewer ranks rank r takes over from the earlier ranks r, r + N, r + 2 N, ...: the sum of their errors, which
-        for op=Average is made as much as it was in an average over the earlier ranks. So no part of a gradient is lost
-        or counted twice. With op=Adasum, whose ranks have states of their own, it takes that of rank r.
+        With fewer ranks each takes over what one or more of the earlier ranks have left over, so that no part of a
+        gradient is lost or counted twice. With op=Adasum, whose ranks have states of their own, it is that of one.
 
         Args:
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
@@ -113,20 +107,10 @@ class DelegatingOptimizer(Optimizer):
         reduction = self._gradients.reduction
         if not ranks_before or (reduction.memory is None and not reduction.of_deltas):
             return
-        ranks = reduction.process_set or global_process_set
-        rank, size = (ranks.rank() or 0, ranks.size() or 1) if ranks.included() else (0, 0)
-        errors: dict[str, Tensor] = {}
-        for state in states.values():
-            if not size or state["process_set"] != ranks.process_set_id or state["rank"] % size != rank:
-                continue
-            factor = size / state["size"] if reduction.op is ReduceOp.AVERAGE else 1.0
-            for name, error in state.get("errors", {}).items():
-                errors[name] = error * factor + errors[name] if name in errors else error * factor
-            if "optimizer" in state and state["rank"] == rank:
-                self._wrapped.load_state_dict(deepcopy(state["optimizer"]))
-        if reduction.memory is not None:
-            self._gradients.memory_changed("optimizer.load_local_state_dicts()")
-            reduction.memory.load_errors(errors)
+        self._gradients.memory_changed("optimizer.load_local_state_dicts()")
+        state = load_local_memory(reduction, states)
+        if state is not None and "optimizer" in state:
+            self._wrapped.load_state_dict(deepcopy(state["optimizer"]))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
