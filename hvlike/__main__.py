@@ -10,6 +10,7 @@ COMMANDS = {
     "doctor": ("hvlike.doctor.command", "find out why a job fails or is slow; also mpirun -n 2 ..."),
     "bench": ("hvlike.bench.command", "measure on this machine: mpirun -n 2 python -m hvlike bench allreduce"),
     "horovod": ("hvlike.horovod.command", "run a program that imports horovod: mpirun -n 4 ... horovod train.py"),
+    "launch": ("hvlike.launch.command", "start a job again after failures: launch -- mpirun -n 4 python train.py"),
     "timeline": ("hvlike.observe.command", "merge and summarize timelines: timeline summary FILE..."),
 }
 

@@ -154,6 +154,16 @@ class Config:
     first_bucket_bytes: int | None = setting(
         None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
     )
+    # Restarts and preemption
+    checkpoint_dir: str | None = setting(
+        None, PATH, "elastic.run writes commits into this folder, and starts from the newest that is whole"
+    )
+    checkpoint_seconds: float = setting(
+        60.0, number(0), "how long after a commit is written the next one may be; 0: each commit is written"
+    )
+    launch_record: str | None = setting(
+        None, PATH, "set by python -m hvlike launch: where the job writes how it has ended", same=False
+    )
     # Tensors of a GPU
     cuda_plane: str = setting(
         "auto",

@@ -14,14 +14,20 @@ Example::
 
 After a HorovodInternalError all ranks go back to the last commit and train on, in the same job. Under
 `mpirun --with-ft ulfm` they do so without a rank that is lost, or a spare takes its place.
+
+With HVLIKE_CHECKPOINT_DIR commits are written there, and training starts from the newest one. A job that is asked to
+end (SIGTERM, SIGUSR1) ends at its next commit with status EXIT_PREEMPTED; `python -m hvlike launch` starts jobs again.
 """
 
 from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvlike.training.elastic.preemption import preempted
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.elastic.state import ObjectState, State, TorchState
+from hvlike.transport.failure.job_record import EXIT_PREEMPTED
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "preempted", "run"]
+__all__ += ["EXIT_PREEMPTED"]
 __all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]

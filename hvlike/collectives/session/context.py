@@ -29,6 +29,7 @@ from hvlike.transport.fabric import Fabric
 from hvlike.transport.failure.fault_tolerance import Job, as_error, is_enabled
 from hvlike.transport.failure.guard import Guard, give_up
 from hvlike.transport.failure.heartbeat import Heartbeat, heartbeat_limit
+from hvlike.transport.failure.job_record import keep_record
 from hvlike.transport.failure.watchdog import Liveness, init_watchdog
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.topology import available_cores, has_spare_core
@@ -139,6 +140,9 @@ class Context:
             if self.world.job is not None and (self.world.job.waits or comm is self.world.job):
                 process_sets = self._sets_of_survivors(self.world.job)
             self._connect(process_sets, settings)
+        if knobs.launch_record is not None:
+            is_spare = world.job is not None and world.job.waits
+            keep_record(knobs.launch_record, writes=world.rank == 0 and not is_spare)
         self.guard.install()
         if self.world.mpi.COMM_WORLD.Get_size() == 1:
             # The guard watches jobs of several ranks; alone, the loop's thread must still end before its memory does.

@@ -1,22 +1,10 @@
-"""Checkpoints: rank 0 writes and reads, all ranks learn how it went and have the same.
-
-Files are written whole or not at all, and named after their step and what is in them:
-
-    checkpoint-000000001200-5f1d0c7be0a94c3d.pt     step 1200; the first 16 digits of the SHA-256 of the file
-
-A file is written under a temporary name, forced to disk, and renamed in one step. Whatever interrupts that, the folder
-holds whole checkpoints and at most one file that the next save removes. A file whose contents do not fit its name was
-damaged afterwards. `torch.load` reads the files too.
-"""
+"""Checkpoints: rank 0 writes and reads files (checkpoint_files.py), all ranks learn how it went and have the same."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import io
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,76 +18,8 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
+from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
 from hvlike.training.optimizer.distributed import DistributedOptimizer
-
-_NAME = re.compile(r"checkpoint-(\d{12,})-([0-9a-f]{16})\.pt")
-_UNFINISHED = ".checkpoint-"
-
-
-@dataclass(frozen=True)
-class CheckpointFile:
-    path: Path
-    step: int
-    digest: str
-
-
-def list_files(folder: Path) -> list[CheckpointFile]:
-    """Return the checkpoints of a folder, the newest first; none where there is no such folder. Raises OSError."""
-    if not folder.exists():
-        return []
-    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    files = [CheckpointFile(path, int(match[1]), match[2]) for path, match in found if match is not None]
-    return sorted(files, key=lambda file: (file.step, file.path.stat().st_mtime_ns), reverse=True)
-
-
-def write(folder: Path, step: int, data: bytes | memoryview) -> CheckpointFile:
-    """Write a checkpoint to the disk. Raises OSError, and leaves no part of the file behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # What a killed save has left: one process at a time writes to a folder.
-    for path in folder.glob(f"{_UNFINISHED}*"):
-        path.unlink(missing_ok=True)
-    digest = digest_of(data)
-    unfinished = folder / f"{_UNFINISHED}{os.getpid()}"
-    path = folder / f"checkpoint-{step:012d}-{digest}.pt"
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        # The first error is the one to report.
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return CheckpointFile(path, step, digest)
-
-
-def read(file: CheckpointFile) -> bytearray:
-    data = bytearray(file.path.stat().st_size)
-    with file.path.open("rb") as source:
-        count = source.readinto(data)
-    found = digest_of(data)
-    if count != len(data) or found != file.digest:
-        raise ValueError(f"its contents have the digest {found}, not the one in its name: it was damaged or cut off")
-    return data
-
-
-def prune(folder: Path, keep: int, newest: CheckpointFile) -> None:
-    """Remove all but the `keep` newest checkpoints, of which the one just written is the first. Raises OSError."""
-    others = [file for file in list_files(folder) if file.path != newest.path]
-    older = [file for file in others if file.step <= newest.step]
-    for file in older[keep - 1 :]:
-        file.path.unlink(missing_ok=True)
-
-
-def digest_of(data: bytes | bytearray | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:
@@ -183,6 +103,17 @@ def _strange(value: Any) -> str | None:
 logger = logging.getLogger("hvlike")
 
 
+def check_values(saved: Mapping[str, Any]) -> None:
+    """Raise UsageError for what a checkpoint cannot hold."""
+    for name, value in saved.items():
+        strange = None if is_stateful(value) else _strange(value)
+        if strange is not None:
+            raise UsageError(
+                f"checkpoint.save: {name} holds a {strange}, which is no plain value. Pass numbers, strings, tensors, "
+                "lists and dicts of them, or an object with state_dict() and load_state_dict()."
+            )
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What load() has loaded: the step after which it was saved, its file on rank 0, and the plain values by name."""
@@ -222,13 +153,12 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, **saved: A
         raise UsageError(f"checkpoint.save: keep must be a whole number of at least 1, got {keep!r}.")
     if not saved:
         raise UsageError("checkpoint.save: there is nothing to save. Pass model=model, optimizer=optimizer, ...")
-    for name, value in saved.items():
-        strange = None if is_stateful(value) else _strange(value)
-        if strange is not None:
-            raise UsageError(
-                f"checkpoint.save: {name} holds a {strange}, which is no plain value. Pass numbers, strings, tensors, "
-                "lists and dicts of them, or an object with state_dict() and load_state_dict()."
-            )
+    return save_all(folder, step, saved, keep)
+
+
+def save_all(folder: str | os.PathLike[str], step: int, saved: Mapping[str, Any], keep: int = 2) -> str:
+    """What save() does with values of any name. Collective; blocks. Raises as save() does."""
+    check_values(saved)
     world = current().world
     gathered: dict[str, Any] = {}
     for name, value in saved.items():
@@ -285,6 +215,11 @@ def load(folder: str | os.PathLike[str], *, trusted: bool = False, **into: Any) 
     Example:
         loaded = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)
     """
+    return load_all(folder, into, trusted=trusted)
+
+
+def load_all(folder: str | os.PathLike[str], into: Mapping[str, Any], *, trusted: bool = False) -> Checkpoint | None:
+    """What load() does with parts of any name. Collective; blocks. Raises as load() does."""
     found, data = (
         _find(Path(folder)) if current().world.rank == 0 else (None, torch.empty(0, dtype=torch.uint8, device="cpu"))
     )

@@ -39,6 +39,7 @@ from hvlike.errors import (
     ShutdownError,
     UsageError,
 )
+from hvlike.training.elastic.durable import ended, kept
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure.fault_tolerance import Job
 
@@ -100,6 +101,8 @@ def run(func: Any = None, *, retries: int = 3) -> Any:
 
 
 def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
+    train = kept(func)
+
     @wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
@@ -113,9 +116,9 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
             if session.waits():
                 reason = PeerLeftError("a rank was lost, and this process takes part from now on")
             while True:
-                reason, result = session.attempt(reason, lambda: func(state, *args, **kwargs))
+                reason, result = session.attempt(reason, lambda: train(state, *args, **kwargs))
                 if reason is None:
-                    return result
+                    return ended(result)
         finally:
             session.end()
 
@@ -166,6 +169,7 @@ class _Session:
             if not skip_sync:
                 self._state.sync()
             if reason is not None:
+                self._check_size(reason)
                 self.report(reason)
             result = self._run(train)
             self.finish()
@@ -238,7 +242,6 @@ class _Session:
 
     def _check(self, failures: int, reason: Exception) -> None:
         """Raise on all ranks if they give up."""
-        least = context.current().knobs.min_ranks
         if failures > self._retries:
             self._gives_up = True
             raise HorovodInternalError(
@@ -246,8 +249,14 @@ class _Session:
                 f"are allowed (@hvd.elastic.run(retries=...)). The last one on this rank: {type(reason).__name__}: "
                 f"{reason}"
             ) from reason
+
+    def _check_size(self, reason: Exception) -> None:
+        """Raise on all ranks if too few are left, after a durable commit of what they have."""
+        least = context.current().knobs.min_ranks
         if size() < least:
             self._gives_up = True
+            if self._state.durable is not None:
+                self._state.durable.write()
             raise HorovodInternalError(
                 f"elastic.run gives up: {size()} of {self._ranks_before} ranks {'is' if size() == 1 else 'are'} left, "
                 f"and HVLIKE_MIN_RANKS={least}. {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,18 @@ from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.optimizer.distributed import DistributedOptimizer
 from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 
+if TYPE_CHECKING:
+    from hvlike.training.elastic.durable import DurableCommits
+
 
 class State:
     """The state of a training run that `elastic.run` brings back. Subclasses define save, restore and sync.
 
     Source: horovod.common.elastic.State.
     """
+
+    durable: DurableCommits | None = None
+    """Writes commits to the checkpoint folder, if there is one; set by elastic.run."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], object]] = []
@@ -56,14 +62,21 @@ class State:
 
         All ranks commit or none: a rank that fails before takes the others back to the previous commit. It copies
         everything: call it after every so many batches, not after each one.
+        Inside elastic.run with HVLIKE_CHECKPOINT_DIR it is written there, too, every HVLIKE_CHECKPOINT_SECONDS.
         Collective: all ranks, at the same place; blocks.
 
         Raises:
             HorovodInternalError: A rank has failed.
+            SystemExit: With status 75, after writing: the job was asked to end (`elastic.EXIT_PREEMPTED`).
         """
-        barrier()
+        if self.durable is None:
+            barrier()
+        else:
+            self.durable.agree()
         self.commits += 1
         self.save()
+        if self.durable is not None:
+            self.durable.after_commit()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -118,6 +131,10 @@ class ObjectState(State):
             setattr(self, name, value)
         self.save()
 
+    def contents(self) -> dict[str, Any]:
+        """Return the values and parts of now, by name. Local."""
+        return {name: getattr(self, name) for name in self._names}
+
     def save(self) -> None:
         # Ranks may be one commit apart when one of them is lost: the last two are kept.
         given_up = [kept for number, kept in self._commits.items() if number != self.commits - 1]
@@ -137,15 +154,16 @@ class ObjectState(State):
         self.restore()
 
     def sync(self) -> None:
-        mine = {name: getattr(self, name) for name in self._names}
-        self.commits, told = broadcast_object((self.commits, mine), root_rank=0, name="elastic.objects")
+        self.commits, told = broadcast_object(
+            (self.commits, ObjectState.contents(self)), root_rank=0, name="elastic.objects"
+        )
         for name, value in told.items():
             setattr(self, name, value)
         self.save()
 
     def _copy(self, given_up: Any) -> Any:
         """A copy of everything, for _set, in the memory of one that is given up."""
-        return copy_into(given_up, {name: getattr(self, name) for name in self._names})
+        return copy_into(given_up, ObjectState.contents(self))
 
     def _set(self, kept: Any) -> None:
         for name, value in deepcopy(kept).items():
@@ -266,6 +284,9 @@ class TorchState(ObjectState):
     def _copy(self, given_up: Any) -> Any:
         values, states = given_up or ({}, {})
         return super()._copy(values), _copies(self._parts, states)
+
+    def contents(self) -> dict[str, Any]:
+        return {**self._parts, **super().contents()}
 
     def _set(self, kept: Any) -> None:
         values, states = kept

@@ -41,6 +41,7 @@ from hvlike.errors import HorovodInternalError, JoinError, PeerLeftError, Shutdo
 from hvlike.transport.failure import watchdog
 from hvlike.transport.failure.exit_status import ExitObserver
 from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.failure.job_record import note_good_end
 from hvlike.transport.host import launchers, mpi_library
 from hvlike.transport.host.parents import LauncherWatch
 
@@ -249,6 +250,7 @@ class Guard:
                 self._report("an exception at the end of the program", True, kind, error, trace)
                 self._abort(1)
         self._watching = False
+        note_good_end()
         if Job.current is not None:
             Job.current.finalize()
 

@@ -5,14 +5,19 @@ No batch system is here: its environment is imitated, and launchers are programs
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.job import CHECKOUT
 
 FOLDER = CHECKOUT / "examples" / "launch"
-SCRIPTS = sorted(FOLDER.iterdir())
+SCRIPTS = sorted(path for path in FOLDER.iterdir() if path.suffix != ".yaml")
+MANIFEST = FOLDER / "kubernetes_mpijob.yaml"
+RESTARTS = "slurm_restarts.sbatch"
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
 
 LAUNCHER = """#!/bin/sh
@@ -65,7 +70,47 @@ def test_a_script_starts_as_many_ranks_as_it_was_given(script: str, answer: str,
 
 def test_every_script_is_tried_and_named_in_the_page() -> None:
     page = (CHECKOUT / "docs" / "launching.md").read_text()
-    tried = {script for script, _ in CASES}
+    tried = {script for script, _ in CASES} | {RESTARTS}
+    assert f"examples/launch/{MANIFEST.name}" in page
     for script in SCRIPTS:
         assert script.name in tried
         assert f"examples/launch/{script.name}" in page
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_job_is_put_into_the_queue_again_when_it_was_asked_to_end(asked: bool, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    programs = {
+        "mpirun": 'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi\n'
+        'echo "mpirun $*" >>"$NOTES"; [ "$ASKED" = 0 ] && printf finished >"$HVLIKE_LAUNCH_RECORD" && exit\n'
+        'while [ ! -e "$HVLIKE_LAUNCH_RECORD.ask" ]; do sleep 0.05; done',
+        "scontrol": 'echo "scontrol $*" >>"$NOTES"',
+        "python": f'exec {sys.executable} "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, **SLURM, "SLURM_JOB_ID": "17", "NOTES": str(notes), "ASKED": str(int(asked))}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CHECKPOINT_DIR": str(tmp_path / "commits")}
+    with subprocess.Popen(["bash", str(FOLDER / RESTARTS), "train.py"], env=environment, cwd=CHECKOUT) as script:
+        end = time.monotonic() + 60
+        while asked and not notes.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        if asked:
+            script.send_signal(signal.SIGUSR1)
+        status = script.wait(60)
+    first, *rest = notes.read_text().splitlines()
+    names = "-x HVLIKE_LAUNCH_RECORD -x HVLIKE_CHECKPOINT_DIR"
+    assert first == f"mpirun {names} -n 8 --bind-to none -x OMP_NUM_THREADS -x PATH python train.py"
+    assert (status, rest) == ((75, ["scontrol requeue 17"]) if asked else (0, []))
+
+
+def test_the_manifest_starts_as_many_ranks_as_its_workers_have_slots() -> None:
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load(MANIFEST.read_text())["spec"]
+    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    container = launcher["template"]["spec"]["containers"][0]
+    words = container["command"] + container["args"]
+    assert int(words[words.index("-n") + 1]) == spec["slotsPerWorker"] * worker["replicas"]
+    assert float(words[words.index("--grace") + 1]) < launcher["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert launcher["restartPolicy"] == "OnFailure"

@@ -20,7 +20,7 @@ REASONS = {
 }
 INSIDE = {
     # Caught by our own code, which tells the user in its own words.
-    ("training/elastic/checkpoint.py", "ValueError"),
+    ("training/elastic/checkpoint_files.py", "ValueError"),
     ("config.py", "ValueError"),
     ("observe/recorder.py", "OSError"),
     ("cuda/nccl.py", "ImportError"),

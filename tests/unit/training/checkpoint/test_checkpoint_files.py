@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvlike.training.elastic.checkpoint import digest_of, list_files, prune, read, write
+from hvlike.training.elastic.checkpoint_files import digest_of, list_files, prune, read, write
 
 
 def names(folder: Path) -> list[str]:

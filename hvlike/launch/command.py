@@ -1,0 +1,144 @@
+"""python -m hvlike launch: start a job, and start it again after failures, from its newest whole checkpoint.
+
+    start ---> RUNNING --- record: finished ---------------------------> the launcher's status (0)
+                 ^   |---- record: preempted, or asked by a signal ----> 75
+                 |   |---- no record, --restarts used up --------------> 1
+                 +---+---- no record: a failure, whatever the status
+
+The job tells by its record how it has ended (transport/failure/job_record.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvlike.launch.attempt import Requests, environment_of, run_attempt, say, with_variables
+from hvlike.launch.processes import adopt_orphans
+from hvlike.training.elastic.checkpoint_files import list_files
+from hvlike.transport.failure.job_record import EXIT_PREEMPTED, FINISHED, PREEMPTED, VARIABLE, JobRecord
+
+EXIT_GAVE_UP, EXIT_CANNOT_START = 1, 2
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+
+_EPILOG = """\
+A failure is an end without a record of success: rank 0 writes one when its program ends well. The program calls
+hvd.init(), and uses hvd.elastic.run, or hvd.checkpoint and hvd.elastic.preempted(). A file of hosts in the command is
+read anew at each start, so a job can go on with fewer hosts.
+
+SIGTERM, SIGINT and SIGUSR1 ask the job to end at its next commit.
+
+exit status:
+  0    the job has finished; another one here: its launcher's, after the program of rank 0 ended well
+  75   the job was asked to end, and is to be started again
+  1    it has failed, more often than --restarts allows without a new checkpoint in between
+  2    wrong arguments, or the command cannot be run
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command until it has finished, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvlike launch",
+        usage="python -m hvlike launch [--restarts N] [--checkpoint DIR] [--grace S] -- mpirun ... python train.py",
+        description="Start a job, and start it again after failures, from its newest whole checkpoint.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="failures in a row without progress (3)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="on a disk of this host and of rank 0's")
+    parser.add_argument("--grace", type=float, default=60.0, metavar="S", help="seconds to reach a commit (60)")
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:split])
+    command = arguments[split + 1 :]
+    if not command:
+        parser.error("the command is missing: python -m hvlike launch --checkpoint DIR -- mpirun -n 4 python train.py")
+    checkpoint = options.checkpoint or os.environ.get("HVLIKE_CHECKPOINT_DIR") or None
+    adopt_orphans()
+    with tempfile.TemporaryDirectory(prefix="hvlike-launch-") as place, Requests() as requests:
+        # The ranks see the checkpoint folder; the other one only those of this host.
+        folder = Path(place if checkpoint is None else checkpoint).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        record = JobRecord(folder / f".launch-{socket.gethostname()}-{os.getpid()}")
+        try:
+            return _Job(command, folder, record, requests, options).run(None if checkpoint is None else str(folder))
+        finally:
+            record.remove()
+
+
+class _Job:
+    def __init__(
+        self, command: Sequence[str], folder: Path, record: JobRecord, requests: Requests, options: argparse.Namespace
+    ) -> None:
+        self._command = command
+        self._folder = folder
+        self._record = record
+        self._requests = requests
+        self._options = options
+
+    def run(self, checkpoint: str | None) -> int:
+        environment = environment_of(self._record.path, checkpoint)
+        names = [VARIABLE] if checkpoint is None else [VARIABLE, "HVLIKE_CHECKPOINT_DIR"]
+        command = with_variables(self._command, names)
+        failures = 0
+        while True:
+            before = self._files()
+            self._record.remove()
+            try:
+                status = run_attempt(command, environment, self._requests, self._options.grace)
+            except OSError as error:
+                print(f"python -m hvlike launch: {command[0]} cannot be run: {error}", file=sys.stderr)
+                return EXIT_CANNOT_START
+            ending = self._record.read()
+            final = final_status(ending, status, asked=bool(self._requests.signals), ulfm="--with-ft" in command)
+            if final is not None:
+                return final
+            failures = 1 if self._files() - before else failures + 1
+            if failures > self._options.restarts:
+                say(f"the job has failed {failures} times in a row without a new checkpoint: it is given up")
+                return EXIT_GAVE_UP
+            pause = pause_before(failures)
+            say(
+                f"the job has failed ({_describe(status)}); it starts again in {pause:g} s from "
+                f"{self._newest()} ({failures} of {self._options.restarts} restarts without a new checkpoint)"
+            )
+            self._requests.wait(pause)
+            if self._requests.signals:
+                return EXIT_PREEMPTED
+
+    def _files(self) -> set[tuple[str, int]]:
+        return {(file.path.name, file.path.stat().st_mtime_ns) for file in list_files(self._folder)}
+
+    def _newest(self) -> str:
+        files = list_files(self._folder)
+        return files[0].path.name if files else "the beginning"
+
+
+def final_status(ending: str | None, status: int, *, asked: bool, ulfm: bool) -> int | None:
+    """The exit status of `launch` after an attempt; None: the job has failed and may be started again. Pure function.
+
+    ending: what the record says. status: the launcher's. asked: the job was to end. ulfm: mpirun was told that MPI
+    survives the loss of ranks, and its status says nothing.
+    """
+    if ending == FINISHED:
+        return 0 if ulfm or status < 0 else status
+    if ending == PREEMPTED or asked:
+        return EXIT_PREEMPTED
+    return None
+
+
+def pause_before(failures: int) -> float:
+    """Seconds before a restart: ranks on other nodes need some to notice that their launcher has gone."""
+    return float(min(PAUSE_SECONDS * 2 ** min(failures, 10), LONGEST_PAUSE_SECONDS))
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"status {status} of its launcher"
+    return f"its launcher was ended by {signal.Signals(-status).name}"

@@ -1,0 +1,198 @@
+"""python -m hvlike launch: what it makes of each ending of a job, with programs of the shell in place of MPI jobs."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hvlike.launch import attempt, command
+from hvlike.launch.attempt import with_variables
+from hvlike.launch.command import final_status, pause_before
+from hvlike.launch.processes import remove_segments
+from hvlike.transport.failure.job_record import FINISHED, PREEMPTED, VARIABLE, JobRecord
+
+FINISH = 'printf finished >"$HVLIKE_LAUNCH_RECORD"'
+CHECKPOINT = 'touch "$HVLIKE_CHECKPOINT_DIR/checkpoint-00000000000$n-0123456789abcdef.pt"'
+# How often it was started, in $n.
+COUNT = "echo >>starts; n=$(wc -l <starts); n=$((n))"
+
+
+class Launched:
+    """`launch` of a shell script in a folder of its own, as a child of this process: nothing is imported anew."""
+
+    def __init__(self, folder: Path, script: str, *options: str) -> None:
+        self._errors = folder.parent / f"{folder.name}-stderr"
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 99
+            try:
+                os.dup2(os.open(self._errors, os.O_WRONLY | os.O_CREAT), 2)
+                sys.stderr = os.fdopen(2, "w", closefd=False)
+                os.chdir(folder)
+                os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+                # The pauses, which give ranks of other nodes time to end, are not for tests.
+                command.PAUSE_SECONDS, attempt.ORPHAN_SECONDS = 0.01, 0.2
+                status = command.main([*options, "--", "sh", "-c", script])
+            finally:
+                os._exit(status)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for it; exit status (negative for a signal) and stderr."""
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status), self._errors.read_text()
+
+
+def launch(folder: Path, script: str, *options: str) -> tuple[int, str]:
+    """Exit status and stderr."""
+    return Launched(folder, script, *options).end()
+
+
+def test_the_record_decides_and_nothing_stays(tmp_path: Path) -> None:
+    assert launch(tmp_path, FINISH) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_without_a_record_has_failed_whatever_its_status(tmp_path: Path) -> None:
+    status, errors = launch(tmp_path, COUNT, "--restarts", "2")
+    assert status == 1
+    assert "3 times in a row without a new checkpoint" in errors
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
+def test_restarts_are_counted_from_the_last_new_checkpoint(tmp_path: Path) -> None:
+    script = f"{COUNT}; if [ $n -lt 5 ]; then {CHECKPOINT}; exit 1; fi; {FINISH}"
+    status, errors = launch(tmp_path, script, "--restarts", "1", "--checkpoint", "commits")
+    assert status == 0, errors
+    assert "from checkpoint-000000000004-0123456789abcdef.pt (1 of 1" in errors
+    assert len(list((tmp_path / "commits").iterdir())) == 4
+
+
+def test_ranks_that_outlive_their_launcher_are_ended(tmp_path: Path) -> None:
+    script = f"{COUNT}; if [ $n = 2 ]; then {FINISH}; exit; fi; sleep 300 & echo $! >orphan; kill -9 $$"
+    status, errors = launch(tmp_path, script)
+    assert status == 0
+    assert "its launcher was ended by SIGKILL" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "orphan").read_text()), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_asks_the_job_to_end(number: signal.Signals, tmp_path: Path) -> None:
+    script = 'touch ready; while [ ! -e "$HVLIKE_LAUNCH_RECORD.ask" ]; do sleep 0.05; done'
+    launched = Launched(tmp_path, script)
+    wait_for(tmp_path / "ready")
+    os.kill(launched.pid, number)
+    status, errors = launched.end()
+    assert status == 75, errors
+    assert number.name in errors
+
+
+@pytest.mark.parametrize("grace", ["100", "0.1"])
+def test_a_job_that_does_not_end_is_ended(grace: str, tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "touch ready; sleep 300", "--grace", grace)
+    wait_for(tmp_path / "ready")
+    os.kill(launched.pid, signal.SIGTERM)
+    if grace == "100":
+        time.sleep(0.3)
+        os.kill(launched.pid, signal.SIGTERM)
+    status, errors = launched.end()
+    assert status == 75, errors
+    assert "it is ended" in errors
+
+
+def test_the_job_does_not_outlive_launch(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "echo $$ >job; touch ready; exec sleep 300")
+    wait_for(tmp_path / "ready")
+    os.kill(launched.pid, signal.SIGKILL)
+    assert launched.end()[0] == -signal.SIGKILL
+    stat, end = Path("/proc", (tmp_path / "job").read_text().strip(), "stat"), time.monotonic() + 20
+    # Nobody may take its status.
+    while stat.exists() and ") Z" not in stat.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_wrong_commands_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--restarts", "2"])
+    assert "the command is missing" in capfd.readouterr().err
+    record = JobRecord(Path("/nowhere"))
+    with pytest.raises(FileNotFoundError):
+        attempt.run_attempt(["/no/such/mpirun"], {VARIABLE: str(record.path)}, attempt.Requests(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "asked", "ulfm", "expected"),
+    [
+        (FINISHED, 0, False, False, 0),
+        (FINISHED, 3, False, False, 3),  # sys.exit(3) after the training
+        (FINISHED, 137, False, True, 0),  # a rank was lost on the way
+        (FINISHED, 0, True, False, 0),
+        (PREEMPTED, 75, False, False, 75),  # a signal to the ranks
+        (PREEMPTED, 0, True, False, 75),
+        (None, 143, True, False, 75),
+        (None, 0, False, False, None),
+        (None, 75, False, True, None),
+    ],
+)
+def test_the_exit_status_of_each_ending(
+    ending: str | None, status: int, asked: bool, ulfm: bool, expected: int | None
+) -> None:
+    assert final_status(ending, status, asked=asked, ulfm=ulfm) == expected
+
+
+def test_pauses_grow_up_to_a_minute() -> None:
+    assert [pause_before(failures) for failures in (1, 2, 3, 100)] == [2, 4, 8, 60]
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "expected"),
+    [
+        ("mpirun (Open MPI) 5.0.11", ["-n", "2"], ["-x", "A", "-x", "B", "-n", "2"]),
+        ("mpirun (Open MPI) 5.0.11", ["-x", "A=1", "-n", "2"], ["-x", "B", "-x", "A=1", "-n", "2"]),
+        ("HYDRA build details:", ["-n", "2"], ["-n", "2"]),
+    ],
+)
+def test_open_mpi_is_told_which_variables_to_take_along(
+    version: str, words: Sequence[str], expected: Sequence[str], tmp_path: Path
+) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
+    mpirun.chmod(0o755)
+    assert with_variables([str(mpirun), *words], ["A", "B"]) == [str(mpirun), *expected]
+    assert with_variables(["srun", *words], ["A", "B"]) == ["srun", *words]
+
+
+def test_shared_memory_that_nobody_maps_is_removed(tmp_path: Path) -> None:
+    old = tmp_path / "sm_segment.old"
+    old.touch()
+    since = old.stat().st_ctime + 0.01
+    time.sleep(0.05)
+    (tmp_path / "sm_segment.new").touch()
+    (tmp_path / "of_somebody_else").touch()
+    assert remove_segments(since, str(tmp_path)) == [str(tmp_path / "sm_segment.new")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of_somebody_else", "sm_segment.old"]
+
+
+def test_the_first_word_of_a_record_stays(tmp_path: Path) -> None:
+    record = JobRecord(tmp_path / "record")
+    assert (record.read(), record.is_asked()) == (None, False)
+    record.ask()
+    record.write(PREEMPTED)
+    record.write(FINISHED)
+    assert (record.read(), record.is_asked()) == (PREEMPTED, True)
+    record.remove()
+    assert list(tmp_path.iterdir()) == []
