@@ -166,8 +166,9 @@ class Context:
         self._shutdown_barrier = ShutdownBarrier(self.fabric, self._part, stall_limits(knobs))
         self.fabric.ticks += [self.guard.watch_parent, self._watch]
         limit = heartbeat_limit(knobs.heartbeat_seconds, nodes=len(self.world.nodes))
-        if limit:
-            self.fabric.ticks.append(Heartbeat(self.fabric, self.guard, limit, self._lose).tick)
+        self._heartbeat = Heartbeat(self.fabric, self.guard, limit, self._lose) if limit else None
+        if self._heartbeat is not None:
+            self.fabric.ticks.append(self._heartbeat.tick)
         global_process_set.ranks = list(range(self.world.size))
         for process_set in (global_process_set, *process_sets):
             task = self.fabric.loop.start(self.registry.enroll(process_set), wake=False)
@@ -252,6 +253,8 @@ class Context:
         error = next(iter(self.lost.values()), None) or ShutdownError("hvlike starts again on the survivors.")
         for each in list(self.before_close):
             each()
+        if self._heartbeat is not None:
+            self._heartbeat.conclude()
         loop = self.fabric.loop
         loop.post(lambda: self._fail_all(error), wake=False)
         self.guard.uninstall()

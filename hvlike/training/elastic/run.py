@@ -20,6 +20,7 @@ each communicator of the job whether it is done (`Job.agree`), a spare when it b
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from hvlike.errors import (
     ShutdownError,
     UsageError,
 )
+from hvlike.training.elastic.at_failure import say_what_a_loss_does
 from hvlike.training.elastic.durable import ended, kept
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure.fault_tolerance import Job
@@ -145,6 +147,7 @@ class _Session:
         self._gradients = context.current().knobs.gradients
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
+        say_what_a_loss_does(os.environ, context.current().world.mpi.get_vendor()[0], rank(), size())
 
     def end(self) -> None:
         if context.is_running():

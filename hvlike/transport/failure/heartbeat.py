@@ -88,11 +88,20 @@ class Hearing:
         for node in range(len(self.clocks)):
             if node != self._own and node not in self.lost:
                 self._silence[node] += passed
-        silent = {node for node, seconds in enumerate(self._silence) if seconds >= self._limit} - self.lost
-        if not silent or any(self._limit / 2 <= seconds < self._limit for seconds in self._silence):
+        silent = self._silent_for(self._limit)
+        if not silent or silent != self._silent_for(self._limit / 2):
             return set()
         self.lost |= silent
         return silent
+
+    def conclude(self) -> set[int]:
+        """Return the nodes that are lost if nothing is heard from now on: those that were silent for half the limit."""
+        silent = self._silent_for(self._limit / 2)
+        self.lost |= silent
+        return silent
+
+    def _silent_for(self, seconds: float) -> set[int]:
+        return {node for node, silence in enumerate(self._silence) if silence >= seconds} - self.lost
 
 
 class Heartbeat:
@@ -127,18 +136,30 @@ class Heartbeat:
                 self._channel.send(
                     self._random.choice(self._nodes[node]), Topic.HEARTBEAT, self._hearing.clocks, kind="heartbeat"
                 )
-        lost = self._hearing.look(now)
-        if lost:
-            ranks = sorted(rank for node in lost for rank in self._nodes[node])
-            self._end_or_lose(ranks, self._describe(ranks))
+        ranks = self._ranks_of(self._hearing.look(now))
+        if ranks:
+            self._end_or_tell(ranks)
+            self._lose({rank: PeerLeftError(self._describe(ranks)) for rank in ranks})
 
-    def _end_or_lose(self, ranks: Sequence[int], text: str) -> None:
+    def conclude(self) -> None:
+        """hvlike is given up here, to start again without lost ranks: nothing will be heard any more. Another rank may
+        have noticed first, and MPI would wait for those that were cut off.
+        """
+        ranks = self._ranks_of(self._hearing.conclude())
+        if ranks:
+            self._end_or_tell(ranks)
+
+    def _ranks_of(self, nodes: Collection[int]) -> list[int]:
+        return sorted(rank for node in nodes for rank in self._nodes[node])
+
+    def _end_or_tell(self, ranks: Sequence[int]) -> None:
+        """End this process where it is not to go on; else have MPI go on without these ranks."""
+        text = self._describe(ranks)
         if not goes_on(self._nodes, self._hearing.lost):
             side = "this rank is not on the side of the majority, and ends, so that only one side trains on"
             self._guard.end_process(f"hvlike: {text}; {side}", text)
         if self._world.job is None or not self._world.job.lose(self._world.comm, ranks):
             self._guard.end_job(f"hvlike: {text}; the job ends", text)
-        self._lose({rank: PeerLeftError(text) for rank in ranks})
 
     def _listeners(self) -> list[int]:
         """The nodes that are told this time: all of a few, of many so many that all have the news after some beats."""

@@ -1,28 +1,30 @@
-"""The example that kills one of its ranks: the others go on; with a spare as if nothing had happened."""
+"""The example that kills one of its ranks: the others go on, with a rank less or with a spare."""
 
 import re
 from pathlib import Path
 
 import pytest
-from support.job import CHECKOUT, IS_OPEN_MPI, Job, run_job
+from support.job import CHECKOUT, IS_OPEN_MPI, run_job
 
-pytestmark = pytest.mark.skipif(not IS_OPEN_MPI, reason="the launcher of MPICH ends a job when a rank is lost")
+pytestmark = [
+    pytest.mark.skipif(not IS_OPEN_MPI, reason="the launcher of MPICH ends a job when a rank is lost"),
+    pytest.mark.timeout(300),
+]
 EXAMPLE = CHECKOUT / "examples" / "survive.py"
 
 
-def survive(ranks: int, *arguments: str, spares: int = 0) -> Job:
+@pytest.mark.parametrize(("spares", "left"), [(0, 1), (1, 2)], ids=["shrink", "spare"])
+def test_the_others_go_on_from_their_last_commit_and_the_moment_is_marked(
+    spares: int, left: int, tmp_path: Path
+) -> None:
     for name in ("sklearn", "matplotlib"):
         pytest.importorskip(name)
-    args = ["--epochs", "1", "--batch-size", "64", *arguments]
-    return run_job(EXAMPLE, ranks, args=args, env={"HVLIKE_SPARES": str(spares)}, flags=["--with-ft", "ulfm"])
-
-
-def test_with_a_spare_nothing_tells_that_a_rank_was_lost_and_without_one_rank_less_goes_on(tmp_path: Path) -> None:
     picture = tmp_path / "survive.png"
-    calm = survive(2).stdout.splitlines()
-    spare = survive(3, "--die-at", "7", "--commit-every", "5", spares=1).stdout.splitlines()
-    shrunk = survive(2, "--die-at", "7", "--commit-every", "5", "--output", str(picture)).stdout.splitlines()
-    assert spare == ["a rank was lost: 2 ranks went on from step 5", *calm]
-    assert shrunk[0] == "a rank was lost: 1 ranks went on from step 5"
-    assert re.fullmatch(r"\d+ steps, last loss \d\.\d+", shrunk[1]), shrunk
+    args = ["--epochs", "1", "--batch-size", "64", "--commit-every", "5", "--die-at", "7", "--output"]
+    env = {"HVLIKE_SPARES": str(spares)}
+    job = run_job(EXAMPLE, 2 + spares, args=[*args, str(picture)], env=env, flags=["--with-ft", "ulfm"])
+    lines = job.stdout.splitlines()
+    assert lines[0] == f"a rank was lost: {left} ranks went on from step 5", job.describe()
+    assert re.fullmatch(r"\d+ steps, last loss \d\.\d+", lines[1])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not job.survivors

@@ -81,6 +81,16 @@ def test_time_in_which_a_rank_did_not_look_is_nobodys_silence() -> None:
     assert tick / 4 >= LIMIT - 2.0
 
 
+def test_who_gives_up_counts_half_the_limit() -> None:
+    hearing = Hearing(3, 0, LIMIT, 0.0)
+    for tick in range(1, 24):
+        hearing.hear([0.0, float(tick), 7.0])
+        assert hearing.look(tick / 4) == set()
+    # Another rank has noticed before this one, and nothing is heard any more.
+    assert hearing.conclude() == {2}
+    assert hearing.conclude() == set()
+
+
 def test_old_news_is_no_sign_of_life() -> None:
     hearing = Hearing(3, 0, LIMIT, 0.0)
     lost: set[int] = set()

@@ -1,0 +1,31 @@
+"""elastic.run says once that a lost rank will end the job, where it will, and what to start it with instead."""
+
+import logging
+
+import pytest
+
+from hvlike.training.elastic import at_failure
+from hvlike.training.elastic.at_failure import say_what_a_loss_does, what_a_loss_does
+from hvlike.transport.failure.fault_tolerance import ENABLED
+from hvlike.transport.failure.job_record import VARIABLE
+
+
+def test_it_names_what_the_library_can_do() -> None:
+    assert "--with-ft ulfm" in what_a_loss_does({}, "Open MPI", 2)
+    mpich = what_a_loss_does({}, "MPICH", 2)
+    assert "python -m hvlike launch" in mpich
+    assert "ulfm" not in mpich
+
+
+@pytest.mark.parametrize("environ", [{ENABLED: "1"}, {VARIABLE: "/tmp/record"}])
+def test_a_job_that_goes_on_or_is_started_again_is_told_nothing(environ: dict[str, str]) -> None:
+    assert what_a_loss_does(environ, "Open MPI", 2) == ""
+    assert what_a_loss_does({}, "Open MPI", 1) == ""
+
+
+def test_it_is_said_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_failure.Said, "already", False)
+    with caplog.at_level(logging.WARNING, "hvlike"):
+        for rank in (1, 0, 0):
+            say_what_a_loss_does({}, "MPICH", rank, 2)
+    assert len(caplog.records) == 1
