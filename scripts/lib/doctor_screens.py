@@ -4,7 +4,7 @@
 
 Needs root and unshare(1) for the small /dev/shm, and an MPICH in .venv-mpich for the wrong mpirun (scripts/test makes
 both environments). Paths of the checkout are shown as ~/hvlike. In the page, a comment `screen: NAME` stands above the
-block that is replaced. Of the broken set-ups the page shows only the checks that fail.
+block that is replaced. The page shows only the checks that fail.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def main() -> int:
     text = PAGE.read_text()
     for name, command in COMMANDS.items():
         print(f"{name}: {command}", file=sys.stderr)
-        shown = screen(command)
-        text = replace(text, name, shown if name == "healthy" else failures_of(shown))
+        text = replace(text, name, failures_of(screen(command)))
     PAGE.write_text(text)
     return 0
 

@@ -17,7 +17,7 @@ SHORT = {
     "a number of at least ": "≥ ",
     "the path of a file": "path",
     "one of ": "",
-    "numbers of cores with commas between, one for each rank of a node": "2,3",
+    "comma-separated numbers of cores, one for each rank of a node": "2,3",
 }
 
 
