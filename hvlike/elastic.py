@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from hvlike.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvlike.training.elastic.preemption import preempted
+from hvlike.training.elastic.random_state import RandomState
 from hvlike.training.elastic.run import run
 from hvlike.training.elastic.sampler import ElasticSampler
 from hvlike.training.elastic.state import ObjectState, State, TorchState
 from hvlike.transport.failure.job_record import EXIT_PREEMPTED
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "preempted", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "RandomState", "State", "TorchState", "preempted", "run"]
 __all__ += ["EXIT_PREEMPTED"]
 __all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]
