@@ -6,10 +6,13 @@ around each part instead and, when all parts have run, reduces the modules that 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,6 +89,27 @@ _KEY = "hvlike.training.ddp.end_of_backward"
 _remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
+@cache
+def _takes_reference() -> bool:
+    """Whether torch drops a reference to what it has stashed that it has not counted, as torch 2.5 does."""
+    probe, key = object(), f"{_KEY}.probe"
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    takes = sys.getrefcount(probe) == before
+    if takes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    if _remove is not None:
+        _remove(key)
+    return takes
+
+
+def _stash(value: Collected | None) -> None:
+    if _takes_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    # torch's own thread-local storage: backward copies it to its threads for each GPU.
+    torch._C._stash_obj_in_tls(_KEY, value)
+
+
 def collection() -> Collected | None:
     """Return the Collected of the pass that this thread runs a part of; None where gradients go into `.grad`."""
     found: Collected | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
@@ -102,12 +126,11 @@ class collecting:
 
     def __enter__(self) -> None:
         self._before = collection()
-        # torch's own thread-local storage: backward copies it to its threads for each GPU.
-        torch._C._stash_obj_in_tls(_KEY, self._into)
+        _stash(self._into)
 
     def __exit__(self, *_: object) -> None:
         if self._before is None and _remove is not None:
             # An object that is left when a thread ends while the interpreter ends aborts the process.
             _remove(_KEY)
         else:
-            torch._C._stash_obj_in_tls(_KEY, self._before)
+            _stash(self._before)

@@ -1,4 +1,4 @@
-"""Source distribution and wheel hold every module, the type marker and the right version, and need no compiler."""
+"""Source distribution and wheel hold every module, the type marker, the license and no more."""
 
 import shutil
 import subprocess
@@ -8,6 +8,11 @@ import zipfile
 from pathlib import Path
 
 from support.job import CHECKOUT
+
+import hvlike
+
+OF_SOURCE = {"pyproject.toml", "setup.cfg", "README.md", "LICENSE", "PKG-INFO"}
+OF_WHEEL = {"METADATA", "WHEEL", "RECORD", "top_level.txt", "entry_points.txt", "licenses/LICENSE"}
 
 
 def test_both_distributions_are_complete(tmp_path: Path) -> None:
@@ -22,11 +27,9 @@ def test_both_distributions_are_complete(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     expected = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "hvlike").rglob("*.py")} | {"hvlike/py.typed"}
     with tarfile.open(archive) as opened:
-        assert expected <= {name.partition("/")[2] for name in opened.getnames()}
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert expected <= names
-    assert not {name for name in names if name.startswith(("tests/", "examples/", "docs/"))}
-
-    import hvlike
-
+        files = {each.name.partition("/")[2] for each in opened.getmembers() if each.isfile()}
+    assert {each for each in files if not each.startswith("hvlike.egg-info/")} == expected | OF_SOURCE
+    information = f"hvlike-{hvlike.__version__}.dist-info"
+    assert set(zipfile.ZipFile(wheel).namelist()) == expected | {f"{information}/{each}" for each in OF_WHEEL}
+    assert archive.name == f"hvlike-{hvlike.__version__}.tar.gz"
     assert wheel.name == f"hvlike-{hvlike.__version__}-py3-none-any.whl"

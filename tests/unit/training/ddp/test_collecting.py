@@ -1,5 +1,6 @@
 """The thread that runs a part of a collecting pass knows of it meanwhile, and keeps nothing of it."""
 
+import sys
 import threading
 
 import pytest
@@ -17,6 +18,17 @@ def test_a_pass_within_a_pass_has_its_own() -> None:
             assert collection() is inner
         assert collection() is outer
     assert collection() is None
+
+
+def test_references_are_counted() -> None:
+    """Past bug: torch 2.5 drops a reference that it has not counted; the process died of that."""
+    outer, inner = Collected({}), Collected({})
+    before = sys.getrefcount(outer), sys.getrefcount(inner)
+    for _ in range(10):
+        with collecting(outer), collecting(inner):
+            assert collection() is inner
+        assert collection() is None
+    assert (sys.getrefcount(outer), sys.getrefcount(inner)) == before
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch can only put things there")
