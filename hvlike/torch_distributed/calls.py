@@ -27,7 +27,7 @@ from hvlike.backends.cuda.device_backend import DeviceBackend, on_device
 from hvlike.backends.cuda.runtime import KINDS, events_of, runtime_of
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.requests.message_table import name_ranks
-from hvlike.collectives.session.context import Context
+from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.collectives.session.process_set_state import ProcessSetState, stall_limits
 from hvlike.errors import HorovodInternalError, MismatchError, ShutdownError, StalledError
 from hvlike.torch_distributed.directory import describe_calls, describe_missing, directory_of
@@ -53,6 +53,7 @@ class CallQueue:
         self.group = set_state.group
         self.name = name
         self.seconds = seconds
+        self._context = context
         self.fabric = context.fabric
         self.loop = context.fabric.loop
         self.made = 0  # Calls so far
@@ -71,6 +72,11 @@ class CallQueue:
         self._told = False  # The other members know why the group is lost
         self._directory = directory_of(context)
         self._directory.groups[name] = self
+
+    @property
+    def is_open(self) -> bool:
+        """False once hvlike was shut down, or has started again."""
+        return is_running() and current() is self._context
 
     @property
     def backend(self) -> Backend:

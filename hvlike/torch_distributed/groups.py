@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.collectives.session.process_set_state import ProcessSetState
-from hvlike.errors import StalledError, UsageError
+from hvlike.errors import HorovodInternalError, StalledError, UsageError
 from hvlike.torch_distributed.calls import CallQueue
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.loop.coroutine import Coroutine
@@ -37,12 +37,23 @@ def open_group(name: str, ranks: Sequence[int], seconds: float) -> CallQueue:
     """Make a group on this rank, a member. Every member calls it. Blocks until all have, at most so many seconds.
 
     name: the same on all members, and not in use. ranks: of the job, in the order of the group.
-    Raises: StalledError: It names the members that are missing.
+    Raises: StalledError: It names the members that are missing. PeerLeftError: A member is lost.
     """
     context = current()
     loop = context.fabric.loop
     task = loop.start(_open(context, name, tuple(ranks), time.monotonic() + seconds), wake=False)
-    loop.wait(lambda: task.done)
+
+    def lose(errors: Mapping[int, HorovodInternalError]) -> None:
+        gone = [errors[rank] for rank in ranks if rank in errors]
+        if gone:
+            loop.cancel(task, gone[0])
+
+    context.when_lost.append(lose)
+    loop.post(lambda: lose(context.lost), wake=False)
+    try:
+        loop.wait(lambda: task.done)
+    finally:
+        context.when_lost.remove(lose)
     if task.error is not None:
         raise task.error
     assert task.result is not None
@@ -107,7 +118,11 @@ def close_group(calls: CallQueue) -> None:
     context = current()
     loop = context.fabric.loop
     task = loop.start(context.registry.dismiss(context.registry.sets[calls.group.number]), wake=False)
-    loop.wait(lambda: task.done)
+    try:
+        loop.wait(lambda: task.done)
+    except HorovodInternalError:
+        # hvlike is to start again, since a rank is lost: the group goes with all that there is.
+        return
     if task.error is not None:
         raise task.error
 
@@ -134,7 +149,18 @@ class GroupNames:
         return f"{name}.{self._defaults}"
 
 
-names = GroupNames()
+class _Run:
+    """The last run of hvlike that has had a group."""
+
+    context: Context | None = None
+    names = GroupNames()
+
+
+def names() -> GroupNames:
+    """The names of this run: a rank that takes part only since hvlike has started again knows of no earlier groups."""
+    if _Run.context is not current():
+        _Run.context, _Run.names = current(), GroupNames()
+    return _Run.names
 
 
 def process_set_of(group: Any) -> ProcessSet:

@@ -297,8 +297,9 @@ class ProcessGroup(_ProcessGroupBase):
         self.transfers.end(error)
 
     def shutdown(self) -> None:
-        self.transfers.close()
-        close_group(self.calls)
+        if self.calls.is_open:
+            self.transfers.close()
+            close_group(self.calls)
 
     # -- a call -----------------------------------------------------------------------------------
 
@@ -416,5 +417,5 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
     if not ranks:
         check_place(opts.group_rank, opts.group_size, world)
         ranks = list(range(world.size))
-    name = names.unique(opts.group_id, ranks, default=not opts.global_ranks_in_group)
+    name = names().unique(opts.group_id, ranks, default=not opts.global_ranks_in_group)
     return ProcessGroup(opts.store, opts.group_rank, opts.group_size, ranks, name, opts.timeout.total_seconds())

@@ -30,9 +30,11 @@ def find_place(url: str) -> tuple[MpiStore, int, int]:
     given = parse_qs(urlparse(url).query)
     rank, size = (int(given[name][0]) if name in given else None for name in ("rank", "world_size"))
     check_place(rank, size, world)
-    if rank is None and size is None:
+    # After a loss the variables are those of before, and this rank may have another number.
+    anew = world.job is not None and world.job.losses > 0
+    if rank is None and size is None and not anew:
         check_environment(os.environ, world.rank, world.size)
-    set_variables(os.environ, world)
+    set_variables(os.environ, world, anew=anew)
     return MpiStore(), world.rank, world.size
 
 
@@ -85,10 +87,11 @@ def _alone(said: str, size: object) -> str:
     )
 
 
-def set_variables(environment: MutableMapping[str, str], world: World) -> None:
-    """Set the variables that torchrun sets, where they are missing; RANK and WORLD_SIZE in any case."""
+def set_variables(environment: MutableMapping[str, str], world: World, *, anew: bool = False) -> None:
+    """Set the variables that torchrun sets, where they are missing or anew; RANK and WORLD_SIZE in any case."""
     node = next(place for place, ranks in enumerate(world.nodes) if world.rank in ranks)
     environment.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
-    environment.setdefault("LOCAL_RANK", str(world.local_rank))
-    environment.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
-    environment.setdefault("GROUP_RANK", str(node))
+    others = {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_size, "GROUP_RANK": node}
+    for name, value in others.items():
+        if anew or name not in environment:
+            environment[name] = str(value)

@@ -125,6 +125,46 @@ state = hvd.elastic.TorchState(
 train_all(state, [optimizers_in_join, ddp_in_join, scaled], [3, 0, 2])
 """
 
+SESSIONS = """
+from datetime import timedelta
+import torch.distributed as dist
+from hvlike import rpc
+
+def square(value):
+    return value * value
+
+def slow():
+    time.sleep(0.2)
+    return 1
+
+def calls(dies):
+    rpc.init_rpc(f"worker{hvd.rank()}")
+    others = [each for each in range(hvd.size()) if each != hvd.rank()]
+    for step in range(4):
+        if dies and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # Waits in C++, for survivors too, which may have begun to start again.
+        torch.futures.wait_all([rpc.rpc_async(each, slow) for each in others])
+    rpc.shutdown()
+
+def collectives(dies):
+    dist.init_process_group("hvlike", timeout=timedelta(seconds=60))
+    half = dist.new_group(sorted({0, hvd.size() - 1}))
+    try:
+        for step in range(4):
+            if dies and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (3, 1_000_000)]
+            if half is not dist.GroupMember.NON_GROUP_MEMBER:
+                works.append(dist.barrier(half, async_op=True))
+            for work in works:
+                work.wait()
+    finally:
+        dist.destroy_process_group()
+
+train_all(hvd.elastic.ObjectState(part=0), [calls, collectives], [2, 0])
+"""
+
 FILES = "OMPI_MCA_btl_sm_backing_directory"
 """Where Open MPI keeps files that a killed rank leaves behind: not in /dev/shm here."""
 
@@ -136,3 +176,10 @@ needs_fault_tolerance = pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Op
 def test_joins_optimizers_and_modules_are_used_again_after_a_loss(tmp_path: Path) -> None:
     job = run_job(PREAMBLE + JOIN, 4, env={FILES: str(tmp_path)}, flags=["--with-ft", "ulfm"], timeout=90)
     assert "rank 1: went through 3 parts, met [0, 1, 2]" in job.stdout, job.describe()
+
+
+@needs_fault_tolerance
+@pytest.mark.timeout(120)
+def test_sessions_of_rpc_and_groups_of_torch_begin_anew_after_a_loss(tmp_path: Path) -> None:
+    job = run_job(PREAMBLE + SESSIONS, 3, env={FILES: str(tmp_path)}, flags=["--with-ft", "ulfm"], timeout=90)
+    assert "rank 1: went through 2 parts, met [0, 1]" in job.stdout, job.describe()

@@ -5,6 +5,7 @@ among them it must succeed; with one it must succeed or raise a WorkerLostError 
 then ended, and the survivors begin another one, among themselves. Each prints SURVIVED and what it saw.
 """
 
+import faulthandler
 import os
 import random
 import re
@@ -227,6 +228,7 @@ def begin() -> None:
 
 def main() -> None:
     seed, moment, victim = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    faulthandler.dump_traceback_later(45)
     hvd.init()
     name, rank = f"rank {hvd.rank()}", hvd.rank()
     worst, seen = [0.0], Counter[str]()
