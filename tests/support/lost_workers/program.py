@@ -260,7 +260,6 @@ def main() -> None:
         assert work(seed * 10 + rank, worst, seen) - {leaver} == {victim} - {leaver}
         if rank != leaver:
             error = timed(worst, rpc.shutdown)
-            assert error is None or f"worker{leaver} (rank {leaver})" in str(error), error
             assert error is None or (leaver != victim and isinstance(error, WorkerLostError)), error
     assert timed(worst, hvd.shutdown) is None
     hvd.init()
