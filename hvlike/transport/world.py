@@ -8,7 +8,6 @@ started again. A Group is some ranks of the world in rising order, with their po
 from __future__ import annotations
 
 import array
-import contextlib
 import dataclasses
 import multiprocessing
 import operator
@@ -146,12 +145,7 @@ class World(topology.Topology):
 
     def is_revoked(self) -> bool:
         """Whether a rank has given up the communicators of this world. Local."""
-        if self.job is None:
-            return False
-        # The word of it comes in only while MPI is called, and local waits do not call it.
-        with contextlib.suppress(self.mpi.Exception):
-            self.comm.Iprobe()
-        return bool(self.comm.Is_revoked())
+        return self.job is not None and bool(self.comm.Is_revoked())
 
     def close(self) -> None:
         """Free the communicators; MPI goes on. Collective. A second call does nothing."""
