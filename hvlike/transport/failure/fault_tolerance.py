@@ -17,10 +17,12 @@ Source: User-Level Failure Mitigation, as in Open MPI 5 (docs.open-mpi.org, "Use
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -247,6 +249,8 @@ class Job:
         self._hosts: dict[int, str] = dict(self.comm.allgather((mpi.COMM_WORLD.rank, mpi.Get_processor_name())))
         self.losses = 0
         self.last_loss = -math.inf  # Of time.monotonic()
+        if Job.current is None:
+            atexit.register(_finalize_current)
         self._made: list[Communicator] = []
         self._left: list[Any] = []
 
@@ -343,16 +347,23 @@ class Job:
         late.daemon = True
         late.start()
         # mpi4py holds Python's lock while it finalises, so that no thread could end the process.
-        library = ctypes.CDLL(mpi_library.mapped_files("/libmpi.so")[0])
-        library.MPI_Finalize()
+        ctypes.CDLL(mpi_library.mapped_files("/libmpi.so")[0]).MPI_Finalize()
         late.cancel()
+
+
+def _finalize_current() -> None:
+    # Registered by the first job, so it runs after the handlers that need MPI.
+    job = Job.current
+    if job is not None and not job.mpi.Is_finalized() and not mpi_library.ForkMark.forked:
+        job.finalize()
 
 
 def _end_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    os._exit(0)
+    # The launcher waits for ever for a process that exits without MPI_Finalize, but not for a lost one.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def as_error(mpi: ModuleType, error: BaseException) -> BaseException:
