@@ -54,7 +54,7 @@ def what_is_wrong(
     wrong += [
         f"place {place}: a fresh run from the last commit gives {words[2]}, not {results[place][2]}"
         for place, words in again.items()
-        if words[2] != results[place][2]
+        if place in results and words[2] != results[place][2]
     ]
     for line in lines:
         if line.what == "BEGIN":

@@ -1,0 +1,47 @@
+"""The judge of support.kills finds what is wrong: each wrong output is one line away from a right one."""
+
+import pytest
+from support.kills.judge import read_lines, what_is_wrong
+
+REFERENCE = {0: "a", 1: "b", 2: "c"}
+SPARE_TOOK_OVER = """\
+0 BEGIN 0 2 0 0 a
+1 BEGIN 1 2 0 0 a
+0 COMMIT 1 2 b
+0 BEGIN 0 2 1 3 b
+2 BEGIN 1 2 1 3 b
+0 COMMIT 2 2 c
+0 RESULT 0 2 c
+2 RESULT 1 2 c
+0 AGAIN 0 2 c
+2 AGAIN 1 2 c
+"""
+
+
+def judge(output: str) -> list[str]:
+    """What is wrong when place 1 of two ranks and a spare was killed."""
+    return what_is_wrong(read_lines(output), 2, 1, [1], REFERENCE)
+
+
+def test_a_spare_that_took_over_is_right() -> None:
+    assert judge(SPARE_TOOK_OVER) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("2 BEGIN 1 2 1 3 b", "2 BEGIN 1 2 1 3 x", "wrong commit 1"),
+        ("2 RESULT 1 2 c", "2 RESULT 1 2 x", "the results differ"),
+        ("2 AGAIN 1 2 c", "2 AGAIN 1 2 x", "fresh run"),
+        ("2 RESULT 1 2 c\n", "", "only places"),
+        ("2 AGAIN 1 2 c\n", "", "have not ended"),
+    ],
+)
+def test_one_wrong_line_is_found(right: str, wrong: str, said: str) -> None:
+    found = judge(SPARE_TOOK_OVER.replace(right, wrong))
+    assert any(said in each for each in found), found
+
+
+def test_another_result_than_without_failures_is_found() -> None:
+    other = SPARE_TOOK_OVER.replace(" 2 c", " 2 x")
+    assert "the result is not that of the run without failures" in judge(other)
