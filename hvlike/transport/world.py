@@ -82,8 +82,7 @@ class World(topology.Topology):
                     raise UsageError(f"ranks_per_node must be at least 1, got {ranks_per_node}.")
                 job = None
                 if isinstance(comm, Job) or fault_tolerance.is_enabled(os.environ):
-                    job = _begin_job(mpi, comm, spares, check)
-                    private = job.adopt(job.split())
+                    job, private, node = _begin_job(mpi, comm, spares, check, ranks_per_node)
                 else:
                     private = _make_private(mpi, _check_comm(mpi, comm))
                     if check is not None:
@@ -92,11 +91,9 @@ class World(topology.Topology):
                         except UsageError:
                             private.Free()
                             raise
+                    node = _split_by_node(mpi, private, ranks_per_node)
                 private.Set_name("hvlike")
                 _prime(private)
-                node = _split_by_node(mpi, private, ranks_per_node)
-                if job is not None:
-                    node = job.adopt(node)
                 rank = private.Get_rank()
                 place = topology.describe_topology(_gather_node_ids(mpi, private, node), rank)
                 _prime(node)
@@ -228,8 +225,16 @@ def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...]) -> M
     return cast("MPI.Intracomm", private)
 
 
-def _begin_job(mpi: ModuleType, comm: Any, spares: int, check: Callable[[MPI.Intracomm], None] | None) -> Job:
-    """The job to make a world from: one that goes on with its survivors, or a new one. Collective and blocking."""
+def _begin_job(
+    mpi: ModuleType,
+    comm: Any,
+    spares: int,
+    check: Callable[[MPI.Intracomm], None] | None,
+    ranks_per_node: int | None,
+) -> tuple[Job, Any, Any]:
+    """The job to make a world from, one that goes on with its survivors or a new one, and two communicators: of all
+    ranks, and of this node. Collective and blocking.
+    """
     if isinstance(comm, Job):
         job = comm
         job.shrink()
@@ -237,9 +242,16 @@ def _begin_job(mpi: ModuleType, comm: Any, spares: int, check: Callable[[MPI.Int
         source = _check_comm(mpi, comm)
         job = Job(mpi, _make_private(mpi, source) if isinstance(source, tuple) else source, spares)
     Job.current = job
-    if check is not None:
-        check(job.comm)
-    return job
+    made = []
+
+    def connect() -> None:
+        if check is not None:
+            check(job.comm)
+        made.append(job.adopt(job.split()))
+        made.append(job.adopt(_split_by_node(mpi, made[0], ranks_per_node)))
+
+    job.begin(connect)
+    return job, *made
 
 
 def _split_by_node(mpi: ModuleType, comm: MPI.Intracomm, ranks_per_node: int | None) -> MPI.Intracomm:

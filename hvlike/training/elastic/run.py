@@ -137,7 +137,6 @@ class _Session:
         self._retries = retries
         self._failures = 0
         self._commits = state.commits
-        self._holds = True  # Whether this process has a commit
         self._agreed = False  # Whether this process has said in the job's communicator if it is done
         self._losses = 0
         self._gives_up = False
@@ -153,12 +152,16 @@ class _Session:
         if context.is_running():
             context.current().restarts = False
 
+    @property
+    def _holds(self) -> bool:
+        """Whether this process has a commit."""
+        return self._job is None or self._job.holds
+
     def waits(self) -> bool:
         """For a spare: block until this process is to take part in a restart. False for a rank that trains."""
         job = self._job
         if job is None or not job.waits:
             return False
-        self._holds = False
         if job.agree(True):
             # Python's own way to end: the exit handlers run.
             sys.exit(0)
@@ -267,7 +270,8 @@ class _Session:
 
     def report(self, reason: Exception) -> None:
         """Say what happened, once training can go on."""
-        self._holds = True
+        if self._job is not None:
+            self._job.holds = True
         kind = type(reason).__name__
         if self._job is None or not self._ranks_before:
             logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), kind, reason)

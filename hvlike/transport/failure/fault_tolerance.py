@@ -205,15 +205,18 @@ def failed_ranks(mpi: ModuleType, comm: Any) -> list[int]:
         failed.Free()
 
 
-def assign_numbers(previous: Sequence[int | None], size: int) -> list[int | None]:
+def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bool]) -> list[int | None]:
     """Who has which number after a loss, before the ranks close up. previous: for each survivor the number it had, None
-    for a spare. size: how many ranks there were. Spares take the numbers of those that are lost. Rank 0 is one that
-    trained before, if any did: it has the state.
+    for a spare. size: how many ranks there were. holds: who has the state of the training. Spares take the numbers of
+    those that are lost. Rank 0 is one that has the state, if any does.
     """
     numbers = list(previous)
-    trained = sorted(each for each in previous if each is not None)
-    if trained and trained[0] != 0:
-        numbers[previous.index(trained[0])] = 0
+    holders = [(number, place) for place, number in enumerate(previous) if number is not None and holds[place]]
+    if holders and min(holders)[0] != 0:
+        lowest, first = min(holders)
+        if 0 in numbers:
+            numbers[numbers.index(0)] = lowest
+        numbers[first] = 0
     missing = [number for number in range(size) if number not in numbers]
     for place, number in enumerate(numbers):
         if number is None and missing:
@@ -242,6 +245,8 @@ class Job:
                 "more of them, or set fewer spares."
             )
         self.number: int | None = self.comm.rank if self.comm.rank < self.size else None
+        self.holds = self.number is not None  # Whether this process has the state of the training
+        self._begun = False
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
         self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
@@ -278,11 +283,33 @@ class Job:
         self._left += self._made
         self._made = []
 
-    def shrink(self) -> None:
-        """Go on with the survivors, who agree anew which rank each is. Collective over the survivors; blocks.
+    def begin(self, connect: Callable[[], None]) -> None:
+        """Go on with the survivors, or begin: they agree which rank each is, and run `connect`, which makes
+        communicators. Collective over the survivors; blocks.
 
-        Raises: MPI's exception, on some of them, when another one is lost meanwhile: revoke, and shrink again.
+        Raises: PeerLeftError on all of them when another one is lost meanwhile; begin again.
         """
+        failure: BaseException | None = None
+        before = self.number, self.size
+        try:
+            if self._begun:
+                self._renumber()
+            connect()
+        except self.mpi.Exception as error:
+            if not is_failure(self.mpi, error):
+                raise
+            # The others may wait for this one where it has not come to.
+            self.revoke()
+            failure = error
+        self._begun = True
+        if not self.agree(failure is None):
+            self.revoke()
+            # Nobody has the number that some were given.
+            self.number, self.size = before
+            raise PeerLeftError("Another rank was lost while the ranks were starting again.") from failure
+
+    def shrink(self) -> None:
+        """Leave out who is lost. Collective over the survivors; blocks. `begin` follows."""
         before = self.comm.size
         self.restarts += 1
         self._left.append(self.comm)
@@ -291,8 +318,10 @@ class Job:
         if self.comm.size < before:
             self.losses += before - self.comm.size
             self.last_loss = time.monotonic()
-        told = self.comm.allgather((self.number, self.size))
-        filled = assign_numbers([number for number, _ in told], max(size for _, size in told))
+
+    def _renumber(self) -> None:
+        told = self.comm.allgather((self.number, self.size, self.holds))
+        filled = assign_numbers([each[0] for each in told], max(each[1] for each in told), [each[2] for each in told])
         self.renumbered = {number: place for place, number in enumerate(sorted(n for n in filled if n is not None))}
         numbers = [None if number is None else self.renumbered[number] for number in filled]
         self.number = numbers[self.comm.rank]
