@@ -98,78 +98,56 @@ DYNAMIC = "DYNAMIC"  # HVLIKE_TIMELINE that names no file: the program calls sta
 class Config:
     """The values of this run, and the table of all settings."""
 
-    knobs_file: str | None = setting(
-        None, PATH, "a file of lines NAME=value, as autotune writes it; the environment wins", same=False
-    )
+    knobs_file: str | None = setting(None, PATH, "a file of lines NAME=value", same=False)
     # Where the ranks run
-    ranks_per_node: int | None = setting(
-        None, whole(1), "treat every N ranks of a host as a node, to try multi-node code"
-    )
+    ranks_per_node: int | None = setting(None, whole(1), "treat every N ranks of a host as a node, for tests")
     init_patience: float = setting(
         60.0,
         number(0.001),
-        "seconds that init() waits for other ranks before it warns",
+        "seconds until init() warns that ranks are missing",
         name="INIT_PATIENCE_SECONDS",
     )
     mpi_threads_disable: bool = shared(False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE")
     thread_affinity: tuple[int, ...] | None = shared(
         None, CORES, "the core of the background thread of each local rank", same=False
     )
-    peer_memory: bool = setting(True, SWITCH, "0: the ranks of a node do not copy directly between their memories")
-    keep_memory: bool = setting(False, SWITCH, "1: freed memory stays with the process, for the next step")
+    peer_memory: bool = setting(True, SWITCH, "0: ranks do not copy directly between their memories")
+    keep_memory: bool = setting(False, SWITCH, "1: freed memory stays with the process")
     # What happens when a rank is lost
-    spares: int = setting(
-        0, whole(0), "how many of the last processes wait in elastic.run to take the place of lost ranks"
-    )
-    min_ranks: int = setting(1, whole(1), "elastic.run ends the job when fewer ranks than this are left")
+    spares: int = setting(0, whole(0), "how many of the last processes wait to replace lost ranks")
+    min_ranks: int = setting(1, whole(1), "elastic.run ends when fewer ranks are left")
     # How operations are agreed and joined
     cycle_time: float = shared(
-        0.0, number(0), "milliseconds for which rank 0 collects ready operations before it announces them; 0: at once"
+        0.0, number(0), "milliseconds for which rank 0 collects operations before it announces them"
     )
-    fusion_threshold: int = shared(
-        64 << 20, whole(0), "bytes up to which operations announced together run as one; 0: each runs alone"
-    )
-    disable_group_fusion: bool = shared(False, SWITCH, "1: a grouped operation is not fused with any other")
-    cache_capacity: int = shared(
-        4096, whole(0), "how many different operations are sent as a number once they have been described; 0: none"
-    )
+    fusion_threshold: int = shared(64 << 20, whole(0), "bytes of operations that run as one; 0: each runs alone")
+    disable_group_fusion: bool = shared(False, SWITCH, "1: grouped operations are not fused with others")
+    cache_capacity: int = shared(4096, whole(0), "how many operations are remembered, and then sent as a number")
     express: bool = setting(
         True,
         SWITCH,
-        "0: rank 0 announces every allreduce, even one that all ranks of a node call at the same time",
+        "0: rank 0 announces every allreduce, even one that all ranks call at once",
     )
     # Gradients
     gradients: str = setting(
         ADJOINT,
         one_of(ADJOINT, HOROVODS_OWN),
-        "what flows back through a collective: adjoint, its derivative; horovod, what Horovod has in its place "
-        "(the default of programs that import horovod)",
+        "what flows back: the derivative, or what Horovod has in its place (default if you import horovod)",
     )
     overlap: bool | None = setting(
         None, SWITCH, "1: reduce gradients beside backward, 0: after it; unset: 1 where a core is spare"
     )
-    bucket_bytes: int | None = setting(
-        None, whole(1), "bytes of gradients that are reduced together; unset: chosen by the library"
-    )
-    first_bucket_bytes: int | None = setting(
-        None, whole(1), "bytes of the first bucket, which can start early; unset: as the others"
-    )
+    bucket_bytes: int | None = setting(None, whole(1), "bytes of gradients reduced together; unset: chosen for you")
+    first_bucket_bytes: int | None = setting(None, whole(1), "bytes of the first bucket; unset: as the others")
     # Restarts and preemption
-    checkpoint_dir: str | None = setting(
-        None, PATH, "elastic.run writes commits into this folder, and starts from the newest that is whole"
-    )
-    checkpoint_seconds: float = setting(
-        60.0, number(0), "how long after a commit is written the next one may be; 0: each commit is written"
-    )
-    launch_record: str | None = setting(
-        None, PATH, "set by python -m hvlike launch: where the job writes how it has ended", same=False
-    )
+    checkpoint_dir: str | None = setting(None, PATH, "elastic.run writes commits there, and starts from the newest")
+    checkpoint_seconds: float = setting(60.0, number(0), "seconds between commits that are written; 0: each is")
+    launch_record: str | None = setting(None, PATH, "set by python -m hvlike launch", same=False)
     # Tensors of a GPU
     cuda_plane: str = setting(
         "auto",
         one_of("auto", "nccl", "staged"),
-        "how CUDA tensors travel: nccl, or staged through pinned host memory; auto: nccl where every rank has a GPU of "
-        "its own and CuPy",
+        "how CUDA tensors travel: nccl, or through host memory; auto: nccl if each rank has its own GPU and CuPy",
     )
     nccl_timeout: float = setting(
         600.0,
@@ -196,20 +174,20 @@ class Config:
     stall_check_seconds: float = shared(
         60.0,
         number(1),
-        "seconds that a rank may wait for others before a warning names them",
+        "seconds of waiting before a warning names the missing ranks",
         name="STALL_CHECK_TIME_SECONDS",
     )
     stall_shutdown_seconds: float = shared(
         0.0,
         number(0),
-        "seconds after which a wait fails with StalledError on every rank; 0: never",
+        "seconds of waiting before StalledError; 0: never",
         name="STALL_SHUTDOWN_TIME_SECONDS",
     )
     heartbeat_seconds: float | None = setting(
         None,
         number(0),
-        "after how long without a sign a node, or a stopped process, is lost; 0: never; unset: 30 on several nodes "
-        "under mpirun --with-ft ulfm, else never",
+        "seconds of silence after which a node is lost; 0: never; unset: 30 on several nodes under --with-ft ulfm, "
+        "else never",
     )
     log_level: str | None = shared(None, LEVELS, "the level of the logger hvlike, as printed", same=False)
     log_hide_time: bool = shared(False, SWITCH, "1: the printed log has no time stamps", same=False)
@@ -225,20 +203,18 @@ SETTINGS: dict[str, Setting] = {
     for entry in [field.metadata["setting"]]
 }
 _IGNORED_BECAUSE = {
-    "process sets can always be added and removed": "DYNAMIC_PROCESS_SETS",
-    "the way across nodes is chosen from where the ranks run": (
-        "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"
-    ),
+    "process sets are always dynamic": "DYNAMIC_PROCESS_SETS",
+    "the way is chosen from where the ranks run": ("HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE"),
     "MPI is the only transport": "CONTROLLER CPU_OPERATIONS",
-    "Adasum moves its vectors in the pieces of the backend it runs on": "ADASUM_MPI_CHUNK_SIZE",
-    "for Horovod's own GPU streams and kernels": (
+    "the backend chooses its pieces": "ADASUM_MPI_CHUNK_SIZE",
+    "for Horovod's GPU streams and kernels": (
         "NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES ENABLE_ASYNC_COMPLETION DISABLE_NVTX_RANGES ENABLE_XLA_OPS"
     ),
-    "set by horovodrun for Gloo; here ranks get their numbers from mpirun": (
+    "for Gloo; mpirun numbers the ranks": (
         "GLOO_IFACE GLOO_TIMEOUT_SECONDS GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT HOSTNAME RANK SIZE LOCAL_RANK "
         "LOCAL_SIZE CROSS_RANK CROSS_SIZE SECRET_KEY"
     ),
-    "for Horovod's launcher; here mpirun starts the ranks": "ELASTIC ELASTIC_TIMEOUT START_TIMEOUT",
+    "mpirun starts the ranks": "ELASTIC ELASTIC_TIMEOUT START_TIMEOUT",
 }
 IGNORED = {HOROVODS + name: reason for reason, names in _IGNORED_BECAUSE.items() for name in names.split()}
 """Horovod's variables that have no meaning here, and why."""

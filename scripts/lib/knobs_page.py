@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 from hvlike.config import IGNORED, SETTINGS, Setting  # noqa: E402
 
 PAGE = ROOT / "docs" / "knobs.md"
-KNOBS_HEAD = "| name | default | values | Horovod | effect |\n|---|---|---|---|---|\n"
+KNOBS_HEAD = "| name | default | values | effect |\n|---|---|---|---|\n"
 IGNORED_HEAD = "| variables | why |\n|---|---|\n"
 OWN_CHOICE = "Each rank may choose its own value for: "
 SHORT = {
@@ -28,8 +28,8 @@ def row(entry: Setting) -> str:
     values = entry.kind.expected
     for words, short in SHORT.items():
         values = values.replace(words, short)
-    horovod = "yes" if entry.horovod else ""
-    return f"| `{entry.name}` | {default} | {values} | {horovod} | {entry.effect} |"
+    star = " *" if entry.horovod else ""
+    return f"| `{entry.name}`{star} | {default} | {values} | {entry.effect} |"
 
 
 def ignored_rows() -> list[str]:
