@@ -1,11 +1,9 @@
 """What docs/zero.md leaves to the reader."""
 
 import torch
-from support.documentation.things import Net, loss_of, make_loader
-from torch.utils.data import DataLoader, TensorDataset
+from support.documentation.things import Net
 
 import hvlike as hvd
-from hvlike.join import Join
 from hvlike.nn import DistributedDataParallel, allreduce_hook
 from hvlike.optim import ZeroRedundancyOptimizer, hook_with_zero_step
 
@@ -15,9 +13,6 @@ if blocks_before:
     # The first block wraps the plain model.
     model = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-loader = make_loader(2 + hvd.rank())
-dataset = TensorDataset(torch.randn(8, 8))
 ranks_that_saved = hvd.size()
-epochs = 2
 # What the other rank has written is there.
 hvd.barrier()
