@@ -22,7 +22,7 @@ HERE = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 
 
 def lines() -> list[str]:
-    section = (CHECKOUT / "docs" / "launching.md").read_text().partition(f"\n{HEADING}\n")[2].partition("\n### ")[0]
+    section = (CHECKOUT / "docs" / "launching.md").read_text().partition(f"\n{HEADING}\n")[2].partition("\n##")[0]
     return re.findall(r"^\$ (mpirun .*)$", section, re.MULTILINE)
 
 
