@@ -277,8 +277,8 @@ class Context:
 
     def _describe_lost(self, rank: int) -> str:
         process = self._processes.get(rank)
-        where = f"process {process} on {self.world.host}" if process else "its process, on another host,"
-        return f"Rank {rank} is lost: {where} has vanished without a word."
+        where = f"it was process {process} on {self.world.host}" if process else "it was on another host"
+        return f"The process of rank {rank} has vanished without a word; {where}."
 
     def _end_with(self, error: HorovodInternalError) -> None:
         """Get every thread out of its wait, so that the program can start again; in the loop."""

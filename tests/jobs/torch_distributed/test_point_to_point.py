@@ -122,5 +122,7 @@ def test_a_killed_rank_ends_all_that_waits_for_it(tmp_path: Path) -> None:
     assert job.survivors == (), job.describe()
     for rank in (0, 2):
         for what in ("recv", "any", "large send", "later"):
-            assert f"rank {rank}: {what}: PeerLeftError: Rank 1 is lost" in job.stdout, job.describe()
+            assert f"rank {rank}: {what}: PeerLeftError: The process of rank 1 has vanished" in job.stdout, (
+                job.describe()
+            )
     assert "rank 0: came before: [5.0, 5.0, 5.0]" in job.stdout, job.describe()
