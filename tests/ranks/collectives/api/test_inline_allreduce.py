@@ -49,6 +49,8 @@ def inline(hvd):
     pytest.skip("the ranks are on several nodes")
 
 
+# Three ranks on two busy cores: most calls are spared then, and each large one takes long.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shape", [SMALL, MIDDLING, LARGE], ids=["small", "middling", "large"])
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_results_are_those_of_the_ordinary_way(hvd, inline, op, shape):
