@@ -136,8 +136,9 @@ class Context:
         world, end = self.world, lambda: self.close(EXIT)
         self.guard = Guard(world.mpi, world.rank, str(world), end, on_first_node=world.on_first_node)
         self._given = list(process_sets)
+        self._restarted = isinstance(comm, Job)
         with init_watchdog(knobs.init_patience, knobs.stall_shutdown_seconds, give_up):
-            if self.world.job is not None and (self.world.job.waits or comm is self.world.job):
+            if self.world.job is not None and (self.world.job.waits or self._restarted):
                 process_sets = self._sets_of_survivors(self.world.job)
             self._connect(process_sets, settings)
         if knobs.launch_record is not None:
@@ -150,8 +151,8 @@ class Context:
 
     def _connect(self, process_sets: Sequence[ProcessSet], settings: JobSettings) -> None:
         knobs = self.knobs
-        # Sets that have lost ranks may have become alike.
-        new_sets = () if self.world.job is not None and self.world.job.losses else process_sets
+        # Sets that have lost ranks may have become alike, and after a restart all have those of rank 0.
+        new_sets = () if self._restarted else process_sets
         try:
             self._check_same(new_sets, settings.misplaced(self.world))
         except UsageError:

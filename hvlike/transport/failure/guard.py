@@ -251,8 +251,6 @@ class Guard:
                 self._abort(1)
         self._watching = False
         note_good_end()
-        if Job.current is not None:
-            Job.current.finalize()
 
     def _was_failure_hidden(self) -> bool:
         """Whether an uncaught exception went to a hook that somebody installed in front of ours."""
