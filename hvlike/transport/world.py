@@ -120,8 +120,10 @@ class World(topology.Topology):
 
     def adopt(self, comm: Any) -> Any:
         """What to use in the place of a communicator that was made from this world's."""
+        if self.job is not None:
+            return self.job.adopt(comm)
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        return comm if self.job is None else self.job.adopt(comm)
+        return comm
 
     def lost(self) -> list[int]:
         """The ranks that are known to be lost. Local."""
