@@ -1,5 +1,6 @@
 """Data parallelism for PyTorch over MPI, with Horovod's names: `import hvlike as hvd`."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from hvlike.lazy import at_first_use
@@ -14,5 +15,7 @@ else:
         globals(), *_later, others="hvlike.names", progress="hvlike.training.progress", run="hvlike.launch.run"
     )
 
-# `import torch` imports this package where it is installed: hence no more than this. Where it is not, it is done here.
-register()
+# `import torch` imports this package where it is installed: hence no more than this. Where it is not, it is done here,
+# but for `python -m hvlike COMMAND` (sys.argv is not complete yet): not every command needs torch (__main__.py).
+if not (sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)] == __name__):
+    register()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from hvlike.torch_distributed.autoload import register
+
 # Where each command lives and what it is for.
 COMMANDS = {
     "doctor": ("hvlike.doctor.command", "find out why a job fails or is slow; also mpirun -n 2 ..."),
@@ -13,6 +15,8 @@ COMMANDS = {
     "launch": ("hvlike.launch.command", "start a job again after failures: launch -- mpirun -n 4 python train.py"),
     "timeline": ("hvlike.observe.command", "merge and summarize timelines: timeline summary FILE..."),
 }
+# A launcher has to answer signals from the start, and the import of torch takes seconds.
+WITHOUT_TORCH = ("launch", "timeline")
 
 
 def usage() -> str:
@@ -29,6 +33,8 @@ def main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"python -m hvlike: no command {name!r}\n{usage()}", file=sys.stderr)
         return 2
+    if name not in WITHOUT_TORCH:
+        register()
     status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return status
 

@@ -87,7 +87,7 @@ class _Job:
         names = [VARIABLE] if checkpoint is None else [VARIABLE, "HVLIKE_CHECKPOINT_DIR"]
         command = with_variables(self._command, names)
         failures = 0
-        while True:
+        while not self._requests.signals:
             before = self._files()
             self._record.remove()
             try:
@@ -109,8 +109,7 @@ class _Job:
                 f"{self._newest()} ({failures} of {self._options.restarts} restarts without a new checkpoint)"
             )
             self._requests.wait(pause)
-            if self._requests.signals:
-                return EXIT_PREEMPTED
+        return EXIT_PREEMPTED
 
     def _files(self) -> set[tuple[str, int]]:
         return {(file.path.name, file.path.stat().st_mtime_ns) for file in list_files(self._folder)}

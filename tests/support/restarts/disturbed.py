@@ -18,7 +18,7 @@ STEPS = 60
 ARGUMENTS = ("--pause", "0.03")
 _LIMIT_SECONDS = 240.0
 _PREEMPTED = 75
-_TOO_EARLY = -signal.SIGUSR1, -signal.SIGTERM  # `launch` was still being imported: it has started nothing
+_TOO_EARLY = -signal.SIGUSR1, -signal.SIGTERM  # Python was still starting: nothing has begun
 
 
 @dataclass(frozen=True)

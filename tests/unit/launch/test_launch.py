@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -90,6 +91,21 @@ def test_a_signal_asks_the_job_to_end(number: signal.Signals, tmp_path: Path) ->
     status, errors = launched.end()
     assert status == 75, errors
     assert number.name in errors
+
+
+def test_signals_are_answered_from_the_start_as_torch_is_not_imported() -> None:
+    program = [sys.executable, "-X", "importtime", "-m", "hvlike", "launch", "--grace", "0.1", "--", "sleep", "300"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as launched:
+        caught, end = 0, time.monotonic() + 20
+        while not caught >> (signal.SIGUSR1 - 1) & 1:
+            assert time.monotonic() < end
+            caught = int(Path(f"/proc/{launched.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+        launched.send_signal(signal.SIGUSR1)
+        _, errors = launched.communicate(timeout=60)
+    assert launched.returncode == 75, errors
+    imported = {line.rpartition("|")[2].strip() for line in errors.splitlines() if line.startswith("import time:")}
+    assert "hvlike.launch.attempt" in imported
+    assert not {"torch", "numpy", "mpi4py"} & imported
 
 
 @pytest.mark.parametrize("grace", ["100", "0.1"])
