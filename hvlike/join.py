@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import cast
 
 from hvlike.collectives.api.barrier_join import join as join_all
-from hvlike.training.join.join import Join
-from hvlike.training.join.joinable import Joinable, JoinHook
+from hvlike.training.join import Join
+from hvlike.training.joinable import Joinable, JoinHook
 
 __all__ = ["Join", "JoinHook", "Joinable", "join"]
 

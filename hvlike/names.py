@@ -59,9 +59,9 @@ from hvlike.collectives.session.basics import (
 )
 from hvlike.errors import HorovodInternalError, HvlikeError
 from hvlike.join import join
+from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 from hvlike.training.elastic.checkpoint import gather_optimizer_state
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
-from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from hvlike.version import __version__
 

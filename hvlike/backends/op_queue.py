@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvlike.backends.base import Backend, SoloBackend
 from hvlike.backends.hierarchical import HierarchicalBackend
-from hvlike.backends.network.cost_model import NetworkConstants
-from hvlike.backends.network.measurement import measure
+from hvlike.backends.network.cost_model import NetworkConstants, measure
 from hvlike.backends.network.network import Network
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.in_place_shm import SharedAllocations

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 import hvlike
-from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.arithmetic import THREADS, Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.threads import THREADS
 from hvlike.bench.harness.benchmark import Benchmark, add_common, choice_of, describe, heading, positives
 from hvlike.bench.harness.comparison import Contestant, Ratio, Summary, compare, ratios_of, with_samples
 from hvlike.bench.harness.raw_mpi import RawMpi

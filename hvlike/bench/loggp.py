@@ -28,8 +28,7 @@ from hvlike.bench.harness.comparison import timed
 from hvlike.bench.harness.raw_mpi import RawMpi
 from hvlike.collectives.controller.coordinator import Coordinator, ResponseList
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.health.stall_inspector import StallInspector
-from hvlike.collectives.health.status_query import StallLimits
+from hvlike.collectives.health.stall_inspector import StallInspector, StallLimits
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.collectives.session.context import current

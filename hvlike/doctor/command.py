@@ -14,7 +14,7 @@ from typing import Any
 
 import hvlike
 from hvlike.collectives.session import basics
-from hvlike.doctor import gpus, job, launching, losses, machine, software
+from hvlike.doctor import gpus, job, launching, machine, software
 from hvlike.doctor.finding import Finding, Skipped, Verdict, plural, quoted
 from hvlike.doctor.job import Case, collect_rank_facts, start_job
 from hvlike.doctor.launching import Launchers, Trial, collect_launchers, try_two_ranks
@@ -32,7 +32,7 @@ CHECKS: dict[str, Callable[[Case, Finding], None]] = {
     "two ranks": launching.check_two_ranks,
     "settings": launching.check_settings,
     "launcher": launching.check_launcher,
-    "lost ranks": losses.check_losses,
+    "lost ranks": launching.check_losses,
     "thread level": job.check_thread_level,
     "hosts": job.check_hosts,
     "same software": software.check_sameness,
@@ -201,7 +201,7 @@ def collect_case(prober: Prober, wanted: str | None, *, reports: bool) -> Case:
             first, seconds = launchers.on_path[0], max(1.0, prober.limit - _MARGIN_SECONDS)
             trial = prober.ask(lambda: try_two_ranks(first, seconds))
             if is_fault_tolerant(first, library):
-                loss = prober.ask(lambda: losses.try_loss(first, seconds))
+                loss = prober.ask(lambda: launching.try_loss(first, seconds))
         if wanted is not None:
             model = prober.ask(lambda: collect_model(wanted))
     case = Case((own,), start_job(own, prober), launchers, trial, loss, model)

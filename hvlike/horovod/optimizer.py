@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hvlike.training.optimizer import distributed
+from hvlike.training import distributed_optimizer
 
 _PLACE = "horovod.torch.optimizer"
 
 
-class DistributedOptimizer(distributed.DistributedOptimizer):
+class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
     """Programs find Horovod's optimizers by `"horovod" in str(type(optimizer))`; `__class__` is the wrapped one's."""
 
     __module__ = _PLACE

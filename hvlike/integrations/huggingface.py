@@ -14,7 +14,7 @@ from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
 from hvlike.integrations.torch_distributed import init_process_group
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def init() -> None:

@@ -24,10 +24,10 @@ from hvlike.collectives.api.allreduce import allreduce_
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session import basics
 from hvlike.errors import UsageError
+from hvlike.training.broadcast import broadcast_parameters
 from hvlike.training.ddp.comm_hooks import Hook
 from hvlike.training.ddp.data_parallel import DistributedDataParallel
-from hvlike.training.optimizer.distributed import DistributedOptimizer
-from hvlike.training.state.broadcast import broadcast_parameters
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.sync_batch_norm import convert_sync_batchnorm
 
 

@@ -73,7 +73,7 @@ def _extend_rendezvous() -> None:
         if BACKEND_NAME not in str(backend).lower().replace(":", ",").split(","):
             yield from of_torch(url, **arguments)
             return
-        from hvlike.torch_distributed.rendezvous import find_place
+        from hvlike.torch_distributed.store import find_place
 
         yield find_place(url)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvlike.collectives.health.status_query import ANSWER_SECONDS, SHOWN_STACKS
+from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
 from hvlike.observe.stacks import main_stack

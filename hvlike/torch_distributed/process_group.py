@@ -25,13 +25,11 @@ from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
 from hvlike.torch_distributed.autoload import BACKEND_NAME
-from hvlike.torch_distributed.functions import extend_functions
-from hvlike.torch_distributed.groups import close_group, names, open_group
-from hvlike.torch_distributed.rendezvous import check_place, start_hvlike
+from hvlike.torch_distributed.groups import close_group, extend_functions, names, open_group
 from hvlike.torch_distributed.short_forms import short_form
+from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
-from hvlike.torch_distributed.untraced import untraced
-from hvlike.torch_distributed.work import Work, Works
+from hvlike.torch_distributed.work import Work, Works, untraced
 from hvlike.transport.loop.coroutine import Coroutine
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -25,9 +26,30 @@ from hvlike.backends.arithmetic.kernels import (
     threaded_kernel,
 )
 from hvlike.backends.arithmetic.reduce_op import AnyOp, ReduceOp, check_supported, op_name
-from hvlike.backends.arithmetic.threads import THREADED_BYTES, THREADS
 from hvlike.errors import UsageError
 from hvlike.transport.memory.dtypes import Array, Kind, dtype_name, element_of, storage_view
+
+THREADED_BYTES = 2 << 20  # Pieces below are added by the calling thread
+
+
+class Threads:
+    """How many threads may add in this process."""
+
+    def __init__(self) -> None:
+        self.cores = 1.0  # Of this rank; init() sets it
+
+    def usable(self) -> int:
+        """Threads for the additions of the calling thread. 1 where torch is set to more than the rank has cores, and 1
+        beside the main thread: that one computes meanwhile, with all of them.
+        """
+        threads = torch.get_num_threads()
+        if 1 < threads <= self.cores and threading.current_thread() is threading.main_thread():
+            return threads
+        return 1
+
+
+THREADS = Threads()
+
 
 Piece: TypeAlias = Array | torch.Tensor  # A flat run of elements as the kernel sees it: tensors for the 16-bit floats
 

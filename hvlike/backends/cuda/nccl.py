@@ -1,4 +1,7 @@
-"""NCCL through CuPy: the only file that imports cupy. What of it is used is listed here and nowhere else.
+"""NCCL through CuPy, and the nccl backend: every rank has a GPU of its own. The only file that imports cupy.
+
+A call puts kernels into the stream and returns; nothing waits. What NCCL cannot reduce as the host does (whole numbers
+with factors, products of complex numbers, int16) goes through host memory.
 
 CuPy's `cupy.cuda.nccl` calls the libnccl.so.2 that the process has loaded already, where there is one: torch is
 imported first, so it is torch's. Its calls take addresses and release the interpreter's lock.
@@ -9,13 +12,23 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.reduce_op import LIBRARY_NAMES, ReduceOp
+from hvlike.backends.base import Backend
+from hvlike.backends.cuda.device_backend import DeviceBackend, scale_
+from hvlike.backends.cuda.runtime import DeviceRuntime, Event
+from hvlike.errors import HorovodInternalError, StalledError
 from hvlike.transport.host.mpi_library import mapped_files
+from hvlike.transport.loop.coroutine import Coroutine
+from hvlike.transport.memory.dtypes import Kind
 
 ID_BYTES = 128
 
@@ -133,3 +146,146 @@ def _version_of_torch() -> int:
     except (RuntimeError, AttributeError, ValueError):
         return 0
     return major * 10000 + minor * 100 + patch
+
+
+class Recipe(NamedTuple):
+    op: str
+    before: float
+    after: float
+    seen_as: torch.dtype | None = None  # The dtype that NCCL is told; None for the tensor's own
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.seen_as is None else tensor.view(self.seen_as)
+
+
+def recipe_of(arithmetic: Arithmetic, size: int) -> Recipe | None:
+    """How to do it among `size` ranks; None where NCCL cannot, or not with the results that the host gives."""
+    op, factors, kind = arithmetic.op, arithmetic.factors, arithmetic.element.kind
+    before, after = factors.prescale, factors.postscale
+    if op not in LIBRARY_NAMES:
+        return None
+    if kind is Kind.BOOL:
+        return Recipe("max" if op in (ReduceOp.SUM, ReduceOp.MAX) else "min", 1.0, 1.0, torch.uint8)
+    if kind is Kind.INTEGER:
+        plain = before == after == factors.divisor == 1
+        return Recipe(LIBRARY_NAMES[op], 1.0, 1.0) if plain and arithmetic.dtype is not torch.int16 else None
+    seen_as = None
+    if kind is Kind.COMPLEX:
+        if op is ReduceOp.PRODUCT:
+            return None
+        seen_as = torch.float32 if arithmetic.dtype is torch.complex64 else torch.float64
+    if factors.divisor == size and op is ReduceOp.AVERAGE:
+        return Recipe("avg", before, after, seen_as)
+    return Recipe(LIBRARY_NAMES[op], before, after / factors.divisor, seen_as)
+
+
+def _in_place(call: Callable[..., None], tensor: torch.Tensor, *others: int) -> tuple[Any, ...]:
+    return (call, tensor.data_ptr(), tensor.data_ptr(), len(tensor), *others)
+
+
+class NcclBackend(DeviceBackend):
+    """See the head of this file. Calls of one backend are made in the same order on all ranks."""
+
+    name = "NCCL"
+    launches = True
+
+    def __init__(
+        self,
+        host: Backend,
+        runtime: DeviceRuntime,
+        device: torch.device,
+        place: tuple[int, int],
+        communicator: Communicator,
+        limit: float,
+    ) -> None:
+        """place: rank in the group, and its size, as in the communicator. limit: seconds for a call; 0: none."""
+        super().__init__(host, runtime, device, place[0])
+        self._size = place[1]
+        self._communicator = communicator
+        self._limit = limit
+        self._address = runtime.address(self.stream)
+        self._under_way: deque[tuple[Event, float]] = deque()
+        self._lock = threading.Lock()
+
+    def watch(self, now: float) -> HorovodInternalError | None:
+        if self.broken is not None:
+            return None
+        failure = self._communicator.error()
+        if failure is not None:
+            return HorovodInternalError(
+                f"NCCL reports an error on the communicator of {self.home}: {failure}. Another rank has died or the "
+                "connection to it has broken; set NCCL_DEBUG=INFO to see more."
+            )
+        under_way = self._under_way
+        while under_way and self.runtime.has_passed(under_way[0][0]):
+            under_way.popleft()
+        if self._limit and under_way and now - under_way[0][1] > self._limit:
+            return StalledError(
+                f"A collective on {self.home} has not ended within {self._limit:g} s: another rank has not begun it, "
+                "or what comes before it on the GPU takes that long. Set HVLIKE_NCCL_TIMEOUT_SECONDS for longer waits."
+            )
+        return None
+
+    def abort(self, error: BaseException) -> None:
+        """As everywhere; ends kernels that wait for other ranks."""
+        super().abort(error)
+        self._communicator.abort()
+
+    def _allreduce(self, tensors: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Coroutine[None]:
+        recipe = recipe_of(arithmetic, self._size)
+        if recipe is None:
+            yield from super()._allreduce(tensors, arithmetic)
+            return
+        flats = [recipe.view(tensor) for tensor in tensors if len(tensor)]
+        scale_(flats, recipe.before)
+        numbers = self._numbers(recipe, flats)
+        self._begin([_in_place(self._communicator.link.allReduce, each, *numbers) for each in flats])
+        scale_(flats, recipe.after)
+
+    def _reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], arithmetic: Arithmetic
+    ) -> Coroutine[None]:
+        recipe = recipe_of(arithmetic, self._size)
+        if recipe is None:
+            yield from super()._reduce_scatter(tensors, owners, arithmetic)
+            return
+        parts = [(recipe.view(tensor), owner) for tensor, owner in zip(tensors, owners, strict=True) if len(tensor)]
+        if recipe.before != 1:
+            # Those of others are only read.
+            parts = [(flat if owner == self._rank else flat.clone(), owner) for flat, owner in parts]
+            scale_([flat for flat, _ in parts], recipe.before)
+        numbers = self._numbers(recipe, [flat for flat, _ in parts])
+        link = self._communicator.link
+        self._begin([_in_place(link.reduce, flat, *numbers, owner) for flat, owner in parts])
+        scale_([flat for flat, owner in parts if owner == self._rank], recipe.after)
+
+    def _gather(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> Coroutine[None]:
+        byte = self._communicator.nccl.dtypes[torch.uint8]
+        parts, call = zip(tensors, owners, strict=True), self._communicator.link.broadcast
+        self._begin([_in_place(call, tensor, byte, owner) for tensor, owner in parts if len(tensor)])
+        yield from ()
+
+    def _alltoall(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Coroutine[None]:
+        byte, link = self._communicator.nccl.dtypes[torch.uint8], self._communicator.link
+        receives[self._rank].copy_(sends[self._rank])
+        others = [peer for peer in range(len(sends)) if peer != self._rank]
+        moves = [(link.send, sends[peer], peer) for peer in others]
+        moves += [(link.recv, receives[peer], peer) for peer in others]
+        self._begin([(call, part.data_ptr(), len(part), byte, peer) for call, part, peer in moves if len(part)])
+        yield from ()
+
+    def _numbers(self, recipe: Recipe, flats: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """NCCL's numbers of the dtype and of the reduction."""
+        nccl = self._communicator.nccl
+        return nccl.dtypes[flats[0].dtype] if flats else 0, nccl.ops[recipe.op]
+
+    def _begin(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Put calls (a function of the communicator, and all it is given but the stream) into it, as one group."""
+        if not calls:
+            return
+        with self._lock:
+            self.check()
+            with self._communicator.nccl.group():
+                for call, *arguments in calls:
+                    call(*arguments, self._address)
+            self._under_way.append((self.runtime.record(self.stream), time.monotonic()))

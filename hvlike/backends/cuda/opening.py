@@ -18,7 +18,7 @@ import torch
 from hvlike.backends.base import Backend
 from hvlike.backends.cuda import nccl
 from hvlike.backends.cuda.device_backend import DeviceBackend, SoloDeviceBackend
-from hvlike.backends.cuda.nccl_backend import NcclBackend
+from hvlike.backends.cuda.nccl import NcclBackend
 from hvlike.backends.cuda.runtime import DeviceRuntime
 from hvlike.config import Config
 from hvlike.errors import LaunchError

@@ -9,7 +9,9 @@ A gather has one sender for all other ranks; an alltoall one stream for each pai
 itself, two chunks deep, whatever the others do. A sender puts its first chunks before it posts the work: who sees that
 it has arrived finds them.
 
-What is long is read where it lies (peer_reads.py). No rank leaves before all have arrived at the same work.
+What is long is read where it lies, through the system, with one copy: its owner posts the addresses, arrives and
+departs; a reader arrives, copies 4 MiB at a time and departs. Short tensors of one owner are read together.
+No rank leaves before all have arrived at the same work.
 """
 
 from __future__ import annotations
@@ -19,16 +21,69 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from hvlike.backends.shared_memory.cma import CmaMemory
-from hvlike.backends.shared_memory.peer_reads import PeerReads, Source
+from hvlike.backends.shared_memory.cma import CmaMemory, layout
 from hvlike.backends.shared_memory.region import ADDRESSES, PUBLISHED, REDUCED, Region, first_peer
 from hvlike.backends.shared_memory.schedule import SLOTS
 from hvlike.backends.shared_memory.staging import PASSES
 from hvlike.backends.shared_memory.work_sync import WorkSync
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.memory.dtypes import Array, bytes_of, raw_view
+from hvlike.transport.memory.process_memory import ROW_BYTES, ProcessMemory, Ranges
+
+PIECE_BYTES = 4 << 20  # Of one call of the system: in between other coroutines, and other owners, have a turn
+
+
+class Source(NamedTuple):
+    """What one rank has for this one."""
+
+    owner: int
+    first: int  # Among the addresses that the owner posts
+    targets: Sequence[torch.Tensor]  # Contiguous bytes of this rank, as long as what lies at those addresses
+
+
+class _Read(NamedTuple):
+    memory: ProcessMemory
+    theirs: Ranges
+    mine: Ranges
+    row: int
+    ranges: int
+    nbytes: int
+
+
+class PeerReads:
+    """The reads of one piece of work; made when all owners have arrived. See `Unstaged` (work_sync.py)."""
+
+    def __init__(self, region: Region, memory: CmaMemory, sources: Sequence[Source]) -> None:
+        self._left: deque[_Read] = deque()
+        plans = [self._plan(region, memory, source) for source in sources]
+        while any(plans):
+            # From all owners in turn.
+            self._left.extend(plan.popleft() for plan in plans if plan)
+
+    def _plan(self, region: Region, memory: CmaMemory, source: Source) -> deque[_Read]:
+        owner, first, targets = source
+        chunks, index, starts, sizes = layout(tuple(map(len, targets)), 1, 1, PIECE_BYTES)
+        theirs, mine = Ranges(sizes), Ranges(sizes)
+        posted = np.asarray(region.counters[owner].addresses)[first : first + len(targets)]
+        np.add(posted[index], starts, out=theirs.addresses)
+        np.add(np.array([target.data_ptr() for target in targets], np.uint64)[index], starts, out=mine.addresses)
+        return deque(
+            _Read(memory.ranks[owner], theirs, mine, chunk.row, chunk.ranges, chunk.nbytes) for chunk in chunks
+        )
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._left)
+
+    def advance(self) -> bool:
+        memory, theirs, mine, row, ranges, nbytes = self._left.popleft()
+        place = ROW_BYTES * row
+        memory.read(theirs.start + place, mine.start + place, ranges, nbytes)
+        return True
+
 
 GATHER_READ_BYTES = 1 << 20  # All tensors of a gather together: from here on they are read where they lie
 ALLTOALL_READ_BYTES = 256 << 10  # What one rank has for another: the same

@@ -8,7 +8,7 @@ import torch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_name, reduce_op
 from hvlike.collectives.api.allgather import start_gather
-from hvlike.collectives.fusion.bucket import ReductionSettings
+from hvlike.collectives.persistent.bucket import ReductionSettings
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average, Sum
 from hvlike.collectives.requests.request import Handle

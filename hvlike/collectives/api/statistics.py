@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvlike.collectives.fusion.schedule import PLANNED
+from hvlike.collectives.persistent.schedule import PLANNED
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import UsageError
 from hvlike.observe.counters import Means, Moved, Sums, Waits

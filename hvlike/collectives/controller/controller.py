@@ -4,7 +4,7 @@
     coordinator   on the first rank: compares what all members ask for and sends a response list
     run           every rank runs the responses of one message in its order
 
-On several nodes the first member of each speaks for the others of its node (node_table.py): what they say goes through
+On several nodes the first member of each speaks for the others of its node (NodeTable): what they say goes through
 it in their order, and so do the announcements. Only what is asked and said about ranks that hang goes directly.
 
 A spec that was announced once is referred to by its number from then on. Only `submit` and `wait` may be called from
@@ -34,15 +34,15 @@ from hvlike.collectives.health.stall_inspector import (
     PONG,
     PeerProbe,
     StallInspector,
+    StallLimits,
     StatusReply,
     Submission,
+    answer_of,
     describe_tensors,
 )
-from hvlike.collectives.health.status_query import StallLimits, answer_of
 from hvlike.collectives.health.wait_for_graph import STEP, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinFailure
-from hvlike.collectives.requests.message_table import Response
-from hvlike.collectives.requests.node_table import Entry, NodeTable, ReadyList, tree_of
+from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyList, Response, tree_of
 from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
 from hvlike.observe.stacks import main_stack

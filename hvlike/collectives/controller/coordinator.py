@@ -13,8 +13,7 @@ from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.health.stall_inspector import StallInspector
 from hvlike.collectives.health.wait_for_graph import Counts, WaitForGraph, WaitReport
 from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY
-from hvlike.collectives.requests.message_table import MessageTable, Response, name_ranks
-from hvlike.collectives.requests.node_table import ReadyList
+from hvlike.collectives.requests.message_table import MessageTable, ReadyList, Response, name_ranks
 from hvlike.collectives.requests.request import RequestKey, RequestSpec
 from hvlike.errors import DeadlockError, HorovodInternalError
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from hvlike.collectives.health.status_query import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
+from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, StallLimits, StatusQuery, answer_of
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.errors import HorovodInternalError, PeerLeftError, ShutdownError, StalledError
 from hvlike.transport.fabric import Fabric

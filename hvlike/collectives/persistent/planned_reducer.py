@@ -25,9 +25,9 @@ from hvlike.backends.op_queue import OpQueue
 from hvlike.collectives.api.sparse import start_sparse_sum
 from hvlike.collectives.compression import Compression, CompressorLike, Mark
 from hvlike.collectives.controller.trace import exposed_wait
-from hvlike.collectives.fusion.bucket import ReductionSettings
-from hvlike.collectives.fusion.schedule import CompiledStep, Schedule, compile_step, gradient_streams_of
 from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.persistent.bucket import ReductionSettings
+from hvlike.collectives.persistent.schedule import CompiledStep, Schedule, compile_step, gradient_streams_of
 from hvlike.collectives.requests.plan import BucketSizes, Entry, Plan, Proposal, choose_sizes, equal_parts
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.collectives.requests.reduction import Average

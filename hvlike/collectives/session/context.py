@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from hvlike.backends.arithmetic.threads import THREADS
+from hvlike.backends.arithmetic.arithmetic import THREADS
 from hvlike.collectives.controller.inline_calls import inline_allreduces
 from hvlike.collectives.health.shutdown_barrier import EXIT, SHUTDOWN, ShutdownBarrier
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set

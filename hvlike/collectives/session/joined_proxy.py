@@ -24,9 +24,9 @@ from hvlike.backends.cuda.device_backend import on_device
 from hvlike.backends.op_queue import OpQueue, OpQueues
 from hvlike.collectives.compression import Mark
 from hvlike.collectives.controller.controller import OPTIONS, Controller
-from hvlike.collectives.fusion.schedule import Schedule
 from hvlike.collectives.health.option_watch import OptionWatch, ReadOptions
 from hvlike.collectives.health.wait_for_graph import STEP
+from hvlike.collectives.persistent.schedule import Schedule
 from hvlike.collectives.requests.join_protocol import PLANNED_KINDS, JoinFailure, LeaveEnd, neutral_tensors
 from hvlike.collectives.requests.message_table import Response
 from hvlike.collectives.requests.request import CallSite, Request, RequestSpec

@@ -18,7 +18,7 @@ from hvlike.collectives.controller.inline_allreduce import InlineAllreduce
 from hvlike.collectives.controller.inline_calls import InlineCalls, inline_allreduces
 from hvlike.collectives.controller.inline_messages import MOST_MEMBERS, InlineMessages
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.health.status_query import StallLimits
+from hvlike.collectives.health.stall_inspector import StallLimits
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.requests.process_set import FIRST_PRIVATE_SET, ProcessSet, global_process_set
 from hvlike.collectives.session.joined_proxy import JoinContexts, JoinedProxies

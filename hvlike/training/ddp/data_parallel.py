@@ -19,6 +19,7 @@ from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 from hvlike.collectives.session.context import Context, current
 from hvlike.errors import DataParallelError, UsageError
+from hvlike.training.broadcast import broadcast_tensors
 from hvlike.training.ddp.arguments import (
     check_bucket_cap,
     check_devices,
@@ -31,11 +32,9 @@ from hvlike.training.ddp.comm_hooks import Hook, allreduce_hook, compression_of,
 from hvlike.training.ddp.end_of_backward import is_inside_backward
 from hvlike.training.ddp.module_gradients import ModuleGradients
 from hvlike.training.ddp.module_sync import BufferSync, verify_and_broadcast
-from hvlike.training.gradients.local_memory import load_local_memory, local_memory
-from hvlike.training.gradients.reduction import Reduction
-from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInJoinable, JoinConfig
-from hvlike.training.state.broadcast import broadcast_tensors
+from hvlike.training.gradients.reduction import Reduction, load_local_memory, local_memory
+from hvlike.training.join import Join, JoinContext
+from hvlike.training.joinable import BuiltInJoinable, JoinConfig
 from hvlike.training.usage_errors import warn_user
 
 OWNER = "DistributedDataParallel"

@@ -17,9 +17,9 @@ from hvlike.collectives.requests.reduction import arithmetic_of
 from hvlike.collectives.session.context import Context
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import MismatchError
+from hvlike.training.broadcast import TensorForm, broadcast_tensors, check_same
 from hvlike.training.gradients.parameters import gpu_of
-from hvlike.training.state.broadcast import TensorForm, broadcast_tensors, check_same
-from hvlike.training.state.packing import Packing
+from hvlike.training.packing import Packing
 from hvlike.transport.loop.coroutine import Coroutine
 
 _CALL = "DistributedDataParallel"

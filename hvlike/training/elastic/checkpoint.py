@@ -18,8 +18,8 @@ from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.session.basics import rank, size
 from hvlike.collectives.session.context import current
 from hvlike.errors import CheckpointError, UsageError
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint_files import CheckpointFile, list_files, prune, read, write
-from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 def gather_optimizer_state(optimizer: DistributedOptimizer, root_rank: int = 0) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvlike.collectives.requests.reduction import is_dense, row_by_row
-from hvlike.training.state.broadcast import pack, unpack
+from hvlike.training.broadcast import pack, unpack
 from hvlike.transport.memory.malloc import allocate_receive_buffer
 
 _ALIGNMENT = 64

@@ -16,12 +16,12 @@ from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.basics import rank, size
 from hvlike.errors import UsageError
+from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint import is_stateful
 from hvlike.training.elastic.copies import copy_into
 from hvlike.training.elastic.local_state import LocalState, LocalStates, common_state_of, has_common_state
 from hvlike.training.elastic.sampler import ElasticSampler
-from hvlike.training.optimizer.distributed import DistributedOptimizer
-from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 
 if TYPE_CHECKING:
     from hvlike.training.elastic.durable import DurableCommits

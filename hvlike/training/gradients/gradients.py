@@ -20,9 +20,9 @@ from hvlike.collectives.requests.plan import Entry
 from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
-from hvlike.training.gradients.comparison import Comparison
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
 from hvlike.training.gradients.parameters import (
+    Comparison,
     ParamGroupDiff,
     check_passes,
     name_parameters,

@@ -16,7 +16,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.collectives.api.allreduce import allreduce
 from hvlike.collectives.requests.process_set import ProcessSet
 from hvlike.training.gradients.gradients import Gradients
-from hvlike.training.gradients.local_memory import load_local_memory, local_memory
+from hvlike.training.gradients.reduction import load_local_memory, local_memory
 
 
 class DelegatingOptimizer(Optimizer):

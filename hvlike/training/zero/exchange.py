@@ -23,7 +23,7 @@ from hvlike.collectives.requests.reduction import Average, Operand, arithmetic_o
 from hvlike.collectives.requests.request import order_in_memory
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.training.gradients.parameters import value_checksums
-from hvlike.training.state.packing import Packing
+from hvlike.training.packing import Packing
 from hvlike.transport.loop.coroutine import Coroutine
 
 Parameters: TypeAlias = list[Tensor] | list[dict[str, Any]]

@@ -30,8 +30,8 @@ from hvlike.training.gradients.parameters import (
     temporary_gradients,
 )
 from hvlike.training.gradients.reduction import ranks_of_group
-from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInJoinable
+from hvlike.training.join import Join, JoinContext
+from hvlike.training.joinable import BuiltInJoinable
 from hvlike.training.zero.exchange import (
     GradientReduction,
     ParameterExchange,

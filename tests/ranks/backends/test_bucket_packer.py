@@ -11,7 +11,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import Backend
 from hvlike.backends.op_queue import open_queue
 from hvlike.backends.shared_memory.schedule import CHUNK_BYTES
-from hvlike.collectives.fusion.bucket import BucketPacker
+from hvlike.collectives.persistent.bucket import BucketPacker
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Task

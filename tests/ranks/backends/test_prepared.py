@@ -15,7 +15,7 @@ from hvlike.backends.shared_memory import work_sync
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.region import ADDRESSES
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
-from hvlike.collectives.fusion.bucket import BucketPacker
+from hvlike.collectives.persistent.bucket import BucketPacker
 from hvlike.collectives.session.context import current
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Task

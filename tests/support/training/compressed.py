@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def gradients_of(rank: int, step: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hvlike.backends.arithmetic.arithmetic import Arithmetic
+from hvlike.backends.arithmetic.arithmetic import THREADED_BYTES, THREADS, Arithmetic, Threads
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.arithmetic.threads import THREADED_BYTES, THREADS, Threads
 from hvlike.transport.memory.dtypes import dtype_name
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.backends.node import play, regions
 
-from hvlike.backends.shared_memory import peer_reads, transfer, work_sync
+from hvlike.backends.shared_memory import transfer, work_sync
 from hvlike.backends.shared_memory.cma import CmaMemory
 from hvlike.backends.shared_memory.transfer import alltoall, gather, gather_at_once, is_read
 from hvlike.backends.shared_memory.work_sync import WorkSync
@@ -34,7 +34,7 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     """What is longer than some 3 KiB is read where it lies, or all goes through the slots."""
     monkeypatch.setattr(transfer, "GATHER_READ_BYTES", 3000)
     monkeypatch.setattr(transfer, "ALLTOALL_READ_BYTES", 3000)
-    monkeypatch.setattr(peer_reads, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 10_000)
     return request.param == "through the slots"
 
 

@@ -8,7 +8,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import PreparedReduction, SoloBackend
-from hvlike.collectives.fusion.bucket import BucketPacker, pick
+from hvlike.collectives.persistent.bucket import BucketPacker, pick
 from hvlike.transport.loop.coroutine import Coroutine
 
 LARGE = 20_000

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from hvlike.collectives.health import shutdown_barrier, status_query
+from hvlike.collectives.health import shutdown_barrier, stall_inspector
 from hvlike.collectives.health.shutdown_barrier import MissingRanksReport
-from hvlike.collectives.health.status_query import StallLimits, StatusQuery
+from hvlike.collectives.health.stall_inspector import StallLimits, StatusQuery
 from hvlike.errors import StalledError
 
 
@@ -24,7 +24,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(shutdown_barrier, "time", clock)
-    monkeypatch.setattr(status_query, "time", clock)
+    monkeypatch.setattr(stall_inspector, "time", clock)
     assert time.monotonic() != clock.now
     return clock
 

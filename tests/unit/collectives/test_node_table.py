@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from hvlike.collectives.requests.join_protocol import JOIN_KEY
-from hvlike.collectives.requests.node_table import Entry, NodeTable, ReadyList, tree_of
+from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyList, tree_of
 from hvlike.collectives.requests.request import RequestSpec
 
 KINDS = ["allreduce", "broadcast", "allgather"]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvlike.collectives.health.stall_inspector import PING, PeerProbe
-from hvlike.collectives.health.status_query import StallLimits, answer_of
+from hvlike.collectives.health.stall_inspector import PING, PeerProbe, StallLimits, answer_of
 from hvlike.errors import StalledError
 
 KEY = ("allreduce", "x")

@@ -8,8 +8,7 @@ import torch
 
 from hvlike.errors import UsageError
 from hvlike.horovod import command, stand_ins
-from hvlike.horovod.importer import HorovodImporter
-from hvlike.horovod.table import MODULES
+from hvlike.horovod.importer import MODULES, HorovodImporter
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvlike.torch_distributed.endpoint import Transfer
-from hvlike.torch_distributed.matching import Matching
+from hvlike.torch_distributed.point_to_point import Matching
 from hvlike.torch_distributed.tensor_bytes import bytes_to_send
 
 

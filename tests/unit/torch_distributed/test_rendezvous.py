@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvlike.errors import LaunchError, UsageError
-from hvlike.torch_distributed.rendezvous import check_environment, check_place, set_variables
+from hvlike.torch_distributed.store import check_environment, check_place, set_variables
 
 
 def world(rank: int, size: int) -> Any:

@@ -7,7 +7,7 @@ import torch
 from support.adasum_reference import adasum
 from torch import nn
 
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

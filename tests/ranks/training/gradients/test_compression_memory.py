@@ -16,8 +16,8 @@ from torch import Tensor
 from hvlike.collectives.api.objects import broadcast_object
 from hvlike.collectives.compression import PowerSGD, StatefulCompressor, TopK
 from hvlike.errors import UsageError
+from hvlike.training.broadcast import broadcast_optimizer_state
 from hvlike.training.elastic.checkpoint import gather_optimizer_state
-from hvlike.training.state.broadcast import broadcast_optimizer_state
 
 SHAPES = [(20, 30), (6,), (12, 4, 5)]
 

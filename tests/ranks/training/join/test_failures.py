@@ -15,7 +15,7 @@ from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.joined_proxy import CountingJob
 from hvlike.errors import JoinError, MismatchError
 from hvlike.join import Join, Joinable, JoinHook
-from hvlike.training.join.joinable import BuiltInJoinable
+from hvlike.training.joinable import BuiltInJoinable
 from hvlike.transport.loop.coroutine import Coroutine
 
 pytestmark = pytest.mark.mpi(min_size=2)

@@ -13,7 +13,7 @@ from support.training.problem import largest_difference, loss_of, make_model, sa
 from torch import Tensor, nn
 
 from hvlike.collectives.compression import Compression
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 STEPS = 4
 

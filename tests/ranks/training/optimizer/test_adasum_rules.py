@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.compression import PowerSGD
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 
 def make(hvd: ModuleType, **options: Any) -> tuple[nn.Module, Any]:

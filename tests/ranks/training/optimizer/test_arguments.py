@@ -10,7 +10,7 @@ from support.training.problem import make_model
 from torch import nn
 
 from hvlike.errors import UsageError
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 Arguments = Callable[[nn.Module], dict[str, Any]]
 

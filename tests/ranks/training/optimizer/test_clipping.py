@@ -8,7 +8,7 @@ from support.training.problem import largest_difference, loss_of, make_model, sa
 
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import UsageError
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

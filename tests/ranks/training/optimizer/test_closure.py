@@ -10,7 +10,7 @@ from support.training.problem import largest_difference, loss_of, make_model, sa
 from torch import Tensor
 
 from hvlike.collectives.api.objects import allgather_object
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 
 def make(cls: Any, **options: Any) -> tuple[torch.nn.Module, Any]:

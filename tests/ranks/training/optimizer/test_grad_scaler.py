@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from hvlike.collectives.api.objects import allgather_object
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 STEPS = 6
 BAD_STEPS = (1, 4)

@@ -8,8 +8,8 @@ import torch
 from support.training.problem import loss_of, make_model, share, whole_batch
 from torch import nn
 
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.gradients.grad_state import GradientHooks
-from hvlike.training.optimizer.distributed import DistributedOptimizer
 
 
 class Listener:

@@ -11,7 +11,7 @@ from support.training.problem import largest_difference, loss_of, make_model, sa
 from torch import Tensor, nn
 
 from hvlike.collectives.compression import Compression
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 STEPS = 4
 MAX_NORM = 0.05

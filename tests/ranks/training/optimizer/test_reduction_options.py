@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvlike.collectives.compression import Compression, Compressor
 from hvlike.errors import HorovodInternalError
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def reduced(hvd: ModuleType, value: float, **options: Any) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from support.training.problem import loss_of, make_model, same_on_all_ranks, share, whole_batch
 from torch import nn
 
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def test_one_backward_pass_feeds_two_unnamed_optimizers(hvd: ModuleType) -> None:

@@ -8,7 +8,7 @@ import torch
 from support.training.problem import largest_difference, loss_of, make_model, share, whole_batch
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.training.optimizer.distributed import DistributedOptimizer, clip_grad_norm_
+from hvlike.training.distributed_optimizer import DistributedOptimizer, clip_grad_norm_
 
 TEXT = (
     r"optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after optimizer.synchronize\(\). "

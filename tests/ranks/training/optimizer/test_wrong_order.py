@@ -9,7 +9,7 @@ from support.training.problem import loss_of, make_model, same_on_all_ranks, sha
 from torch import nn
 
 from hvlike.errors import UsageError
-from hvlike.training.optimizer.distributed import DistributedOptimizer
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 
 def make(passes: int = 1) -> tuple[nn.Module, DistributedOptimizer]:

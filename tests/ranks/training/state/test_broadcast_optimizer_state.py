@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.errors import MismatchError, UsageError
-from hvlike.training.optimizer.distributed import DistributedOptimizer
-from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
+from hvlike.training.distributed_optimizer import DistributedOptimizer
 
 NAMES = ["SGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"]
 NAMES += ["ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"]

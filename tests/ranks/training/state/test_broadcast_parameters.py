@@ -11,7 +11,7 @@ from support.training.problem import make_model, same_on_all_ranks
 from torch import nn
 
 from hvlike.errors import ShapeMismatchError, UsageError
-from hvlike.training.state.broadcast import broadcast_parameters
+from hvlike.training.broadcast import broadcast_parameters
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "state dict": lambda model: model.state_dict(),

@@ -10,8 +10,7 @@ from support.backends.late_device import LateDevice
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.base import SoloBackend
-from hvlike.backends.cuda.nccl import Communicator, Nccl
-from hvlike.backends.cuda.nccl_backend import NcclBackend
+from hvlike.backends.cuda.nccl import Communicator, Nccl, NcclBackend
 from hvlike.errors import HorovodInternalError, StalledError
 
 LIMIT = 5.0

@@ -5,7 +5,7 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
-from hvlike.backends.cuda.nccl_backend import Recipe, recipe_of
+from hvlike.backends.cuda.nccl import Recipe, recipe_of
 from hvlike.transport.memory.dtypes import TABLE
 
 SUM, AVERAGE, MIN, MAX, PRODUCT = (

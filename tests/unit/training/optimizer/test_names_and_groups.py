@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvlike.training.broadcast import find_differences
 from hvlike.training.gradients.parameters import (
     check_groups,
     check_named_parameters,
@@ -11,7 +12,6 @@ from hvlike.training.gradients.parameters import (
     group_indices,
     name_parameters,
 )
-from hvlike.training.state.broadcast import find_differences
 
 A, B, C = (nn.Parameter(torch.zeros(size)) for size in (1, 2, 3))
 

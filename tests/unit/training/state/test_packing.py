@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hvlike.backends.fusion_buffer import SMALL_BYTES
-from hvlike.training.state.packing import Packing
+from hvlike.training.packing import Packing
 
 pytestmark = pytest.mark.pure
 

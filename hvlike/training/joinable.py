@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hvlike.collectives.requests.process_set import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
-    from hvlike.training.join.join import JoinContext
+    from hvlike.training.join import JoinContext
 
 
 class JoinConfig(NamedTuple):

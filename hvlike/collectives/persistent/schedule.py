@@ -28,7 +28,7 @@ from hvlike.backends.hierarchical import HierarchicalBackend
 from hvlike.backends.op_queue import Job, OpQueue
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.trace import recorded
-from hvlike.collectives.fusion.bucket import Bucket, PlannedPart, ReductionSettings
+from hvlike.collectives.persistent.bucket import Bucket, PlannedPart, ReductionSettings
 from hvlike.collectives.requests.plan import Proposal, describe_names, make_plan
 from hvlike.collectives.requests.reduction import row_by_row
 from hvlike.collectives.requests.request import CallSite, RequestKey

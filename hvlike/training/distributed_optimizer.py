@@ -19,6 +19,7 @@ from hvlike.collectives.requests.process_set import ProcessSet, global_process_s
 from hvlike.collectives.session.context import current
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
+from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
 from hvlike.training.gradients.adasum_deltas import AdasumDeltas
 from hvlike.training.gradients.grad_state import Phase
 from hvlike.training.gradients.gradients import Gradients
@@ -31,9 +32,8 @@ from hvlike.training.gradients.parameters import (
     options_of,
 )
 from hvlike.training.gradients.reduction import Reduction, registered_set
-from hvlike.training.join.join import Join, JoinContext
-from hvlike.training.join.joinable import BuiltInJoinable
-from hvlike.training.state.broadcast import broadcast_optimizer_state, broadcast_tensors, named_tensors
+from hvlike.training.join import Join, JoinContext
+from hvlike.training.joinable import BuiltInJoinable
 
 
 class DistributedOptimizer(DelegatingOptimizer, BuiltInJoinable):

@@ -1,1 +1,0 @@
-"""Join: ranks with different numbers of inputs."""

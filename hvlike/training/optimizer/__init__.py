@@ -1,1 +1,0 @@
-"""DistributedOptimizer: a torch optimizer that steps on reduced gradients."""

@@ -1,1 +1,0 @@
-"""One rank's parameters and optimizer state on all ranks."""
