@@ -13,7 +13,7 @@ import time
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.op_queue import OpQueue
 from hvlike.backends.shared_memory.board import RING, WORDS, Board
-from hvlike.backends.shared_memory.inline_reduction import InlineReduction
+from hvlike.backends.shared_memory.in_place_shm import InlineReduction
 from hvlike.backends.shared_memory.shared_backend import SharedBackend
 from hvlike.errors import HorovodInternalError
 from hvlike.transport.fabric import Fabric

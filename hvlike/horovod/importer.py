@@ -58,7 +58,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "horovod.torch": {
         "hvlike": f"{_OPERATIONS} {_FUNCTIONS} SyncBatchNorm _check_has_gpu",
-        "hvlike.horovod.optimizer": _OPTIMIZERS,
+        "hvlike.horovod.stand_ins": _OPTIMIZERS,
     },
     "horovod.torch.compression": {
         "hvlike": "Compression",
@@ -73,7 +73,7 @@ MODULES: dict[str, dict[str, str]] = {
         "hvlike": f"{_OPERATIONS} is_homogeneous check_extension",
         "hvlike.horovod.stand_ins": _UTILITIES,
     },
-    "horovod.torch.optimizer": {"hvlike.horovod.optimizer": _OPTIMIZERS},
+    "horovod.torch.optimizer": {"hvlike.horovod.stand_ins": _OPTIMIZERS},
     "horovod.torch.sync_batch_norm": {"hvlike": "SyncBatchNorm"},
 }
 

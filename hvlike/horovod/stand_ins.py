@@ -1,7 +1,8 @@
-"""What Horovod has and hvlike does not, or calls otherwise, as small as it can be."""
+"""What Horovod has and hvlike does not, or calls otherwise; the attributes of its optimizer too."""
 
 from __future__ import annotations
 
+import functools
 import pickle
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +10,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from hvlike.collectives.compression import Compression, Compressor
 from hvlike.collectives.session.basics import _check_has_gpu
 from hvlike.errors import UsageError, WrongTypeError
 from hvlike.launch.job_folder import pickled
 from hvlike.launch.run import run as run_job
+from hvlike.training import distributed_optimizer
 from hvlike.training.elastic import state
 from hvlike.training.elastic.run import run as run_elastic
 
@@ -118,3 +122,50 @@ def _call_under_the_name(call: bytes) -> Any:
 
     install()
     return pickle.loads(call)()
+
+
+_PLACE = "horovod.torch.optimizer"
+
+
+class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
+    """Programs find Horovod's optimizers by `"horovod" in str(type(optimizer))`; `__class__` is the wrapped one's."""
+
+    __module__ = _PLACE
+
+    @property  # type: ignore[misc]  # as in the class that it is derived from
+    def __class__(self) -> type:
+        """A class named like the wrapped optimizer's and derived from it, as Horovod makes one."""
+        wrapped = self.__dict__.get("_wrapped")
+        return type(self) if wrapped is None else _named_class(type(wrapped))  # type: ignore[arg-type]
+
+    @property
+    def _handles(self) -> dict[Tensor, tuple[Any, Any]]:
+        """Parameters whose gradients are being reduced; not what they are reduced with. A copy."""
+        return dict.fromkeys(self._gradients.being_reduced(), (None, None))
+
+    @property
+    def _requires_update(self) -> set[Tensor]:
+        """Parameters whose gradients are reduced. A copy."""
+        return set(self._gradients.names())
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """A copy."""
+        return self._gradients.names()
+
+    @property
+    def _should_synchronize(self) -> bool:
+        """Whether step() reduces the gradients: False inside of skip_synchronize(), or when a program sets it."""
+        return not self._skipping
+
+    @_should_synchronize.setter
+    def _should_synchronize(self, value: bool) -> None:
+        self._skipping = not value
+
+
+_DistributedOptimizer = DistributedOptimizer
+
+
+@functools.cache
+def _named_class(wrapped: Any) -> type:
+    return type(wrapped.__name__, (wrapped,), {"__module__": _PLACE})

@@ -9,9 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvlike.errors import UsageError
-from hvlike.observe.analysis import Calls, Operations, Parts, RankSteps, Training, calls, operations, trainings
 from hvlike.observe.pictures import draw_steps, png
-from hvlike.observe.trace_reader import RankTrace, abouts, merge, rank_traces, read_all
+from hvlike.observe.timelines import (
+    Calls,
+    Operations,
+    Parts,
+    RankSteps,
+    RankTrace,
+    Training,
+    abouts,
+    calls,
+    merge,
+    operations,
+    rank_traces,
+    read_all,
+    trainings,
+)
 
 _MOST_CALLS = 20
 _MOST_RANKS = 64

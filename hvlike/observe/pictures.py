@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvlike.observe.analysis import Key, Parts, Training
+from hvlike.observe.timelines import Key, Parts, Training
 
 _DOTS_PER_INCH = 110
 

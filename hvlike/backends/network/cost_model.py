@@ -13,7 +13,7 @@ Whole: all that a rank holds goes to each other of its group. In shards: it goes
 come back the same way: half the bytes or less, and twice the steps.
 
 The levels are prime factors of n, some of them merged: then a sum has one order whichever way is chosen
-(summation_order.py).
+(partition.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvlike.backends.network.summation_order import primes
+from hvlike.backends.network.partition import primes
 from hvlike.transport.loop.coroutine import Coroutine, complete
 from hvlike.transport.memory.dtypes import MpiConstants
 

@@ -33,9 +33,8 @@ from typing import Any
 import numpy as np
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
-from hvlike.backends.network.partition import Message, Run, message_length, packets_of
+from hvlike.backends.network.partition import Message, Run, combine, message_length, packets_of
 from hvlike.backends.network.progress import BandwidthEstimator, BufferPool, MessagePipeline, drive
-from hvlike.backends.network.summation_order import combine
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.memory.dtypes import Array, bytes_at

@@ -32,8 +32,8 @@ from hvlike.backends.network.pairwise_reduction import (
     open_header,
     split,
 )
+from hvlike.backends.network.partition import fold
 from hvlike.backends.network.progress import SharedScratch
-from hvlike.backends.network.summation_order import fold
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, Wait, complete
 from hvlike.transport.memory.dtypes import Array, Kind, bytes_at

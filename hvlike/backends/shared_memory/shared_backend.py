@@ -13,8 +13,13 @@ import torch
 
 from hvlike.backends.arithmetic.arithmetic import Arithmetic
 from hvlike.backends.shared_memory.cma import CmaMemory, CmaReduction
-from hvlike.backends.shared_memory.in_place_shm import AllocationPlace, InPlaceReduction, SharedAllocations, place_word
-from hvlike.backends.shared_memory.inline_reduction import InlineReduction
+from hvlike.backends.shared_memory.in_place_shm import (
+    AllocationPlace,
+    InlineReduction,
+    InPlaceReduction,
+    SharedAllocations,
+    place_word,
+)
 from hvlike.backends.shared_memory.leader import FlatBuffer, LeaderByCma, LeaderByStaging, NodeReduction
 from hvlike.backends.shared_memory.region import ACTIVE, ADDRESSES, Region
 from hvlike.backends.shared_memory.schedule import SMALLEST_SHARE, Chunk, assign, deal

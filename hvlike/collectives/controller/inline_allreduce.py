@@ -15,7 +15,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.arithmetic.kernels import KernelCall, SilentErrstate
 from hvlike.backends.inline_allreduce import InlineEngine
 from hvlike.backends.shared_memory.board import FINISHED, RING
-from hvlike.backends.shared_memory.inline_reduction import AS_SHARED, InlineReduction
+from hvlike.backends.shared_memory.in_place_shm import AS_SHARED, InlineReduction
 from hvlike.collectives.controller.controller import Controller
 from hvlike.collectives.controller.inline_calls import KIND, MOST_KNOWN, STEPS, InlineCalls
 from hvlike.collectives.requests.reduction import Average

@@ -12,7 +12,7 @@ from hvlike.backends.arithmetic.reduce_op import ReduceOp, check_supported, op_n
 from hvlike.backends.network import network, pairwise_reduction
 from hvlike.backends.network.cost_model import Way
 from hvlike.backends.network.network import Network
-from hvlike.backends.network.summation_order import primes
+from hvlike.backends.network.partition import primes
 from hvlike.errors import MismatchError
 from hvlike.transport.loop.coroutine import Coroutine, T
 from hvlike.transport.memory.dtypes import TABLE, dtype_name, raw_view

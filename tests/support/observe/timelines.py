@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hvlike.observe.recorder import Recorder, path_of_rank
-from hvlike.observe.trace_reader import RankTrace, rank_traces
+from hvlike.observe.timelines import RankTrace, rank_traces
 
 Phase = tuple[str, str, float, float, dict[str, Any]]
 """Row, name, beginning and end in milliseconds, arguments."""

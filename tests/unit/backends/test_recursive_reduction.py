@@ -3,8 +3,8 @@
 import pytest
 
 from hvlike.backends.network.cost_model import Way, members
+from hvlike.backends.network.partition import fold
 from hvlike.backends.network.recursive_reduction import Step, partner_of, steps_of
-from hvlike.backends.network.summation_order import fold
 
 WAYS = {
     2: [(2,)],

@@ -8,7 +8,7 @@ import pytest
 from hvlike.__main__ import main
 from hvlike.errors import UsageError
 from hvlike.observe.recorder import Recorder
-from hvlike.observe.trace_reader import merge, read
+from hvlike.observe.timelines import merge, read
 
 
 def write(folder: Path, rank: int) -> Path:

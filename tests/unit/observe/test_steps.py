@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from support.observe.timelines import LANE, bucket, traces, wait
 
-from hvlike.observe.analysis import Parts, calls, operations, trainings
-from hvlike.observe.trace_reader import common, length, rank_traces, union
+from hvlike.observe.timelines import Parts, calls, common, length, operations, rank_traces, trainings, union
 
 
 def test_intervals_are_joined_and_cut() -> None:

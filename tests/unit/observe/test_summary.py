@@ -7,8 +7,8 @@ import pytest
 from support.observe.timelines import bucket, traces, wait, write
 
 from hvlike.__main__ import main
-from hvlike.observe.analysis import trainings
 from hvlike.observe.pictures import steps_figure
+from hvlike.observe.timelines import trainings
 
 FIRST = [wait(0, 0, 10), wait(1, 30, 40), bucket(25, 40), wait(2, 60, 61)]
 SECOND = [wait(0, 5, 10), wait(1, 33, 40), bucket(33, 40), wait(2, 50, 61)]
