@@ -1,12 +1,10 @@
 """The directive `public-names`: the reference of the names that a table of a page lists.
 
-    ```{public-names} hvlike
-    :page: api.md
-    :section: Collectives
+    ```{public-names} hvlike Collectives
     ```
 
-documents every name in the first column of the tables below that heading, in their order; a row may have
-several. Without a section: every name of the module's `__all__`, but modules.
+documents every name in the first column of the tables below that heading of api.md, in their order; a row may have
+several. Without a section: the module, and every name of its `__all__` but modules.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxDirective
 
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", flags=re.MULTILINE)
@@ -49,19 +46,20 @@ class PublicNames(SphinxDirective):
     """See above."""
 
     required_arguments = 1
-    option_spec = {"page": directives.unchanged, "section": directives.unchanged}  # noqa: RUF012
+    optional_arguments = 1
+    final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
         """The nodes of all names."""
-        module = self.arguments[0]
-        if "section" in self.options:
-            path = Path(self.env.srcdir) / self.options["page"]
+        module, *section = self.arguments
+        if section:
+            path = Path(self.env.srcdir) / "api.md"
             self.env.note_dependency(str(path))
-            names = listed(path.read_text(), self.options["section"])
+            names, head = listed(path.read_text(), section[0]), []
         else:
-            names = importlib.import_module(module).__all__
+            names, head = importlib.import_module(module).__all__, [f".. automodule:: {module}", ""]
         lines = [line for name in names for line in lines_for(module, name)]
-        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *lines, "```"]))
+        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *head, *lines, "```"]))
 
 
 def skip_member(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:

@@ -17,6 +17,7 @@ SHORT = {
     "a number of at least ": "≥ ",
     "the path of a file": "path",
     "one of ": "",
+    "0 or 1": "0, 1",
     "comma-separated numbers of cores, one for each rank of a node": "2,3",
 }
 
