@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hvlike.errors import LaunchError, UsageError
 from hvlike.transport.failure import fault_tolerance, guard
 from hvlike.transport.failure.fault_tolerance import Job
-from hvlike.transport.failure.watchdog import init_watchdog
+from hvlike.transport.failure.watchdog import init_watchdog, start_watchdog
 from hvlike.transport.host import launchers, mpi_library, topology
 
 if TYPE_CHECKING:
@@ -74,8 +74,12 @@ class World(topology.Topology):
         try:
             with init_watchdog(patience, limit, guard.give_up):
                 _check_process()
-                fault_tolerance.exclude_collectives(os.environ, initialised=mpi_library.running_mpi() is not None)
-                mpi = mpi_library.load_mpi(serialized=serialized)
+                if fault_tolerance.is_enabled(os.environ):
+                    fault_tolerance.exclude_collectives(os.environ, initialised=mpi_library.running_mpi() is not None)
+                    with start_watchdog(os.environ):
+                        mpi = mpi_library.load_mpi(serialized=serialized, threads_go_on=True)
+                else:
+                    mpi = mpi_library.load_mpi(serialized=serialized)
                 library = mpi_library.library_name(mpi)
                 launchers.check_launcher(os.environ, mpi.COMM_WORLD.Get_size(), library)
                 if ranks_per_node is not None and ranks_per_node < 1:

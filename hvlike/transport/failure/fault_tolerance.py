@@ -45,6 +45,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _PROGRESS_TAG = 15  # Of which there is no message
+_MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
 
@@ -312,7 +313,9 @@ class Job:
         """Leave out who is lost. Collective over the survivors; blocks. `begin` follows."""
         before = self.comm.size
         self.restarts += 1
-        self._left.append(self.comm)
+        # A lost process may have sent in a communicator that failed to be made here. Open MPI keeps such messages for
+        # the next communicator of that number; so these numbers are taken, and none of them is used again.
+        self._left += [self.comm, *(self.mpi.COMM_SELF.Dup() for _ in range(_MOST_UNSHARED))]
         self.comm = self.comm.Shrink()
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         if self.comm.size < before:

@@ -1,11 +1,12 @@
-"""Telling the MPI of this process which others are lost, where its launcher has not noticed anything.
+"""Telling the MPI of this process which others are lost, where its launcher has not noticed anything; ending a job
+before MPI has started.
 
 Under fault tolerance Open MPI learns of a lost process by an event of PMIx, the protocol between a process and the
 daemon of the launcher that has started it. From behind a cut link no event comes, and MPI's agreement among survivors
 would wait for ever. So a process that knows better sends the event to itself: MPI then takes these processes for failed
 and can do without them, as if they had been killed.
 
-Source: PMIx standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL.
+Source: PMIx standard 4.1, PMIx_Notify_event, PMIX_ERR_PROC_ABORTED, PMIX_RANGE_PROC_LOCAL, PMIx_Abort.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def report_lost(ranks: Iterable[int]) -> bool:
     return told
 
 
+def abort(status: int, reason: str) -> bool:
+    """Have the launcher end all processes of the job, this one too. From any thread; False where it cannot be asked."""
+    library = _load()
+    return library is not None and not library.PMIx_Abort(status, reason.encode(), None, ctypes.c_size_t(0))
+
+
 def _load() -> Any:
     """The PMIx that MPI has loaded, if the numbers above mean there what they should; else None."""
     paths = mapped_files("libpmix.so")
     if not paths:
         return None
     library = ctypes.CDLL(paths[0])
-    if not all(hasattr(library, name) for name in ("PMIx_Info_load", "PMIx_Notify_event", "PMIx_Data_type_string")):
+    if not all(hasattr(library, f"PMIx_{name}") for name in ("Info_load", "Notify_event", "Data_type_string", "Abort")):
         return None
     library.PMIx_Error_string.restype = library.PMIx_Data_type_string.restype = ctypes.c_char_p
     names = library.PMIx_Error_string(_ABORTED), library.PMIx_Data_type_string(ctypes.c_uint16(_PROC))

@@ -4,6 +4,7 @@
 signal has Python's faulthandler write them to the rank's own stderr, which needs no lock and so works while a C call
 holds Python's. The signal is a real-time one that nothing uses by convention, and goes only to a process that handles
 it. `init_watchdog` warns while this rank waits for others in init(), and ends the job when that takes too long.
+`start_watchdog` ends a job under fault tolerance when a process is lost before MPI has started.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvlike.observe.stacks import main_stack
+from hvlike.transport.failure import pmix
 from hvlike.transport.host import launchers
 
 
@@ -122,3 +124,79 @@ def _me() -> str:
     launcher = launchers.detect_launcher(os.environ)
     rank = "a rank" if launcher is None or launcher.rank is None else f"rank {launcher.rank} of {launcher.size}"
     return f"{rank} on {socket.gethostname()}"
+
+
+_LAUNCHERS = ("prted", "prterun", "prte", "mpirun", "mpiexec")
+_SCAN_SECONDS = 0.5
+
+
+@contextmanager
+def start_watchdog(environ: Mapping[str, str]) -> Iterator[None]:
+    """End the job when a process of this node is gone during the body, MPI_Init, which would wait for it for ever:
+    under fault tolerance the launcher does not end a job for that. Does nothing where the processes cannot be seen.
+    """
+    done = threading.Event()
+    launcher = _find_daemon(environ)
+
+    def watch() -> None:
+        incomplete = False
+        while not done.wait(_SCAN_SECONDS):
+            before, living = incomplete, _living_ranks(environ, launcher)
+            incomplete = len(living) < int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+            # Twice: a process that is just being started has not its own environment yet.
+            if incomplete and before and not done.is_set():
+                _end_job_before_mpi(environ, living)
+
+    thread = threading.Thread(target=watch, name="hvlike-start", daemon=True)
+    if launcher:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if launcher:
+            thread.join()
+
+
+def _find_daemon(environ: Mapping[str, str]) -> int:
+    """The process of the launcher that has started this rank, 0 if it cannot be seen."""
+    process = os.getpid()
+    while process and _rank_in(process, environ) is not None:
+        process = int(process_status(process).get("PPid", "0"))
+    return process if process_status(process).get("Name") in _LAUNCHERS else 0
+
+
+def _rank_in(process: int, environ: Mapping[str, str]) -> int | None:
+    """The rank of a process, or of the one that has started it; None if it is not of this job."""
+    try:
+        variables = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return None
+    found = dict(each.partition("=")[::2] for each in variables)
+    here = found.get("PMIX_NAMESPACE", "") == environ.get("PMIX_NAMESPACE")
+    return int(found["PMIX_RANK"]) if here and found.get("PMIX_RANK", "").isdecimal() else None
+
+
+def _living_ranks(environ: Mapping[str, str], launcher: int) -> set[int]:
+    """The ranks whose process the launcher has on this node."""
+    processes = [int(each) for each in os.listdir("/proc") if each.isdecimal()]
+    children = [each for each in processes if process_status(each).get("PPid") == str(launcher)]
+    return {rank for each in children if (rank := _rank_in(each, environ)) is not None}
+
+
+def _end_job_before_mpi(environ: Mapping[str, str], living: set[int]) -> None:
+    rank, size, here = (int(environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_SIZE"))
+    missing = sorted(set(range(size)) - living)
+    who = f"rank {', '.join(map(str, missing))} of {size}" if here == size else f"{here - len(living)} of {here} ranks"
+    if rank == min(living, default=rank):
+        text = (
+            f"hvlike: {who} on {socket.gethostname()} ended before MPI had started. Every rank waits for it in "
+            "MPI_Init, and a rank cannot be made up for before hvlike.elastic.run: this ends the job. If it failed by "
+            "itself, its error is above."
+        )
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
+        pmix.abort(1, "a rank ended before MPI had started")
+    # Where PMIx cannot be asked, all ranks of this node end like this; else the launcher is faster.
+    time.sleep(_SCAN_SECONDS)
+    os._exit(1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -103,14 +104,14 @@ INSTALL_HINT = (
 )
 
 
-def load_mpi(*, serialized: bool = False) -> ModuleType:
+def load_mpi(*, serialized: bool = False, threads_go_on: bool = False) -> ModuleType:
     """Import mpi4py.MPI, initialised, with at least MPI_THREAD_SERIALIZED; with no more, if `serialized`. The first
-    call runs MPI_Init, which waits for the other processes of the job. Raises: LaunchError if no MPI library loads, MPI
-    is finalised already, or its thread level is too low.
+    call runs MPI_Init, which waits for the other processes of the job. threads_go_on: let other threads of Python run
+    meanwhile; for Open MPI. Raises: LaunchError if no MPI library loads, MPI is finalised already, or its thread level
+    is too low.
     """
-    if serialized and "mpi4py.MPI" not in sys.modules:
-        _ask_for_serialized()
     if "mpi4py.MPI" not in sys.modules:
+        _configure_mpi4py(serialized=serialized, initialize=not threads_go_on)
         warn_if_shm_full()
     mpi = _import_mpi()
     if mpi.Is_finalized():
@@ -119,7 +120,11 @@ def load_mpi(*, serialized: bool = False) -> ModuleType:
             "Remove the call: mpi4py finalises MPI by itself when the process ends."
         )
     if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE)
+        level = mpi.THREAD_SERIALIZED if serialized else mpi.THREAD_MULTIPLE
+        if threads_go_on:
+            _initialize_without_lock(mpi, level)
+        else:
+            mpi.Init_thread(level)
         atexit.register(_finalize, mpi, os.getpid())
     if mpi.COMM_WORLD.Get_size() == 1:
         # Now, as init() may refuse to go on: processes of torchrun are jobs of one, too.
@@ -147,12 +152,21 @@ def _import_mpi() -> ModuleType:
     return MPI
 
 
-def _ask_for_serialized() -> None:
+def _configure_mpi4py(*, serialized: bool, initialize: bool) -> None:
     # Importing MPI initialises it with what rc says; a missing mpi4py is reported by the import that follows.
     with contextlib.suppress(ModuleNotFoundError):
         from mpi4py import rc
 
-        rc.thread_level = "serialized"
+        if serialized:
+            rc.thread_level = "serialized"
+        rc.initialize = rc.initialize and initialize
+
+
+def _initialize_without_lock(mpi: ModuleType, level: int) -> None:
+    # mpi4py holds Python's lock in MPI_Init, so that no thread could report what that waits for.
+    ctypes.CDLL(mapped_files("/libmpi.so")[0]).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 def _finalize(mpi: ModuleType, owner: int) -> None:

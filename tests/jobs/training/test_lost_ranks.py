@@ -134,3 +134,23 @@ def test_too_few_ranks_end_the_job(tmp_path: os.PathLike[str]) -> None:
     # Once a process was lost, the exit code of mpirun says nothing any more.
     assert "1 of 2 ranks is left, and HVLIKE_MIN_RANKS=2" in job.stderr, job.describe()
     assert "done" not in job.stdout
+
+
+ENDS_EARLY = """
+import os
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    raise RuntimeError("no such data set")
+import hvlike as hvd
+hvd.init()
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_ends_before_mpi_has_started_ends_the_job(tmp_path: os.PathLike[str]) -> None:
+    """The launcher does not, and MPI_Init would wait for ever."""
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = run_job(ENDS_EARLY, 3, env=env, flags=FLAGS, timeout=60)
+    assert not job.timed_out, job.describe()
+    assert job.returncode == 1
+    assert "no such data set" in job.stderr
+    assert job.stderr.count("hvlike: rank 1 of 3 on ") == 1, job.describe()
