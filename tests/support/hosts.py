@@ -29,6 +29,7 @@ from support.job import IS_OPEN_MPI, LAUNCHER, Job, RunningJob, job_environment
 
 TOOLS = ("ip", "unshare", "mount", "hostname")
 NETWORK = "10.77.0.0/24"
+DAEMONS = ("prted", "hydra_pmi_proxy")
 
 AGENT = """#!/bin/bash
 # Called as `agent [-x] ADDRESS COMMAND...`, as ssh would be: runs the command on the host of that address.
@@ -91,12 +92,29 @@ class Hosts:
         return RunningJob(launch, self.environment(env or {}), folder)
 
     def launch(
-        self, command: Sequence[str], ranks_per_host: int | Sequence[int], folder: Path, flags: Sequence[str] = ()
+        self,
+        command: Sequence[str],
+        ranks_per_host: int | Sequence[int],
+        folder: Path,
+        flags: Sequence[str] = (),
+        above: Sequence[str] = (),
     ) -> list[str]:
-        """The command line that runs `command` on so many ranks of each host; folder: for the file of hosts."""
+        """The command line that runs `command` on so many ranks of each host; folder: for the file of hosts; above:
+        what starts the launcher.
+        """
         ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         launch = self._open_mpi(ranks, folder) if IS_OPEN_MPI else self._mpich(ranks)
-        return [str(self._enter), self.names[0], shlex.join([launch[0], *flags, *launch[1:], *command])]
+        return [str(self._enter), self.names[0], shlex.join([*above, launch[0], *flags, *launch[1:], *command])]
+
+    def daemons(self, host: int) -> list[int]:
+        """The processes of launchers on a host that is not the first."""
+        found = []
+        for pid in _pids(self.names[host]):
+            # It may end meanwhile.
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
+                    found.append(pid)
+        return found
 
     def cut(self, host: int) -> None:
         """Take the link of a host down: nobody is told, connections stay open."""
@@ -177,11 +195,15 @@ def _build(switch: str, names: Sequence[str], addresses: Sequence[str], shape: s
 
 def _remove(name: str) -> None:
     """Kill what still runs in a namespace and remove it; a namespace that was never made is no error."""
-    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-    for pid in pids.stdout.split():
+    for pid in _pids(name):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _pids(name: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _call(command: str) -> None:

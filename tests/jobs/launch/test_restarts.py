@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from support.hosts import hosts
 from support.restarts.disturbed import Disturbed, Outcome, reference
 
 RANKS = 2
@@ -31,6 +32,12 @@ def test_after_a_killed_mpirun_and_a_damaged_checkpoint(undisturbed: str, tmp_pa
 def test_after_a_killed_rank(undisturbed: str, tmp_path: Path) -> None:
     outcome = Disturbed(RANKS, tmp_path, random.Random(2), ("the last",)).restarts()
     check(outcome, undisturbed, "killed the last")
+
+
+def test_after_a_killed_daemon_of_another_host(undisturbed: str, tmp_path: Path) -> None:
+    with hosts(RANKS) as machines:
+        outcome = Disturbed(RANKS, tmp_path, random.Random(1), ("a daemon",), machines=machines).restarts()
+    check(outcome, undisturbed, "killed a daemon")
 
 
 def test_after_it_was_asked_to_end(undisturbed: str, tmp_path: Path) -> None:

@@ -2,26 +2,30 @@
 
     PYTHONPATH=tests:. python -m support.restarts restart --runs 20 --seed 1
     PYTHONPATH=tests:. python -m support.restarts preempt --runs 20 --seed 1
+    PYTHONPATH=tests:. python -m support.restarts daemon --runs 5 --seed 1
 
 restart: a rank, all ranks or mpirun are killed with -9, one to three times, and the newest checkpoint is damaged after
 each. preempt: SIGTERM or SIGUSR1 to `launch`, to mpirun, to a rank or to all; the job is started again while it ends
-with 75. A line for each run, then counts and the worst case. Exit status 1 if a run was wrong.
+with 75. daemon: as restart, on two hosts (namespaces; needs root), where the launcher's daemon on the second is killed.
+A line for each run, then counts and the worst case. Exit status 1 if a run was wrong.
 """
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from support.hosts import hosts
 from support.restarts.disturbed import Disturbed, Outcome, reference
 
 
 def main() -> int:
     """Run the campaign."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["restart", "preempt"])
+    parser.add_argument("kind", choices=["restart", "preempt", "daemon"])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -29,13 +33,16 @@ def main() -> int:
     references: dict[int, str] = {}
     for run in range(options.runs):
         chance = random.Random(f"{options.kind} {options.seed} {run}")
-        ranks = chance.choice([2, 2, 3])
-        with tempfile.TemporaryDirectory(prefix="hvlike-restarts-") as folder:
+        ranks = 2 if options.kind == "daemon" else chance.choice([2, 2, 3])
+        on = hosts(ranks) if options.kind == "daemon" else contextlib.nullcontext()
+        with on as machines, tempfile.TemporaryDirectory(prefix="hvlike-restarts-") as folder:
             if ranks not in references:
                 references[ranks] = reference(ranks, Path(folder))
-            disturbed = Disturbed(ranks, Path(folder), chance)
+            disturbed = Disturbed(ranks, Path(folder), chance, machines=machines)
+            if machines is not None:
+                disturbed.victims = ("a daemon",)
             started = time.monotonic()
-            outcome = disturbed.restarts() if options.kind == "restart" else disturbed.preemptions()
+            outcome = disturbed.preemptions() if options.kind == "preempt" else disturbed.restarts()
             outcome = outcome.compared(references[ranks], time.monotonic() - started)
         outcomes.append(outcome)
         print(f"{options.kind} {options.seed}.{run}: {ranks} ranks, {outcome}", flush=True)

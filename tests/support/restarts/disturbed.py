@@ -11,7 +11,8 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from support.job import LAUNCHER, MARK, OPEN_MPI_FLAGS, job_environment, marked_processes, run_job
+from support.hosts import Hosts
+from support.job import IS_OPEN_MPI, LAUNCHER, MARK, OPEN_MPI_FLAGS, job_environment, marked_processes, run_job
 
 PROGRAM = Path(__file__).with_name("program.py")
 STEPS = 60
@@ -55,6 +56,7 @@ class Disturbed:
     chance: random.Random
     victims: tuple[str, ...] = ("a rank", "the last", "mpirun", "mpirun and all ranks")
     asks: int = 2
+    machines: Hosts | None = None  # One rank on each; by default all are on this one
     events: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -93,15 +95,18 @@ class Disturbed:
         memory, temporary = map(str, self._places)
         own = {MARK: self.token, "HVLIKE_CHECKPOINT_SECONDS": "0"}
         own |= {"TMPDIR": temporary, "OMPI_MCA_btl_sm_backing_directory": memory}
-        arguments = ["launch", "--restarts", "6", "--checkpoint", str(self.folder / "commits"), "--"]
-        job = [str(LAUNCHER), *OPEN_MPI_FLAGS, "-n", str(self.ranks), sys.executable, str(PROGRAM), str(STEPS)]
+        launch = [sys.executable, "-m", "hvlike", "launch", "--restarts", "6"]
+        launch += ["--checkpoint", str(self.folder / "commits"), "--"]
+        program = [sys.executable, str(PROGRAM), str(STEPS), str(self.folder / "result"), *ARGUMENTS]
+        if self.machines is None:
+            job = [str(LAUNCHER), *(OPEN_MPI_FLAGS if IS_OPEN_MPI else ()), "-n", str(self.ranks)]
+            command, environment = [*launch, *job, *program], job_environment(own)
+        else:
+            command = self.machines.launch(program, 1, self.folder, above=launch)
+            environment = self.machines.environment(own)
         with (self.folder / "output").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "hvlike", *arguments, *job, str(self.folder / "result"), *ARGUMENTS],
-                env=job_environment(own),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def _files(self) -> list[Path]:
@@ -119,11 +124,15 @@ class Disturbed:
     def _job(self, launch: "subprocess.Popen[bytes]") -> tuple[list[int], list[int]]:
         """Process ids of mpirun, and of its ranks in order."""
         mpirun = children(launch.pid)
-        return mpirun, sorted(child for each in mpirun for child in children(each))
+        below = [child for each in mpirun for child in children(each)]
+        # MPICH's has a daemon on each node, this one too.
+        return mpirun, below if IS_OPEN_MPI else sorted(rank for each in below for rank in children(each))
 
     def _kill(self, launch: "subprocess.Popen[bytes]") -> None:
         mpirun, ranks = self._job(launch)
         aims = {"a rank": ranks[:1], "the last": ranks[-1:], "mpirun": mpirun, "mpirun and all ranks": mpirun + ranks}
+        if self.machines is not None:
+            aims["a daemon"] = self.machines.daemons(1)
         what = self.chance.choice(self.victims)
         for pid in aims[what]:
             with contextlib.suppress(ProcessLookupError):
@@ -163,7 +172,8 @@ class Disturbed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         launch.wait()
-        new = [path for place in self._places for path in place.iterdir()]
+        # A daemon that is killed leaves its folder on its host.
+        new = [path for place in self._places for path in place.iterdir() if not path.name.startswith("prted.")]
         new += (self.folder / "commits").glob(".launch*")
         if new:
             self.faults.append(f"left {sorted(map(str, new))}")
