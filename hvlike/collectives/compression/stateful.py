@@ -178,9 +178,11 @@ class StatefulCompressor(Compressor, ABC):
             return dict(self._loaded["errors"].get(place[0], {}))
         return dict(self._errors)
 
-    def load_errors(self, errors: Mapping[str, Tensor]) -> None:
-        """Take up errors of this rank's own, whatever was loaded before; the rest of the memory stays. Local."""
-        self._errors, self._loaded, self._place = dict(errors), {}, None
+    def load_errors(self, errors: Mapping[str, Tensor], place: tuple[int, int] | None) -> None:
+        """Take up errors of this rank's own, as the one at `place`, whatever was loaded before; the rest of the memory
+        stays. Local.
+        """
+        self._errors, self._loaded, self._place = dict(errors), {}, place
 
     def _with_error(self, name: str, tensor: Tensor) -> Tensor:
         """A new tensor in working precision: the gradient and what earlier steps have left of it."""

@@ -40,20 +40,24 @@ class DurableCommits:
 
     def load(self) -> None:
         """Go to the newest whole checkpoint, if there is one, before the first commit. Collective; blocks."""
-        if self._state.commits:
-            return
+        if not self._state.commits and self.read("elastic.run starts"):
+            self._state.save()
+        self._written_at = time.monotonic()
+
+    def read(self, what: str) -> bool:
+        """Load the newest whole checkpoint, and say so; False if there is none. Collective; blocks."""
         contents = self._state.contents()
         check_values(contents)
         loaded = load_all(self._folder, {name: value for name, value in contents.items() if is_stateful(value)})
-        if loaded is not None:
-            for name, value in loaded.values.items():
-                if name in contents:
-                    setattr(self._state, name, value)
-            self._state.commits = self._written = loaded.step
-            self._state.save()
-            if rank() == 0:
-                logger.warning("elastic.run starts from commit %d: %s", loaded.step, loaded.path)
-        self._written_at = time.monotonic()
+        if loaded is None:
+            return False
+        for name, value in loaded.values.items():
+            if name in contents:
+                setattr(self._state, name, value)
+        self._state.commits = self._written = loaded.step
+        if rank() == 0:
+            logger.warning("%s from commit %d: %s", what, loaded.step, loaded.path)
+        return True
 
     def agree(self) -> None:
         """Agree, before a commit, whether it is to be written, and whether it is the last. Collective, as a barrier."""
@@ -87,6 +91,13 @@ class DurableCommits:
         self._written_at = time.monotonic()
 
 
+def prepare(state: State) -> None:
+    """Let the state have durable commits, if there is a folder. Local; on spares, too, before they are needed."""
+    knobs = current().knobs
+    if knobs.checkpoint_dir is not None and isinstance(state, ObjectState) and state.durable is None:
+        state.durable = DurableCommits(state, knobs.checkpoint_dir, knobs.checkpoint_seconds)
+
+
 def kept(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return what elastic.run calls in place of the training function: with durable commits, if there is a folder."""
     installed = False
@@ -94,11 +105,8 @@ def kept(func: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(func)
     def attempt(state: State, *args: Any, **kwargs: Any) -> Any:
         nonlocal installed
-        knobs = current().knobs
-        if knobs.checkpoint_dir is None or not isinstance(state, ObjectState):
-            return func(state, *args, **kwargs)
         if state.durable is None:
-            state.durable = DurableCommits(state, knobs.checkpoint_dir, knobs.checkpoint_seconds)
+            return func(state, *args, **kwargs)
         installed = HANDLERS.install() or installed
         again = False
         try:

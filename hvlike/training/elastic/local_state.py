@@ -23,7 +23,6 @@ from hvlike.collectives.api.broadcast import broadcast_
 from hvlike.collectives.api.objects import allgather_object
 from hvlike.collectives.persistent.planned_queue import PlannedQueue
 from hvlike.collectives.session.basics import rank, size
-from hvlike.errors import CheckpointError
 from hvlike.training.elastic.flat_state import flatten_state, read_state, resized
 from hvlike.training.gradients.optimizer_wrapper import DelegatingOptimizer
 from hvlike.transport.loop.coroutine import Coroutine
@@ -45,7 +44,8 @@ class LocalState(Protocol):
         Args:
             states: What local_state_dict() has returned, by rank at that commit. With as many ranks as now: that of
                 this rank alone. Else those of all ranks. `items()` hands out one after the other, once, and keeps none.
-                Empty if there was no commit yet: the object keeps what it has.
+                Empty if there was no commit yet: the object keeps what it has. Also if they are lost: a call of
+                load_state_dict, with what a checkpoint has, follows.
             ranks_before: How many ranks there were at that commit; 0 if there was none.
         """
 
@@ -100,6 +100,19 @@ class Commit:
     flats: dict[int, Tensor]  # By rank at the commit; this rank's own first
 
 
+class Found(NamedTuple):
+    """The states of a commit: of how many ranks, what of it is here, and which rank of now gives each."""
+
+    ranks: int  # 0: nobody has the commit
+    here: Commit
+    sources: Mapping[int, int]
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks whose states nobody has any more; the same on every rank of now."""
+        return [each for each in range(self.ranks) if each not in self.sources]
+
+
 class LocalStates:
     """The states of one object at the last commits, as far as this rank has them."""
 
@@ -128,13 +141,10 @@ class LocalStates:
         """Give up commits that nobody goes back to; the next save() uses their memory. Local."""
         self._keep(lambda key: key[0] >= older_than)
 
-    def give_back(self, number: int, part: LocalState, *, holds: bool = True) -> None:
-        """Load the states of a commit into the object, whatever ranks there are now. Collective; blocks.
+    def find(self, number: int, *, holds: bool = True) -> Found:
+        """Agree where the states of a commit are. Collective; blocks.
 
         A rank that was not there calls it too, with holds=False. Later commits are given up.
-
-        Raises:
-            CheckpointError: On every rank: the state of a rank is lost.
         """
         if not holds:
             # What it may have from an earlier time is of another course of the training.
@@ -144,19 +154,18 @@ class LocalStates:
         self._generation = 1 + max(generation for generation, _ in told)
         found = find_sources([held for _, held in told])
         if found is None:
+            return Found(0, Commit(0, {}), {})
+        save, sources = found
+        self._keep(lambda key: key[0] < number or key == (number, save.generation))
+        return Found(save.ranks, self.commits.get((number, save.generation), Commit(0, {})), sources)
+
+    def give_back(self, found: Found, part: LocalState) -> None:
+        """Load the states that were found into the object, whatever ranks there are now. Collective; blocks."""
+        before, commit, sources = found
+        if not before:
             # The ranks were lost before the first commit, or the object has no local state.
             part.load_local_state_dicts({}, 0)
             return
-        save, sources = found
-        before = save.ranks
-        lost = [each for each in range(before) if each not in sources]
-        if lost:
-            raise CheckpointError(
-                f"commit {number} of {self._name}: what only ranks {lost} of {before} had is lost: they ended together "
-                "with those that keep their copies (the rank after each). Start again from a durable checkpoint."
-            )
-        self._keep(lambda key: key[0] < number or key == (number, save.generation))
-        commit = self.commits.get((number, save.generation), Commit(0, {}))
         if before == size():
             part.load_local_state_dicts({rank(): read_state(self._fetch(commit, sources))}, before)
             return
@@ -166,6 +175,11 @@ class LocalStates:
         finally:
             # The other ranks wait for this one to take part in each.
             arriving.read_all()
+
+    def give_up(self, found: Found, part: LocalState) -> None:
+        """Have the object go on with what a checkpoint has, which is loaded next. Collective; blocks."""
+        self.commits.clear()
+        part.load_local_state_dicts({}, found.ranks)
 
     def _fetch(self, commit: Commit, sources: Mapping[int, int]) -> Tensor:
         """This rank's state, from whoever has it. Collective where a rank does not have its own."""

@@ -41,7 +41,7 @@ from hvlike.errors import (
     UsageError,
 )
 from hvlike.training.elastic.at_failure import say_what_a_loss_does
-from hvlike.training.elastic.durable import ended, kept
+from hvlike.training.elastic.durable import ended, kept, prepare
 from hvlike.training.elastic.state import State
 from hvlike.transport.failure.fault_tolerance import Job
 
@@ -146,6 +146,7 @@ class _Session:
         self._gradients = context.current().knobs.gradients
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
+        prepare(state)
         say_what_a_loss_does(os.environ, context.current().world.mpi.get_vendor()[0], rank(), size())
 
     def end(self) -> None:

@@ -15,12 +15,12 @@ from hvlike.collectives.api.barrier_join import barrier
 from hvlike.collectives.api.objects import allgather_object, broadcast_object
 from hvlike.collectives.requests.reduction import Max
 from hvlike.collectives.session.basics import rank, size
-from hvlike.errors import UsageError
+from hvlike.errors import CheckpointError, UsageError
 from hvlike.training.broadcast import broadcast_optimizer_state, broadcast_parameters
 from hvlike.training.distributed_optimizer import DistributedOptimizer
 from hvlike.training.elastic.checkpoint import is_stateful
 from hvlike.training.elastic.copies import copy_into
-from hvlike.training.elastic.local_state import LocalState, LocalStates, common_state_of, has_common_state
+from hvlike.training.elastic.local_state import Found, LocalState, LocalStates, common_state_of, has_common_state
 from hvlike.training.elastic.sampler import ElasticSampler
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ class TorchState(ObjectState):
         self._parts = {name: value for name, value in objects.items() if is_stateful(value)}
         self._local = {name: LocalStates(name) for name, value in self._parts.items() if isinstance(value, LocalState)}
         self._goes_back = self._restarted = self._synced = False
+        self._incomplete = False  # Whether a part has lost what only one rank had, until a checkpoint is loaded
         super().__init__(**{name: value for name, value in objects.items() if name not in self._parts})
 
     def commit(self) -> None:
@@ -269,17 +270,42 @@ class TorchState(ObjectState):
             self._give_back()
         self._restarted, self._synced = False, True
         super().sync()
+        self._incomplete = False
 
     def _give_back(self) -> None:
         """Load what each rank has another one of: of the commit that all have gone back to, else as it is."""
-        told = torch.tensor([self.commits if self._goes_back else -1, int(self._restarted)], device="cpu")
-        number, restarted = allreduce(told, name="elastic.local", op=Max).tolist()
-        for name, states in self._local.items():
-            if number >= 0:
-                states.give_back(number, self._parts[name], holds=self._goes_back)
-            elif restarted:
+        commit = self.commits if self._goes_back else -1
+        told = torch.tensor([commit, int(self._restarted), int(self._incomplete)], device="cpu")
+        number, restarted, incomplete = allreduce(told, name="elastic.local", op=Max).tolist()
+        if number < 0:
+            for name in self._local if restarted else ():
                 own = deepcopy(self._parts[name].local_state_dict())
                 self._parts[name].load_local_state_dicts({rank(): own}, size())
+            return
+        found = {name: states.find(number, holds=self._goes_back) for name, states in self._local.items()}
+        lost = {name: each for name, each in found.items() if each.lost}
+        self._incomplete = bool(lost or incomplete)
+        for name, states in self._local.items():
+            give = states.give_up if self._incomplete else states.give_back
+            give(found[name], self._parts[name])
+        if self._incomplete:
+            self._go_back_to_disk(number, lost)
+
+    def _go_back_to_disk(self, number: int, lost: Mapping[str, Found]) -> None:
+        """Load the newest checkpoint in place of a commit of which something is lost. Collective; blocks.
+
+        Raises: CheckpointError on every rank where there is none.
+        """
+        whose = [f"what only ranks {each.lost} of {each.ranks} had of {name} is lost" for name, each in lost.items()]
+        what = f"commit {number}: {'; '.join(whose) or 'loading a checkpoint in its place was interrupted'}"
+        if self.durable is not None and self.durable.read(f"{what}. elastic.run goes back to the disk, and starts"):
+            return
+        missing = "HVLIKE_CHECKPOINT_DIR is not set" if self.durable is None else "no commit is on the disk yet"
+        raise CheckpointError(
+            f"{what}: they ended together with those that keep their copies (the rank after each), and {missing}. "
+            "With HVLIKE_CHECKPOINT_DIR=DIR training goes back to the last commit that was written there, one every "
+            "HVLIKE_CHECKPOINT_SECONDS."
+        )
 
     def _copy(self, given_up: Any) -> Any:
         values, states = given_up or ({}, {})

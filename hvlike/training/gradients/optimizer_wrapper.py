@@ -102,10 +102,11 @@ class DelegatingOptimizer(Optimizer):
 
         Args:
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
-            ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps what it has.
+                Empty: this rank keeps what it has.
+            ranks_before: How many ranks there were; 0: there was no commit.
         """
         reduction = self._gradients.reduction
-        if not ranks_before or (reduction.memory is None and not reduction.of_deltas):
+        if not states or (reduction.memory is None and not reduction.of_deltas):
             return
         self._gradients.memory_changed("optimizer.load_local_state_dicts()")
         state = load_local_memory(reduction, states)

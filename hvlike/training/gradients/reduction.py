@@ -188,5 +188,5 @@ def load_local_memory(reduction: Reduction, states: Mapping[int, dict[str, Any]]
         if state["rank"] == rank:
             same = state
     if reduction.memory is not None:
-        reduction.memory.load_errors(errors)
+        reduction.memory.load_errors(errors, (rank, size) if size else None)
     return same

@@ -359,15 +359,16 @@ class ShardedState(Optimizer):
 
         Args:
             states: What local_state_dict() has returned on all ranks, by rank; with as many ranks as now on this one.
-            ranks_before: How many ranks there were; 0: there was no commit, and this rank keeps its share.
+                Empty: there was no commit, and this rank keeps its share, or load_state_dict() follows.
+            ranks_before: How many ranks there were; 0: there was no commit.
 
         Raises:
             StateError: There was no commit, and this rank's share has become another one.
         """
         kept = self.sharded_state_dict()
         self._attach()
-        if not ranks_before:
-            if kept["state"] and kept["shard"] != self.sharded_state_dict()["shard"]:
+        if not states:
+            if not ranks_before and kept["state"] and kept["shard"] != self.sharded_state_dict()["shard"]:
                 raise StateError(
                     "ZeroRedundancyOptimizer: ranks were lost before the first commit, and with them a part of the "
                     "state that was loaded before elastic.run. Load it inside, after the first commit."

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from hvlike.training.elastic.flat_state import flatten_state
-from hvlike.training.elastic.local_state import Commit, LocalStates
+from hvlike.training.elastic.local_state import Commit, LocalState, LocalStates
 
 COMMIT = 7
 
@@ -23,3 +23,10 @@ def after_loss(hvd: ModuleType, states: Mapping[int, dict[str, Any]], lost: Sequ
     numbers = dict.fromkeys((own, (own - 1) % ranks))
     held.commits[COMMIT, 0] = Commit(ranks, {each: flatten_state(states[each]) for each in numbers})
     return held
+
+
+def give_back(held: LocalStates, number: int, part: LocalState) -> None:
+    """Load what the ranks have of a commit into a part; all of it is there."""
+    found = held.find(number)
+    assert not found.lost
+    held.give_back(found, part)

@@ -1,5 +1,6 @@
 """Durable commits and preemption: what is on the disk is what was committed, and all ranks end at the same commit."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -12,8 +13,10 @@ import torch
 from support.training.problem import make_model
 
 from hvlike.elastic import EXIT_PREEMPTED, ElasticSampler, ObjectState, TorchState, preempted, run
-from hvlike.errors import HorovodInternalError, UsageError
+from hvlike.errors import CheckpointError, HorovodInternalError, UsageError
+from hvlike.training.elastic import local_state
 from hvlike.training.elastic.checkpoint_files import list_files
+from hvlike.training.elastic.local_state import find_sources
 
 Restart = Callable[[Mapping[str, str]], None]
 STEPS = 8
@@ -93,6 +96,54 @@ def test_after_an_error_the_commit_in_memory_counts(hvd: ModuleType, folder: Pat
     hvd.barrier()
     train(whole, hvd, STEPS)
     assert result(state) == result(whole)
+
+
+@pytest.fixture
+def rank_0_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error nobody has what only rank 0 had."""
+
+    def find(told: Any) -> Any:
+        found = find_sources(told)
+        return found and (found[0], {owner: holder for owner, holder in found[1].items() if owner})
+
+    monkeypatch.setattr(local_state, "find_sources", find)
+
+
+@pytest.mark.usefixtures("rank_0_is_lost")
+def test_what_nobody_has_any_more_comes_from_the_disk(
+    hvd: ModuleType, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([True])
+
+    def fail() -> None:
+        if next(failures, False):
+            if hvd.rank() == 0:
+                list_files(folder)[0].path.unlink()
+            raise HorovodInternalError("injected")
+
+    state, whole = new_state(hvd, "top"), new_state(hvd, "top")
+    with caplog.at_level(logging.WARNING, "hvlike"):
+        train(state, hvd, STEPS, 5, fail)
+    if hvd.rank() == 0:
+        assert "commit 4: what only ranks [0] of" in caplog.text
+        assert "goes back to the disk, and starts from commit 3" in caplog.text
+    for file in list_files(folder) if hvd.rank() == 0 else []:
+        file.path.unlink()
+    hvd.barrier()
+    train(whole, hvd, STEPS)
+    assert result(state) == result(whole)
+
+
+@pytest.mark.usefixtures("rank_0_is_lost")
+def test_what_nobody_has_any_more_is_an_error_on_every_rank_without_a_disk(hvd: ModuleType) -> None:
+    def fail() -> None:
+        raise HorovodInternalError("injected")
+
+    with pytest.raises(
+        CheckpointError, match=r"only ranks \[0\] of \d had of optimizer is lost.*HVLIKE_CHECKPOINT_DIR"
+    ):
+        train(new_state(hvd, "top"), hvd, STEPS, 5, fail)
+    hvd.barrier()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

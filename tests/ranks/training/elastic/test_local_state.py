@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.training.pretended_loss import COMMIT, after_loss
+from support.training.pretended_loss import COMMIT, after_loss, give_back
 
-from hvlike.errors import CheckpointError
 from hvlike.training.elastic.local_state import LocalStates
 
 
@@ -38,13 +37,13 @@ def test_each_rank_gets_its_own_back(hvd: ModuleType) -> None:
         part.value["memory"] += 1
     assert sorted(held.commits) == [(2, 0), (3, 0)]
     assert list(held.commits[3, 0].flats) == list(dict.fromkeys([hvd.rank(), (hvd.rank() - 1) % hvd.size()]))
-    held.give_back(2, part)
+    give_back(held, 2, part)
     assert part.ranks == [hvd.rank()]
     assert part.value["memory"][0] == hvd.rank() + 2
     # What is loaded is a copy, and the later commit is no longer there.
     part.value["memory"] += 100
     assert list(held.commits) == [(2, 0)]
-    held.give_back(2, part)
+    give_back(held, 2, part)
     assert part.value["memory"][0] == hvd.rank() + 2
 
 
@@ -55,24 +54,22 @@ def test_a_spare_gets_the_copy_of_the_rank_it_stands_for(hvd: ModuleType) -> Non
         held.save(1, part.local_state_dict())
         if hvd.rank() == lost:
             held, part = LocalStates("part"), Part(99)
-        held.give_back(1, part)
+        give_back(held, 1, part)
         assert part.value["rank"] == hvd.rank()
         assert part.value["memory"].tolist() == [hvd.rank()] * 1000
 
 
 @pytest.mark.mpi(min_size=2)
-def test_two_neighbours_lost_is_an_error_on_every_rank(hvd: ModuleType) -> None:
+def test_every_rank_is_told_what_two_lost_neighbours_had(hvd: ModuleType) -> None:
     held, part = LocalStates("part"), Part(hvd.rank())
     held.save(1, part.local_state_dict())
     if hvd.rank() < 2:
         held = LocalStates("part")
-    if hvd.size() == 2:
-        # Nobody knows of a commit.
-        held.give_back(1, part)
-        assert part.ranks_before == 0
-        return
-    with pytest.raises(CheckpointError, match=r"only ranks \[0\] of \d had is lost"):
-        held.give_back(1, part)
+    found = held.find(1)
+    # Of two, nobody knows of a commit.
+    assert (found.ranks, found.lost) == ((0, []) if hvd.size() == 2 else (hvd.size(), [0]))
+    held.give_up(found, part)
+    assert (part.ranks, part.ranks_before, held.commits) == ([], found.ranks, {})
 
 
 @pytest.mark.mpi(min_size=2)
@@ -80,11 +77,11 @@ def test_a_second_loss_before_the_copies_are_made_anew(hvd: ModuleType) -> None:
     """Rank 1 has not come to save the commit again; what all have from before is used."""
     held, part = LocalStates("part"), Part(hvd.rank())
     held.save(1, part.local_state_dict())
-    held.give_back(1, part)
+    give_back(held, 1, part)
     held.save(1, part.local_state_dict())
     if hvd.rank() == 1:
         del held.commits[1, 1]
-    held.give_back(1, part)
+    give_back(held, 1, part)
     # Without rank 1's own the newer one is whole, as its neighbour has it.
     assert list(held.commits) == ([] if hvd.rank() == 1 else [(1, 1)])
     assert part.value["memory"].tolist() == [hvd.rank()] * 1000
@@ -97,7 +94,7 @@ def test_fewer_ranks_read_the_states_of_all(hvd: ModuleType) -> None:
     states = {rank: Part(rank).value for rank in range(before)}
     for lost in range(before):
         part = Part()
-        after_loss(hvd, states, [lost]).give_back(COMMIT, part)
+        give_back(after_loss(hvd, states, [lost]), COMMIT, part)
         assert part.ranks == list(range(before))
         assert part.ranks_before == before
 
@@ -107,7 +104,7 @@ def test_an_object_without_local_state_costs_nothing(hvd: ModuleType) -> None:
     held.save(1, {})
     assert not held.commits
     part.value = {}
-    held.give_back(1, part)
+    give_back(held, 1, part)
     assert (part.value, part.ranks) == ({}, [])
 
 
@@ -122,8 +119,8 @@ def test_an_error_of_one_rank_does_not_hold_the_others(hvd: ModuleType) -> None:
     held, part = after_loss(hvd, states, [0]), Stubborn()
     if hvd.rank() == 0:
         with pytest.raises(ValueError, match="no"):
-            held.give_back(COMMIT, part)
+            give_back(held, COMMIT, part)
     else:
-        held.give_back(COMMIT, part)
+        give_back(held, COMMIT, part)
         assert part.ranks == list(range(hvd.size() + 1))
     hvd.barrier()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.training.compressed import Run
-from support.training.pretended_loss import COMMIT, after_loss
+from support.training.pretended_loss import COMMIT, after_loss, give_back
 
 from hvlike.collectives.compression import PowerSGD, StatefulCompressor, TopK
 from hvlike.training.elastic.local_state import LocalStates
@@ -33,7 +33,7 @@ def test_what_is_left_over_is_the_same_part_of_the_result(hvd: ModuleType, op: s
     }
     for lost in range(before):
         run = Run(hvd, TopK(k=1), SHAPES, op=getattr(hvd, op))
-        after_loss(hvd, states, [lost]).give_back(COMMIT, run.optimizer)
+        give_back(after_loss(hvd, states, [lost]), COMMIT, run.optimizer)
         now = hvd.allreduce(run.errors()["p0"], op=getattr(hvd, op), name=f"errors.{lost}")
         expected = torch.stack([state["errors"]["p0"] for state in states.values()]).sum(dim=0)
         expected = expected / before if op == "Average" else expected
@@ -48,7 +48,7 @@ def test_the_next_step_uses_it(hvd: ModuleType) -> None:
     }
     # Everything but one element is sent, of gradients that are zero: the result is what was left over.
     run = Run(hvd, TopK(k=95), [(8, 12)])
-    after_loss(hvd, states, [0]).give_back(COMMIT, run.optimizer)
+    give_back(after_loss(hvd, states, [0]), COMMIT, run.optimizer)
     (result,) = run.step_with([torch.zeros(8, 12)])
     left = hvd.allreduce(run.errors()["p0"], name="left").view(8, 12)
     mean = torch.stack([errors_of(rank)["p0"] for rank in range(before)]).mean(dim=0)
@@ -73,11 +73,11 @@ def test_a_spare_goes_on_with_the_memory_of_the_lost_rank(hvd: ModuleType, kind:
     hvd.init()
     expected = [second.step(step) for step in range(3, 5)]
     first.optimizer.load_state_dict(hvd.broadcast_object(shared, 0, name="shared"))
-    held.give_back(1, first.optimizer)
+    give_back(held, 1, first.optimizer)
     assert held_by(first) != {} or kind == 0
     # A commit before the first step keeps what was given back.
     held.save(2, first.optimizer.local_state_dict())
-    held.give_back(2, first.optimizer)
+    give_back(held, 2, first.optimizer)
     first.parameters = [each for group in first.optimizer.param_groups for each in group["params"]]
     for step in range(3, 5):
         got = first.step(step)

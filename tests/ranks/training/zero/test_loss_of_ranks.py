@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training.pretended_loss import COMMIT, after_loss
+from support.training.pretended_loss import COMMIT, after_loss, give_back
 from support.training.zero_problem import batch, difference, loss_of, net
 from torch.optim import Adam
 
@@ -54,7 +54,7 @@ def test_fewer_ranks_share_the_state_anew(hvd: ModuleType, lost: list[int], opti
     shards = shards_of(reference, hvd.size() + len(lost), 3)
     if len(lost) == 2 and hvd.size() == 1:
         pytest.skip("they would be neighbours")
-    after_loss(hvd, shards, lost).give_back(COMMIT, optimizer)
+    give_back(after_loss(hvd, shards, lost), COMMIT, optimizer)
     assert (optimizer.rank, optimizer.world_size) == (hvd.rank(), hvd.size())
     # Nothing keeps the shards of others alive.
     held = {value.untyped_storage().nbytes() for each in optimizer.optim.state.values() for value in each.values()}
@@ -83,7 +83,7 @@ def test_a_spare_takes_over_the_shard_of_a_lost_rank(hvd: ModuleType) -> None:
     if hvd.rank() == 1:
         held, optimizer = LocalStates("optimizer"), new
     ours.load_state_dict(weights)
-    held.give_back(1, optimizer)
+    give_back(held, 1, optimizer)
     train(ours, optimizer, range(4, 6))
     train(plain, reference, range(3, 6))
     assert difference(ours, plain) == 0
