@@ -191,6 +191,9 @@ class Context:
             if not ranks and process_set.ranks:
                 logger.warning("%s: all ranks of the process set %s are lost.", self.world, process_set.ranks)
             process_set.ranks = ranks
+        # One that rank 0 does not know was being added when a rank was lost.
+        del self._given[len(told) :]
+        job.settle()
         return [each for each in self._given if each.ranks]
 
     @property

@@ -209,15 +209,16 @@ def failed_ranks(mpi: ModuleType, comm: Any) -> list[int]:
 def assign_numbers(previous: Sequence[int | None], size: int, holds: Sequence[bool]) -> list[int | None]:
     """Who has which number after a loss, before the ranks close up. previous: for each survivor the number it had, None
     for a spare. size: how many ranks there were. holds: who has the state of the training. Spares take the numbers of
-    those that are lost. Rank 0 is one that has the state, if any does.
+    those that are lost; without spares each keeps its own. The lowest number is one's that has the state, if any does.
     """
     numbers = list(previous)
     holders = [(number, place) for place, number in enumerate(previous) if number is not None and holds[place]]
-    if holders and min(holders)[0] != 0:
+    start = 0 if None in previous else min(number for number in previous if number is not None)
+    if holders and min(holders)[0] != start:
         lowest, first = min(holders)
-        if 0 in numbers:
-            numbers[numbers.index(0)] = lowest
-        numbers[first] = 0
+        if start in numbers:
+            numbers[numbers.index(start)] = lowest
+        numbers[first] = start
     missing = [number for number in range(size) if number not in numbers]
     for place, number in enumerate(numbers):
         if number is None and missing:
@@ -249,7 +250,8 @@ class Job:
         self.holds = self.number is not None  # Whether this process has the state of the training
         self._begun = False
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
-        self.renumbered = {number: number for number in range(self.size)}  # From before the last restart to now
+        self.renumbered: dict[int, int] = {}  # From the numbers when this process has last called settle() to now
+        self.settle()
         self.goes_on_without_this = False  # Whether the others train on when this process ends with an error
         self.restarts = 0
         self._hosts: dict[int, str] = dict(self.comm.allgather((mpi.COMM_WORLD.rank, mpi.Get_processor_name())))
@@ -291,7 +293,7 @@ class Job:
         Raises: PeerLeftError on all of them when another one is lost meanwhile; begin again.
         """
         failure: BaseException | None = None
-        before = self.number, self.size
+        before = self.number, self.size, self.renumbered
         try:
             if self._begun:
                 self._renumber()
@@ -306,7 +308,7 @@ class Job:
         if not self.agree(failure is None):
             self.revoke()
             # Nobody has the number that some were given.
-            self.number, self.size = before
+            self.number, self.size, self.renumbered = before
             raise PeerLeftError("Another rank was lost while the ranks were starting again.") from failure
 
     def shrink(self) -> None:
@@ -322,11 +324,18 @@ class Job:
             self.losses += before - self.comm.size
             self.last_loss = time.monotonic()
 
+    def settle(self) -> None:
+        """From here on `renumbered` begins with the numbers of now. Local; processes may call it after different
+        restarts, as another loss can interrupt one of them anywhere.
+        """
+        self.renumbered = {number: number for number in range(self.size)}
+
     def _renumber(self) -> None:
         told = self.comm.allgather((self.number, self.size, self.holds))
         filled = assign_numbers([each[0] for each in told], max(each[1] for each in told), [each[2] for each in told])
-        self.renumbered = {number: place for place, number in enumerate(sorted(n for n in filled if n is not None))}
-        numbers = [None if number is None else self.renumbered[number] for number in filled]
+        places = {number: place for place, number in enumerate(sorted(n for n in filled if n is not None))}
+        self.renumbered = {first: places[number] for first, number in self.renumbered.items() if number in places}
+        numbers = [None if number is None else places[number] for number in filled]
         self.number = numbers[self.comm.rank]
         self.size = sum(number is not None for number in numbers)
         self.spares = [place for place, number in enumerate(numbers) if number is None]

@@ -68,6 +68,53 @@ def test_process_sets_go_on_with_the_members_that_are_left(tmp_path: os.PathLike
     assert "all ranks of the process set [1] are lost" in job.stderr
 
 
+INTERRUPTED = """
+import contextlib, os, signal, sys, time
+import hvlike as hvd
+from hvlike.transport.failure.fault_tolerance import Job
+
+pair = hvd.ProcessSet([1, 3])
+hvd.init(process_sets=[pair])
+born = hvd.rank()
+begin = Job.begin
+
+
+def interrupted(self, connect):
+    Job.begin = begin
+    self.begin(connect)
+    if born == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not self.comm.Get_failed().size:
+        with contextlib.suppress(self.mpi.Exception):
+            self.comm.Iprobe()
+        time.sleep(0.01)
+
+
+@hvd.elastic.run
+def train(state):
+    if state.step == 1:
+        sys.stdout.write(f"{born} is {hvd.rank()} of {hvd.size()}: {pair.ranks}\\n")
+        return
+    state.step += 1
+    state.commit()
+    Job.begin = interrupted
+    if born == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+
+train(hvd.elastic.ObjectState(step=0))
+"""
+
+
+@pytest.mark.timeout(90)
+def test_process_sets_after_a_restart_that_another_loss_interrupts(tmp_path: os.PathLike[str]) -> None:
+    """The ranks have agreed on their numbers when one more is lost, and rank 0 has not told those of the sets."""
+    job = run_job(INTERRUPTED, 4, env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}, flags=FLAGS)
+    assert "1 is 0 of 2: [0, 1]" in job.stdout, job.describe()
+    assert "3 is 1 of 2: [0, 1]" in job.stdout
+
+
 ERROR_ON_RANKS = """
 import sys
 import hvlike as hvd

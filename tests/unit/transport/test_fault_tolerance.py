@@ -28,9 +28,10 @@ def test_a_spare_that_has_no_state_yet_gives_rank_0_to_one_that_has() -> None:
     assert assign([2, 0, None], 3, without_state=(1,)) == [0, 2, 1]
 
 
-def test_without_spares_the_others_keep_their_order() -> None:
+def test_without_spares_the_others_keep_their_numbers() -> None:
     assert assign([0, 2, 3], 4) == [0, 2, 3]
-    assert assign([2, 3], 4) == [0, 3]
+    assert assign([2, 3], 4) == [2, 3]
+    assert assign([2, 3], 4, without_state=(0,)) == [3, 2]
 
 
 def test_spares_alone_start_from_the_beginning() -> None:
@@ -47,7 +48,7 @@ def test_numbers_are_given_once_and_as_many_as_can_be(size: int, spares: int, da
     given_out = [each for each in numbers if each is not None]
     assert len(set(given_out)) == len(given_out) == min(size, len(left))
     if any(holds):
-        assert holds[numbers.index(0)]
+        assert holds[numbers.index(min(given_out))]
     moved = [place for place, number in enumerate(previous) if number is not None and numbers[place] != number]
     assert len(moved) <= 2, "only the one that becomes rank 0, and the one that was"
 
