@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests python -m support.kills --runs 200                  shrink
     PYTHONPATH=tests python -m support.kills --runs 200 --spares 2       hot spares
+    PYTHONPATH=tests python -m support.kills --runs 20 --training zero   what only one rank has; powersgd, too
 
 Each run starts `program.py` under `mpirun --with-ft ulfm` on 2 to 6 ranks and kills one rank, two at once, or several
 one after the other, with SIGKILL, at a random moment between the start of training and its end. It prints a line for
@@ -14,7 +15,14 @@ import statistics
 import sys
 
 from support.kills.campaign import SECONDS, plan_kills, run_once
-from support.kills.judge import Line, commits_of, read_lines, what_is_wrong
+from support.kills.judge import (
+    Line,
+    commits_of,
+    own_states_of,
+    read_lines,
+    what_is_wrong,
+    what_is_wrong_with_own_states,
+)
 
 
 def main() -> None:
@@ -25,24 +33,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="a multiple of 3: the last step has a commit")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 4, 5, 6])
+    parser.add_argument("--training", choices=["plain", "zero", "powersgd"], default="plain")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job counts as hung")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     choice = random.Random(seed)
     print(f"seed {seed}", flush=True)
-    references: dict[int, tuple[dict[int, str], float]] = {}
+    references: dict[int, tuple[list[Line], float]] = {}
     bad, recoveries = 0, []
     for number in range(options.runs):
         ranks = choice.choice(options.ranks)
         if ranks not in references:
-            job, _, seconds, _ = run_once(ranks, 0, options.steps, [], options.limit)
-            lines = read_lines(job.check().stdout)
-            references[ranks] = commits_of(lines), seconds
+            job, _, seconds, _ = run_once(ranks, 0, options.steps, [], options.limit, options.training)
+            references[ranks] = read_lines(job.check().stdout), seconds
         reference, seconds = references[ranks]
         kind, kills = plan_kills(choice, ranks, options.spares, seconds)
-        job, killed, took, left = run_once(ranks, options.spares, options.steps, kills, options.limit)
+        job, killed, took, left = run_once(ranks, options.spares, options.steps, kills, options.limit, options.training)
         lines: list[Line] = read_lines(job.stdout)
-        wrong = what_is_wrong(lines, ranks, options.spares, killed, reference)
+        wrong = what_is_wrong(lines, ranks, options.spares, killed, commits_of(reference))
+        from_disk = "goes back to the disk" in job.stderr
+        wrong += what_is_wrong_with_own_states(lines, ranks, own_states_of(reference), from_disk=from_disk)
         wrong += ["hung"] if job.timed_out else []
         wrong += [f"left behind: {each}" for each in (*job.survivors, *left)]
         times = [float(each) for each in SECONDS.findall(job.stderr)]
@@ -50,7 +60,7 @@ def main() -> None:
         bad += bool(wrong)
         print(
             f"{number}: {ranks}+{options.spares} ranks, {kind} {kills}, killed {killed}, recovered in {times} s, "
-            f"from {took:.1f} s on: {wrong or 'right'}",
+            f"from {took:.1f} s on{', from the disk' * from_disk}: {wrong or 'right'}",
             flush=True,
         )
         if wrong:

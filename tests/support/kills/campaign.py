@@ -16,10 +16,16 @@ SECONDS = re.compile(r"commit \d+, ([\d.]+) s after it was noticed")
 
 
 def run_once(
-    ranks: int, spares: int, steps: int, kills: list[tuple[float, list[int]]], limit: float
+    ranks: int,
+    spares: int,
+    steps: int,
+    kills: list[tuple[float, list[int]]],
+    limit: float,
+    training: str = "plain",
 ) -> tuple[Job, list[int], float, list[str]]:
     """Start a job, and kill places at moments (seconds after training began, places).
 
+    What only one rank has is on the disk, too: two neighbours may be lost at once.
     Returns the job, who was killed, for how long it trained, and what it left. Who has its result is not killed: a
     loss after training ends the job as any error does.
     """
@@ -33,8 +39,10 @@ def run_once(
             "OMP_NUM_THREADS": "1",
             "HVLIKE_SPARES": str(spares),
         }
+        if training != "plain":
+            env |= {"HVLIKE_CHECKPOINT_DIR": str(folder / "commits"), "HVLIKE_CHECKPOINT_SECONDS": "0"}
         killed: list[int] = []
-        with start_job(PROGRAM, ranks + spares, env=env, args=[str(steps), name], flags=FLAGS) as job:
+        with start_job(PROGRAM, ranks + spares, env=env, args=[str(steps), name, training], flags=FLAGS) as job:
             job.wait_for_output("COMMIT", limit)
             began = time.monotonic()
             for moment, places in kills:

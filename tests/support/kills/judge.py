@@ -58,7 +58,7 @@ def what_is_wrong(
     ]
     for line in lines:
         if line.what == "BEGIN":
-            rank, size, commit, _, state = line.words
+            rank, size, commit, _, state, *_ = line.words
             # With fewer ranks than at the start the run is another one from there on.
             comparable = int(size) == ranks or _is_first_smaller(lines, line)
             if comparable and reference.get(int(commit)) != state:
@@ -66,6 +66,47 @@ def what_is_wrong(
     if sizes == {ranks} and {words[2] for words in results.values()} != {reference[max(reference)]}:
         wrong.append("the result is not that of the run without failures")
     return wrong
+
+
+def own_states_of(lines: Sequence[Line]) -> dict[int, tuple[str, str]]:
+    """What each rank had of its own at each commit of a run without failures: the digest, and the numbers."""
+    begun = {int(line.words[2]): line.words[5:7] for line in lines if line.what == "BEGIN"}
+    told = begun | {int(line.words[0]): line.words[3:5] for line in lines if line.what == "COMMIT"}
+    return {commit: (words[0], words[1]) for commit, words in told.items() if len(words) == 2}
+
+
+def what_is_wrong_with_own_states(
+    lines: Sequence[Line], ranks: int, reference: Mapping[int, tuple[str, str]], *, from_disk: bool
+) -> list[str]:
+    """What ranks had of their own has not come back: bit for bit to as many ranks, in sum to fewer.
+
+    reference: own_states_of() the same job without failures. from_disk: a checkpoint was loaded, which leaves it out
+    where there are fewer ranks.
+    """
+    wrong = []
+    for line in lines if reference else ():
+        if line.what != "BEGIN":
+            continue
+        rank, size, commit, _, _, state, numbers = line.words
+        expected, sums = reference[int(commit)]
+        if int(size) == ranks and state != expected:
+            wrong.append(f"place {line.place}, rank {rank} of {size} began with wrong states of the ranks, {commit}")
+        if _is_first_smaller(lines, line) and not _alike(numbers, sums) and not (from_disk and _is_nothing(numbers)):
+            wrong.append(f"place {line.place}, rank {rank} of {size} began with {numbers}, not {sums}, {commit}")
+    return wrong
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether numbers are the same but for rounding; the first is a length, which may be less in a sum."""
+    if "," not in one:
+        return one == other
+    (length, *ours), (most, *theirs) = ([float(each) for each in numbers.split(",")] for numbers in (one, other))
+    near = 1e-5 * max(most, 1e-9)
+    return length <= most + near and all(abs(a - b) <= near for a, b in zip(ours, theirs, strict=True))
+
+
+def _is_nothing(numbers: str) -> bool:
+    return not any(map(float, numbers.split(",")))
 
 
 def _is_first_smaller(lines: Sequence[Line], line: Line) -> bool:

@@ -1,10 +1,14 @@
 """A training under hvd.elastic.run that says enough for an outside process to kill its ranks and judge the result.
 
-    mpirun --with-ft ulfm -n 4 python program.py STEPS FOLDER
+    mpirun --with-ft ulfm -n 4 python program.py STEPS FOLDER [plain|zero|powersgd]
 
 Every process writes its process id to FOLDER/process-N. The state after each commit is told as a digest, and every
 attempt its rank, size and the commit it begins from. At the end the ranks that are left train again, from the commit
 at which their last attempt began, and tell both results: they have to be the same.
+
+Two trainings have what only one rank has. `zero`: the shards of a ZeroRedundancyOptimizer, whose states the digest
+holds by parameter, whoever owns it. `powersgd`: what compression has left over. After the digest come a digest of that
+by rank, and numbers that stay as they are, but for rounding, where fewer ranks share the same sum.
 """
 
 import copy
@@ -34,12 +38,59 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(values).hexdigest()[:12]
 
 
+def describe(state: hvd.elastic.TorchState) -> list[object]:
+    """A digest of what all ranks share, and what each has of its own. Collective, unless the training is plain."""
+    if TRAINING == "plain":
+        return [digest(state.model)]
+    own = state.optimizer.local_state_dict()
+    if TRAINING == "zero":
+        shards = hvd.allgather_object({place: short(each) for place, each in own["state"].items()})
+        return [short([digest(state.model), sorted(each for shard in shards for each in shard.items())]), "-", "-"]
+    shared = state.optimizer.state_dict()
+    memory = shared.pop("compression", {}) | {"errors": None, "size": None}  # Empty before the first step
+    errors = [error for _, error in sorted(own["errors"].items())]
+    told = hvd.allgather_object((short(errors), numbers_of(errors)))
+    means = torch.tensor([numbers for _, numbers in told], dtype=torch.float64).mean(0)
+    return [
+        short([digest(state.model), shared, memory]),
+        short([each for each, _ in told]),
+        ",".join(f"{each:.12g}" for each in means.tolist()),
+    ]
+
+
+def short(values: object) -> str:
+    """A short name for the exact values of tensors, numbers and text in lists and dicts."""
+    if isinstance(values, torch.Tensor):
+        text = values.detach().numpy().tobytes()
+    elif isinstance(values, dict):
+        text = "".join(f"{key!r}: {short(each)}, " for key, each in values.items()).encode()
+    elif isinstance(values, (list, tuple)):
+        text = "".join(map(short, values)).encode()
+    else:
+        text = repr(values).encode()
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def numbers_of(errors: list[torch.Tensor]) -> list[float]:
+    """The length of what is left over, and three products with directions that are always the same."""
+    flat = torch.cat([torch.zeros(1), *(each.flatten() for each in errors)]).double()
+    directions = torch.randn(3, len(flat), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return [flat.norm().item(), *(directions @ flat).tolist()]
+
+
 def make_state() -> hvd.elastic.TorchState:
     """A model of several sizes of tensors, its optimizer, and a step number."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    if TRAINING == "zero":
+        adam = torch.optim.Adam
+        optimizer = hvd.optim.ZeroRedundancyOptimizer(model.parameters(), adam, reduce_gradients=True, lr=1e-3)
+    else:
+        compression = hvd.Compression.none
+        if TRAINING == "powersgd":
+            compression = hvd.Compression.PowerSGD(matrix_approximation_rank=2, start_powerSGD_iter=2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     return hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 
@@ -62,16 +113,19 @@ def train_step(state: hvd.elastic.TorchState) -> None:
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState, steps: int, begun: dict[str, object]) -> None:
     """Train up to `steps`; remembers in `begun` from what the attempt began."""
-    say("BEGIN", hvd.rank(), hvd.size(), state.commits, state.step, digest(state.model))
+    say("BEGIN", hvd.rank(), hvd.size(), state.commits, state.step, *describe(state))
+    own = state.optimizer.sharded_state_dict if TRAINING == "zero" else state.optimizer.state_dict
     begun["model"] = copy.deepcopy(state.model.state_dict())
-    begun["optimizer"] = copy.deepcopy(state.optimizer.state_dict())
+    begun["optimizer"] = copy.deepcopy(own())
     begun["step"] = state.step
     while state.step < steps:
         train_step(state)
         if state.step % COMMIT_EVERY == 0:
             state.commit()
+            told = describe(state)
             if hvd.rank() == 0:
-                say("COMMIT", state.commits, hvd.size(), digest(state.model))
+                say("COMMIT", state.commits, hvd.size(), *told)
+    begun["result"] = describe(state)[0]
 
 
 def main() -> None:
@@ -81,20 +135,23 @@ def main() -> None:
     (folder / f"process-{PLACE}").write_text(str(os.getpid()))
     state, begun = make_state(), {}
     train(state, steps, begun)
-    result = digest(state.model)
-    say("RESULT", hvd.rank(), hvd.size(), result)
+    say("RESULT", hvd.rank(), hvd.size(), begun["result"])
     again = make_state()
     again.model.load_state_dict(begun["model"])
-    again.optimizer.load_state_dict(begun["optimizer"])
+    if TRAINING == "zero":
+        again.optimizer.load_sharded_state_dict(hvd.allgather_object(begun["optimizer"]))
+    else:
+        again.optimizer.load_state_dict(begun["optimizer"])
     again.step = begun["step"]
     while again.step < steps:
         train_step(again)
-    say("AGAIN", hvd.rank(), hvd.size(), digest(again.model))
+    say("AGAIN", hvd.rank(), hvd.size(), describe(again)[0])
     hvd.shutdown()
     say("END")
 
 
 PLACE = os.environ["OMPI_COMM_WORLD_RANK"]
+TRAINING = sys.argv[3] if len(sys.argv) > 3 else "plain"
 
 if __name__ == "__main__":
     main()
