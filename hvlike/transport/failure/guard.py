@@ -275,8 +275,12 @@ class Guard:
         # Where another rank has reported, the status of the job is its: that one ends the job after its exit handlers.
         self._first.wait_for_holder(self._failed_at + 2 * GRACE)
         self._flush()
-        if not self._mpi.Is_finalized():
-            self._mpi.COMM_WORLD.Abort(status)
+        if self._mpi.Is_finalized():
+            return
+        if job is not None and not job.others_live():
+            # The launcher calls the job a success when its only process asks for an abort.
+            os._exit(status)
+        self._mpi.COMM_WORLD.Abort(status)
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -196,7 +196,9 @@ def _end_job_before_mpi(environ: Mapping[str, str], living: set[int]) -> None:
         )
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)
-        pmix.abort(1, "a rank ended before MPI had started")
+        # The launcher calls the job a success when its only process asks for an abort.
+        if len(living) > 1 or here < size:
+            pmix.abort(1, "a rank ended before MPI had started")
     # Where PMIx cannot be asked, all ranks of this node end like this; else the launcher is faster.
     time.sleep(_SCAN_SECONDS)
     os._exit(1)
