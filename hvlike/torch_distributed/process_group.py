@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp, check_supported
-from hvlike.backends.base import Backend, PreparedReduction
+from hvlike.backends.base import PreparedReduction
 from hvlike.backends.op_queue import Job
 from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
 from hvlike.collectives.session.context import current
@@ -30,7 +31,6 @@ from hvlike.torch_distributed.short_forms import short_form
 from hvlike.torch_distributed.store import check_place, start_hvlike
 from hvlike.torch_distributed.transfers import Transfers
 from hvlike.torch_distributed.work import Work, Works, untraced
-from hvlike.transport.loop.coroutine import Coroutine
 
 # Its constructor and methods are bound from C++, with overloads that no class written in Python can repeat.
 _ProcessGroupBase: Any = dist.ProcessGroup
@@ -71,13 +71,13 @@ class ProcessGroup(_ProcessGroupBase):
         reduction = _reduction(opts)
         tensor = tensors[0]
         if tensor.is_sparse:
-            return self._call("all_reduce", operations.sparse_allreduce(self.calls.group, tensor), tensors, opts)
-        job = None
-        if len(tensors) == 1:
-            job = self._in_place(tensor, reduction)
+            return self._call(
+                "all_reduce", partial(operations.sparse_allreduce, self.calls.group, tensor), tensors, opts
+            )
+        job = self._in_place(tensor, reduction) if len(tensors) == 1 else None
         if job is None:
             self._check_reducible("all_reduce", tensors, reduction)
-            job = operations.allreduce(self.calls.group, tensors, reduction)
+            job = partial(operations.allreduce, self.calls.group, tensors, reduction)
         work = self._call("all_reduce", job, tensors, opts)
         if tensor.numel() == 1:
             self._last_counts.append(work)
@@ -102,27 +102,21 @@ class ProcessGroup(_ProcessGroupBase):
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
-        if prepared is None:
-            return None
-
-        def job(backend: Backend) -> Coroutine[Any]:
-            return prepared.run([tensor.data_ptr()], True, [tensor])
-
-        return job
+        return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     @short_form(dist.ReduceOptions, 1, "root", "op", "timeout")
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("reduce", opts.rootRank)
         reduction = _reduction(opts)
         self._check_reducible("reduce", tensors, reduction)
-        job = operations.reduce_to(self.calls.group, tensors, opts.rootRank, reduction)
+        job = partial(operations.reduce_to, self.calls.group, tensors, opts.rootRank, reduction)
         return self._call("reduce", job, tensors, opts)
 
     @short_form(dist.BroadcastOptions, 1, "root", "timeout")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         self._check_root("broadcast", opts.rootRank)
         self._check_writable("broadcast", tensors)
-        return self._call("broadcast", operations.broadcast(tensors, opts.rootRank), tensors, opts)
+        return self._call("broadcast", partial(operations.broadcast, tensors, opts.rootRank), tensors, opts)
 
     @short_form(_AllgatherOptions, 2, "timeout")
     def allgather(self, outputs: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -130,7 +124,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_count("all_gather", "output tensors", len(row))
         for row, tensor in zip(outputs, inputs, strict=True):
             self._check_own("all_gather", "output", row[self._place], tensor)
-        job = operations.allgather(self.calls.group, outputs, inputs)
+        job = partial(operations.allgather, self.calls.group, outputs, inputs)
         return self._call("all_gather", job, inputs, opts, outputs=outputs[0] if len(outputs) == 1 else outputs)
 
     def allgather_coalesced(self, output_lists: _Batch, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -139,7 +133,7 @@ class ProcessGroup(_ProcessGroupBase):
         for output, tensor in zip(output_lists[self._place], inputs, strict=True):
             self._check_own("all_gather_coalesced", "output", output, tensor)
         columns = [list(column) for column in zip(*output_lists, strict=True)]
-        job = operations.allgather(self.calls.group, columns, inputs)
+        job = partial(operations.allgather, self.calls.group, columns, inputs)
         return self._call("all_gather_coalesced", job, inputs, opts, outputs=output_lists)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -150,7 +144,7 @@ class ProcessGroup(_ProcessGroupBase):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_share("all_gather_into_tensor", output, tensor)
-        job = operations.allgather_single(self.calls.group, outputs, inputs)
+        job = partial(operations.allgather_single, self.calls.group, outputs, inputs)
         return self._call("all_gather_into_tensor", job, inputs, opts, outputs=outputs)
 
     @short_form(dist.GatherOptions, 2, "root", "timeout")
@@ -161,7 +155,7 @@ class ProcessGroup(_ProcessGroupBase):
         if self._place == opts.rootRank:
             self._check_count("gather", "output tensors", len(targets))
             self._check_own("gather", "output", targets[self._place], tensor)
-        job = operations.gather(self.calls.group, targets, tensor, opts.rootRank)
+        job = partial(operations.gather, self.calls.group, targets, tensor, opts.rootRank)
         return self._call("gather", job, inputs, opts, outputs=targets)
 
     @short_form(dist.ScatterOptions, 2, "root", "timeout")
@@ -172,7 +166,7 @@ class ProcessGroup(_ProcessGroupBase):
         if self._place == opts.rootRank:
             self._check_count("scatter", "input tensors", len(sources))
             self._check_own("scatter", "input", sources[self._place], output)
-        job = operations.scatter(self.calls.group, output, sources, opts.rootRank)
+        job = partial(operations.scatter, self.calls.group, output, sources, opts.rootRank)
         return self._call("scatter", job, outputs, opts, also=inputs)
 
     @short_form(dist.ReduceScatterOptions, 2, "op", "timeout")
@@ -182,7 +176,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_own("reduce_scatter", "input", row[self._place], output)
         reduction = _reduction(opts)
         self._check_reducible("reduce_scatter", outputs, reduction)
-        job = operations.reduce_scatter(self.calls.group, outputs, inputs, reduction)
+        job = partial(operations.reduce_scatter, self.calls.group, outputs, inputs, reduction)
         return self._call("reduce_scatter", job, outputs, opts, also=inputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
@@ -195,7 +189,7 @@ class ProcessGroup(_ProcessGroupBase):
             self._check_share("reduce_scatter_tensor", tensor, output)
         reduction = _reduction(opts)
         self._check_reducible("reduce_scatter_tensor", outputs, reduction)
-        job = operations.reduce_scatter(self.calls.group, outputs, inputs, reduction)
+        job = partial(operations.reduce_scatter, self.calls.group, outputs, inputs, reduction)
         return self._call("reduce_scatter_tensor", job, outputs, opts, also=inputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -203,7 +197,7 @@ class ProcessGroup(_ProcessGroupBase):
         self._check_count("all_to_all", "output tensors", len(outputs))
         self._check_count("all_to_all", "input tensors", len(inputs))
         self._check_own("all_to_all", "output", outputs[self._place], inputs[self._place])
-        return self._call("all_to_all", operations.alltoall(outputs, inputs), inputs, opts, outputs=outputs)
+        return self._call("all_to_all", partial(operations.alltoall, outputs, inputs), inputs, opts, outputs=outputs)
 
     @short_form(dist.AllToAllOptions, 4, "timeout", lists=False)
     def all_to_all_single(
@@ -218,11 +212,13 @@ class ProcessGroup(_ProcessGroupBase):
         sends = self._split("input", tensor.detach(), input_splits)
         receives = self._split("output", output.detach(), output_splits)
         self._check_own("all_to_all_single", "part of the output", receives[self._place], sends[self._place])
-        return self._call("all_to_all_single", operations.alltoall(receives, sends), [tensor], opts, outputs=[output])
+        return self._call(
+            "all_to_all_single", partial(operations.alltoall, receives, sends), [tensor], opts, outputs=[output]
+        )
 
     @short_form(dist.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._call("barrier", operations.barrier(), [], opts)
+        return self._call("barrier", operations.barrier, [], opts)
 
     # -- point to point -------------------------------------------------------------------------
 

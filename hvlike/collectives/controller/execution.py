@@ -17,14 +17,14 @@ from hvlike.backends.op_queue import Job, OpQueue, OpQueues
 from hvlike.collectives.controller.operations import (
     Agreed,
     ExecutionSite,
-    allgather_job,
-    allreduce_job,
-    alltoall_job,
-    broadcast_job,
     gathered_bytes,
-    plan_job,
-    reducescatter_job,
     refuse,
+    run_allgather,
+    run_allreduce,
+    run_alltoall,
+    run_broadcast,
+    run_plan,
+    run_reducescatter,
 )
 from hvlike.collectives.controller.trace import Trace
 from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
@@ -33,14 +33,14 @@ from hvlike.config import Config
 from hvlike.errors import LaunchError
 from hvlike.transport.loop.coroutine import Coroutine, Task
 
-JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed]], Job]] = {
-    "allgather": allgather_job,
-    "allreduce": allreduce_job,
-    "alltoall": alltoall_job,
-    "broadcast": broadcast_job,
-    "queue": plan_job,
-    "plan": plan_job,
-    "reducescatter": reducescatter_job,
+JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed], Backend], Coroutine[None]]] = {
+    "allgather": run_allgather,
+    "allreduce": run_allreduce,
+    "alltoall": run_alltoall,
+    "broadcast": run_broadcast,
+    "queue": run_plan,
+    "plan": run_plan,
+    "reducescatter": run_reducescatter,
 }
 """What each kind does on a queue; a barrier is over once it is agreed."""
 
@@ -92,7 +92,7 @@ class Executor:
             if job is None and kind == "allreduce" and len(batch) == len(request.tensors) == 1 and not recording:
                 job = self._in_place(spec, request.tensors[0])
             if job is None:
-                job = JOBS[kind](self.site, batch)
+                job = partial(JOBS[kind], self.site, batch)
             after = partial(complete, batch, None)
             if spec.device in KINDS:
                 runtime = runtime_of(spec.device)
