@@ -102,10 +102,7 @@ class Config:
     # Where the ranks run
     ranks_per_node: int | None = setting(None, whole(1), "treat every N ranks of a host as a node, for tests")
     init_patience: float = setting(
-        60.0,
-        number(0.001),
-        "seconds until init() warns that ranks are missing",
-        name="INIT_PATIENCE_SECONDS",
+        60.0, number(0.001), "seconds until init() warns that ranks are missing", name="INIT_PATIENCE_SECONDS"
     )
     mpi_threads_disable: bool = shared(False, SWITCH, "1: ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE")
     thread_affinity: tuple[int, ...] | None = shared(
@@ -123,11 +120,7 @@ class Config:
     fusion_threshold: int = shared(64 << 20, whole(0), "bytes of operations that run as one; 0: each runs alone")
     disable_group_fusion: bool = shared(False, SWITCH, "1: grouped operations are not fused with others")
     cache_capacity: int = shared(4096, whole(0), "how many operations are remembered, and then sent as a number")
-    express: bool = setting(
-        True,
-        SWITCH,
-        "0: rank 0 announces every allreduce, even one that all ranks call at once",
-    )
+    express: bool = setting(True, SWITCH, "0: rank 0 announces every allreduce, even one that all ranks call at once")
     # Gradients
     gradients: str = setting(
         ADJOINT,
@@ -150,10 +143,7 @@ class Config:
         "how CUDA tensors travel: nccl, or through host memory; auto: nccl if each rank has its own GPU and CuPy",
     )
     nccl_timeout: float = setting(
-        600.0,
-        number(0),
-        "seconds after which a collective of NCCL fails; 0: never",
-        name="NCCL_TIMEOUT_SECONDS",
+        600.0, number(0), "seconds after which a collective of NCCL fails; 0: never", name="NCCL_TIMEOUT_SECONDS"
     )
     # Autotune
     autotune: bool = shared(False, SWITCH, "1: tune bucket sizes and the cycle time during training")
@@ -172,16 +162,10 @@ class Config:
     # What the user is told
     stall_check_disable: bool = shared(False, SWITCH, "1: do not report ranks that wait long")
     stall_check_seconds: float = shared(
-        60.0,
-        number(1),
-        "seconds of waiting before a warning names the missing ranks",
-        name="STALL_CHECK_TIME_SECONDS",
+        60.0, number(1), "seconds of waiting before a warning names the missing ranks", name="STALL_CHECK_TIME_SECONDS"
     )
     stall_shutdown_seconds: float = shared(
-        0.0,
-        number(0),
-        "seconds of waiting before StalledError; 0: never",
-        name="STALL_SHUTDOWN_TIME_SECONDS",
+        0.0, number(0), "seconds of waiting before StalledError; 0: never", name="STALL_SHUTDOWN_TIME_SECONDS"
     )
     heartbeat_seconds: float | None = setting(
         None,

@@ -295,12 +295,7 @@ class ExchangeTrainer(Trainer):
 
 
 def contestants(
-    workload: Workload,
-    seed: int,
-    raw: RawMpi,
-    backend: str | None,
-    bucket_view: bool,
-    bare: BareLoop | None,
+    workload: Workload, seed: int, raw: RawMpi, backend: str | None, bucket_view: bool, bare: BareLoop | None
 ) -> list[Trainer]:
     """Return those who train, first the one without communication. Collective.
 

@@ -232,11 +232,7 @@ def _make_private(mpi: ModuleType, source: MPI.Intracomm | tuple[int, ...]) -> M
 
 
 def _begin_job(
-    mpi: ModuleType,
-    comm: Any,
-    spares: int,
-    check: Callable[[MPI.Intracomm], None] | None,
-    ranks_per_node: int | None,
+    mpi: ModuleType, comm: Any, spares: int, check: Callable[[MPI.Intracomm], None] | None, ranks_per_node: int | None
 ) -> tuple[Job, Any, Any]:
     """The job to make a world from, one that goes on with its survivors or a new one, and two communicators: of all
     ranks, and of this node. Collective and blocking.

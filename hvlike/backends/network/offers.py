@@ -43,13 +43,7 @@ class Offers:
     """Used from inside the loop only. It is polled there until it is closed."""
 
     def __init__(
-        self,
-        comm: Any,
-        byte: Any,
-        ranks: Mapping[int, int],
-        sizes: tuple[int, int],
-        traffic: Traffic,
-        hear: Handler,
+        self, comm: Any, byte: Any, ranks: Mapping[int, int], sizes: tuple[int, int], traffic: Traffic, hear: Handler
     ) -> None:
         """Receive from now on.
 

@@ -240,13 +240,7 @@ class SwapReduction(PairReduction):
 class PairwiseReduction(PairReduction):
     """Every rank reduces the shard that it owns."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        buffers: BufferPool,
-        bandwidth: BandwidthEstimator,
-        share: bool = True,
-    ) -> None:
+    def __init__(self, *arguments: Any, buffers: BufferPool, bandwidth: BandwidthEstimator, share: bool = True) -> None:
         """arguments: as of PairReduction, with the shard of each rank. share: send the results to all; without it they
         stay with their owners.
         """

@@ -112,11 +112,7 @@ class PreparedReduction:
             raise
 
     def _together(
-        self,
-        addresses: list[int],
-        number: int,
-        places: dict[int, AllocationPlace],
-        tensors: Sequence[torch.Tensor],
+        self, addresses: list[int], number: int, places: dict[int, AllocationPlace], tensors: Sequence[torch.Tensor]
     ) -> Coroutine[None]:
         """Reduce where all ranks have to arrive first."""
         sync = self._sync

@@ -159,13 +159,7 @@ class InlineMessages(InlineCalls[_Plan]):
         self._agreement.take(rank, index, Offer(kind, code, data))
 
     def _agree(
-        self,
-        index: int,
-        words: tuple[int, int, int, int],
-        plan: _Plan,
-        piece: _Piece,
-        tensor: torch.Tensor,
-        name: str,
+        self, index: int, words: tuple[int, int, int, int], plan: _Plan, piece: _Piece, tensor: torch.Tensor, name: str
     ) -> bool | None:
         """Send the offer and wait for the answer; where it is yes, exchange the halves of a tensor that has them."""
         agreement, loop = self._agreement, self._loop

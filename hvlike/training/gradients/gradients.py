@@ -21,12 +21,7 @@ from hvlike.collectives.session.context import Context, current, is_running
 from hvlike.errors import UsageError
 from hvlike.training import usage_errors
 from hvlike.training.gradients.grad_state import GradientHooks, GradState, OneHook, Phase, are_those, gradient_of, reset
-from hvlike.training.gradients.parameters import (
-    Comparison,
-    ParamGroupDiff,
-    check_passes,
-    name_parameters,
-)
+from hvlike.training.gradients.parameters import Comparison, ParamGroupDiff, check_passes, name_parameters
 from hvlike.training.gradients.reduction import Reducer, Reduction
 
 if TYPE_CHECKING:
