@@ -47,11 +47,6 @@ class BackwardMessage:
     abort: bool = False  # This backward has failed
 
     @property
-    def is_of_run(self) -> bool:
-        """Whether it belongs to the run itself, which comes after all marks."""
-        return self.asks or self.done or bool(self.gradients)
-
-    @property
     def opens(self) -> bool:
         """Whether it concerns a worker that does not know this backward."""
         return self.asks or bool(self.marks)
@@ -259,7 +254,7 @@ class BackwardState:
         if self.phase is not Phase.RUNNING:
             # The sender had finished before this worker was asked. It sends this again.
             return
-        if message.is_of_run:
+        if message.asks or message.done or message.gradients:  # Of the run itself, which comes after all marks
             self._known.add(source)
             if message.done:
                 self._asked.discard(source)

@@ -234,7 +234,8 @@ class CallQueue:
         work.waited_for = True
         self._drive_held()
         until = None if seconds is None else time.monotonic() + seconds
-        while not self.loop.wait(lambda: work.ended, _shorter(self._report_seconds, seconds)):
+        turn = min((each for each in (self._report_seconds, seconds) if each is not None), default=None)
+        while not self.loop.wait(lambda: work.ended, turn):
             missing = describe_missing(self._directory.ask_all(self, work), work.number)
             if work.ended:
                 return
@@ -315,7 +316,3 @@ class CallQueue:
 
 def _nothing() -> None:
     pass
-
-
-def _shorter(first: float | None, second: float | None) -> float | None:
-    return min((each for each in (first, second) if each is not None), default=None)

@@ -57,7 +57,9 @@ class TensorBytes:
         if runtime is not None:
             stream = runtime.new_stream(tensor.device)
             runtime.wait(stream, self._before)
-        with runtime.use(stream) if runtime is not None else _NOTHING, _write_access(tensor):
+        # Tensors of inference mode may be written only there.
+        writing = torch.inference_mode() if tensor.is_inference() else torch.no_grad()
+        with runtime.use(stream) if runtime is not None else _NOTHING, writing:
             if nbytes < self.nbytes:
                 staged[nbytes:].copy_(_flat_bytes(tensor)[nbytes:])
             values = staged.view(tensor.dtype).view(tensor.shape)
@@ -114,8 +116,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
-
-
-def _write_access(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Tensors of inference mode may be written only there."""
-    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()

@@ -174,7 +174,8 @@ class InlineReduction:
         """
         sync, work = self._sync, None
         if shared:
-            number = sync.begin_posted()
+            sync.number += 1
+            number = sync.number
             reduction, self._in_place = self._in_place, None
             if reduction is not None and sync.region.is_same_place(number):
                 reduction.begin(number)

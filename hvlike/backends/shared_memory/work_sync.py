@@ -71,10 +71,6 @@ class WorkSync:
         self.number = self.post(stamp, place, active=active)
         return self.number
 
-    def begin_posted(self) -> int:
-        self.number += 1
-        return self.number
-
     def arrive(self, number: int) -> Coroutine[None]:
         """Wait until all ranks are at the work of this number. Raises: MismatchError where a peer is at other work."""
         region = self.region

@@ -26,11 +26,6 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right)
 
 
-def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    with torch.autocast(matrix.device.type, enabled=False):
-        matrix.addmm_(left, right.t(), alpha=-1)
-
-
 def orthonormal(matrix: Tensor, epsilon: float = 0.0) -> Tensor:
     """An orthonormal basis of the columns of (n, r), n >= r; columns without content give some orthogonal direction.
 
@@ -143,7 +138,8 @@ class PowerSGD(StatefulCompressor):
         yield from self._orthonormalise(carried, exchange)
         for work in carried:
             work.q = product(work.matrix.t(), work.p).contiguous()
-            subtract_product(work.matrix, work.p, work.q)
+            with torch.autocast(work.matrix.device.type, enabled=False):
+                work.matrix.addmm_(work.p, work.q.t(), alpha=-1)
             yield Wait.AGAIN
         yield from exchange.allreduce([work.q for work in carried])
         for work in (yield from _finite_ones(carried, [work.q for work in carried], exchange)):

@@ -236,11 +236,6 @@ class ReductionSettings:
         return self.prescale * self.postscale / (self.size if self.op is ReduceOp.AVERAGE else 1)
 
     @property
-    def is_trivial(self) -> bool:
-        """True when a single rank has nothing to do."""
-        return self.prescale * self.postscale == 1
-
-    @property
     def is_portable(self) -> bool:
         """True when a rank that has no such reduction can take part in it for one that has joined."""
         return isinstance(self.compression, (NoneCompressor, CastCompressor))

@@ -147,7 +147,7 @@ class PlannedReducer(PersistentOperation):
         Returns the tensors that take the place of those that could not be reduced in place, by index.
         Raises: MismatchError when the ranks have different tensors, and all other HorovodInternalErrors.
         """
-        if self._set_state.group.size == 1 and self._settings.is_trivial:
+        if self._set_state.group.size == 1 and self._settings.prescale * self._settings.postscale == 1:
             self._marked.clear()
             return {}
         if self._step >= self._look_at:
