@@ -2,13 +2,17 @@
 
 A program that configures logging decides what happens to the records. Without that they are printed on stderr: INFO
 and above from rank 0, WARNING and above from all ranks. HVLIKE_LOG_LEVEL prints its level and above from every rank,
-whatever the program configures.
+whatever the program configures. Reports of ranks that keep others waiting show the `main_stack` of these.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
+import traceback
+from types import FrameType
 
 _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
 
@@ -68,3 +72,23 @@ def set_up_log(level: str | None, rank: int, *, hide_time: bool) -> None:
     time = "" if hide_time else "%(asctime)s "
     printer.setFormatter(logging.Formatter(f"{time}hvlike rank %(rank)s %(levelname)s: %(message)s"))
     logger.addHandler(printer)
+
+
+_FRAMES = 8
+_WAIT = os.path.join("hvlike", "transport", "loop", "loop.py")
+
+
+def main_stack() -> str:
+    """Return the innermost calls of the main thread like a traceback, or "" while it waits inside hvlike: 50 us."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None or threading.current_thread() is threading.main_thread() or _waits(innermost):
+        return ""
+    return "".join(traceback.format_stack(innermost, _FRAMES)).rstrip("\n")
+
+
+def _waits(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith(_WAIT):
+            return True
+        frame = frame.f_back
+    return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvlike.collectives.health.stall_inspector import ANSWER_SECONDS, SHOWN_STACKS
 from hvlike.collectives.requests.message_table import name_ranks
 from hvlike.collectives.session.context import Context
-from hvlike.observe.stacks import main_stack
+from hvlike.observe.log import main_stack
 from hvlike.transport.loop.coroutine import Coroutine, Wait
 from hvlike.transport.messages.traffic import Topic
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hvlike.backends.arithmetic.reduce_op import AnyOp, BitwiseOp, ReduceOp, check_supported
 from hvlike.backends.base import PreparedReduction
 from hvlike.backends.op_queue import Job
-from hvlike.collectives.requests.reduction import Reduction, arithmetic_of, working_dtype
+from hvlike.collectives.requests.reduction import Reduction, prepare_one
 from hvlike.collectives.session.context import current
 from hvlike.errors import ProcessGroupError, ShutdownError, UsageError
 from hvlike.torch_distributed import operations
@@ -36,7 +36,6 @@ from hvlike.torch_distributed.work import Work, Works, untraced
 _ProcessGroupBase: Any = dist.ProcessGroup
 _AllgatherOptions: Any = torch._C._distributed_c10d.AllgatherOptions
 
-_MOST_PREPARED = 256  # Reductions of single tensors that are kept; with one more all are prepared anew
 
 _Batch = Sequence[Sequence[Tensor]]
 
@@ -93,15 +92,8 @@ class ProcessGroup(_ProcessGroupBase):
         if key in self._prepared:
             prepared = self._prepared[key]
         else:
-            prepared = None
             self._check_reducible("all_reduce", [tensor], reduction)
-            op, prescale, postscale = reduction
-            if working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
-                arithmetic = arithmetic_of(tensor.dtype, op, self._ranks, prescale, postscale)
-                prepared = self.calls.backend.prepare([tensor.numel()], arithmetic)
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[key] = prepared
+            prepared = prepare_one(self._prepared, key, tensor, reduction, self.calls.backend, self._ranks)
         return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     @short_form(dist.ReduceOptions, 1, "root", "op", "timeout")

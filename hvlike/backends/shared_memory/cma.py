@@ -23,7 +23,7 @@ import torch
 from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.shared_memory.region import ADDRESSES, AddressView, Region
 from hvlike.backends.shared_memory.schedule import CHUNK_BYTES, SMALLEST_SHARE, cut_together, fitting
-from hvlike.backends.shared_memory.work_stealing import WorkStealing
+from hvlike.backends.shared_memory.work_sync import WorkStealing
 from hvlike.transport.memory.dtypes import Array
 from hvlike.transport.memory.process_memory import MOST_RANGES, ROW_BYTES, ProcessMemory, Ranges
 

@@ -19,8 +19,7 @@ from hvlike.backends.arithmetic.arithmetic import Arithmetic, Piece
 from hvlike.backends.shared_memory.region import Region
 from hvlike.backends.shared_memory.schedule import cut
 from hvlike.backends.shared_memory.staging import StagedReduction
-from hvlike.backends.shared_memory.work_stealing import WorkStealing
-from hvlike.backends.shared_memory.work_sync import WorkSync
+from hvlike.backends.shared_memory.work_sync import WorkStealing, WorkSync
 from hvlike.transport.loop.coroutine import Coroutine
 from hvlike.transport.memory.allocations import Allocation, Allocations
 

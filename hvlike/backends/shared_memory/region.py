@@ -18,7 +18,7 @@ Every counter has one writer and only grows:
     departed      number of the newest work that is not staged of which this rank has done its part
     places[2]     which tensors of the work lie where in shared allocations, by parity of the work's number
     abandoned     number of the newest work in this rank's own memory that it has given up
-    front         chunks of its own this rank claims, from the front (work_stealing.py)
+    front         chunks of its own this rank claims, from the front (WorkStealing)
     back          chunks of the next rank this rank claims, from the back
     settled       chunks of the next rank this rank has claimed for certain
     active[2]     whether this rank is active in the work, by parity of the work's number

@@ -58,7 +58,7 @@ def cut_together(lengths: Sequence[int], elements: int, short: int, together: in
 
     short: tensors of fewer elements share chunks of up to `together` elements and `most` tensors; a tensor that is
     longer than `together` has a chunk of its own. These chunks come first: the last ones are those that one rank takes
-    from another (work_stealing.py). Empty tensors are left out.
+    from another (WorkStealing). Empty tensors are left out.
     """
     chunks: list[list[Run]] = []
     filled = together

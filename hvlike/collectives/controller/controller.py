@@ -45,7 +45,7 @@ from hvlike.collectives.requests.join_protocol import JOIN_KEY, LEAVE_KEY, JoinF
 from hvlike.collectives.requests.message_table import Entry, NodeTable, ReadyList, Response, tree_of
 from hvlike.collectives.requests.request import CallSite, Handle, Request, RequestKey, RequestSpec, find_call_site
 from hvlike.errors import HorovodInternalError
-from hvlike.observe.stacks import main_stack
+from hvlike.observe.log import main_stack
 from hvlike.transport.fabric import Fabric
 from hvlike.transport.host import mpi_library
 from hvlike.transport.loop.coroutine import Coroutine, Wait

@@ -27,7 +27,7 @@ from hvlike.collectives.controller.operations import (
     run_reducescatter,
 )
 from hvlike.collectives.controller.trace import Trace
-from hvlike.collectives.requests.reduction import arithmetic_of, working_dtype
+from hvlike.collectives.requests.reduction import Reduction, prepare_one
 from hvlike.collectives.requests.request import RequestSpec
 from hvlike.config import Config
 from hvlike.errors import LaunchError
@@ -45,7 +45,6 @@ JOBS: dict[str, Callable[[ExecutionSite, Sequence[Agreed], Backend], Coroutine[N
 """What each kind does on a queue; a barrier is over once it is agreed."""
 
 AGREEMENTS = ("queue", "plan")  # Kinds that move nothing of the user's
-MOST_PREPARED = 256  # Specs of single tensors that are remembered; with one more all are looked at anew
 OPEN_AFTER = 3  # Reductions of single tensors before inline allreduce is set up, which takes memory
 
 
@@ -113,14 +112,8 @@ class Executor:
         if spec in self._prepared:
             prepared = self._prepared[spec]
         else:
-            op, queue = ReduceOp(spec.op), self.site.queues.first
-            prepared = None
-            if op is not ReduceOp.ADASUM and working_dtype(tensor.dtype, op) is tensor.dtype and tensor.numel():
-                arithmetic = arithmetic_of(tensor.dtype, op, queue.group.size, spec.prescale, spec.postscale)
-                prepared = queue.backend.prepare([tensor.numel()], arithmetic)
-            if len(self._prepared) >= MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[spec] = prepared
+            queue, reduction = self.site.queues.first, Reduction(ReduceOp(spec.op), spec.prescale, spec.postscale)
+            prepared = prepare_one(self._prepared, spec, tensor, reduction, queue.backend, queue.group.size)
         return None if prepared is None else lambda backend: prepared.run([tensor.data_ptr()], True, [tensor])
 
     def _on_device(self, runtime: DeviceRuntime, job: Job, batch: Sequence[Agreed]) -> Job:

@@ -20,7 +20,7 @@ from hvlike.collectives.requests.join_protocol import JOIN_KEY
 from hvlike.collectives.requests.message_table import MessageTable, name_ranks
 from hvlike.collectives.requests.request import RequestKey
 from hvlike.errors import HorovodInternalError, StalledError
-from hvlike.observe.stacks import main_stack
+from hvlike.observe.log import main_stack
 from hvlike.transport.loop.loop import Loop
 
 logger = logging.getLogger("hvlike")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hvlike.observe.stacks import main_stack
+from hvlike.observe.log import main_stack
 from hvlike.transport.failure import pmix
 from hvlike.transport.host import launchers
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from unit.backends.test_board import Stage, Words
 
-from hvlike.backends.shared_memory.work_stealing import LEAST_SHARED, WorkStealing
+from hvlike.backends.shared_memory.work_sync import LEAST_SHARED, WorkStealing
 
 Run = tuple[int, int, int]
 WORDS = 16

@@ -2,7 +2,7 @@
 
 import threading
 
-from hvlike.observe.stacks import main_stack
+from hvlike.observe.log import main_stack
 
 
 def seen_from_a_thread() -> str:

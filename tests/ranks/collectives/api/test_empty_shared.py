@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hvlike.backends.arithmetic.reduce_op import ReduceOp
 from hvlike.backends.shared_memory.in_place_shm import InPlaceReduction
-from hvlike.backends.shared_memory.work_stealing import LEAST_SHARED
+from hvlike.backends.shared_memory.work_sync import LEAST_SHARED
 from hvlike.errors import HorovodInternalError, MismatchError, ShapeMismatchError, UsageError
 
 LONG = 3 * 65536 + 17
