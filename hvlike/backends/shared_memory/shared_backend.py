@@ -77,13 +77,7 @@ class PreparedReduction:
         self._staged = None if cma is not None else make_staged(lengths, arithmetic)
 
     def run(self, addresses: list[int], active: bool = True, tensors: Sequence[torch.Tensor] = ()) -> Coroutine[int]:
-        """Reduce the tensors that begin at these addresses of host memory, in place; returns how many ranks are active.
-
-        The tensors are dense and of the dtype of the reduction; the caller holds them. active: this rank has tensors of
-        its own, not zeros for one that has joined. tensors: these; they live on if a rank gives up while a peer may
-        write to them.
-        Raises: MismatchError where a peer is at other work; HorovodInternalError where a peer has given up.
-        """
+        """See PreparedReduction (backends/base.py)."""
         sync, word, places = self._sync, 0, None
         region = sync.region
         if self._shared:
