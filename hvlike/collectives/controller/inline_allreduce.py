@@ -140,10 +140,6 @@ class InlineAllreduce(InlineCalls[_Plan]):
         copies = self._inline.copies(arithmetic, elements) if small else None
         return _Plan(number, arithmetic, copies, self._inline.at_once(arithmetic, elements, number))
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._pieces.clear()
-
     def _piece(
         self, tensor: torch.Tensor, address: int, op: int | None, prescale: float, postscale: float
     ) -> _Piece | None:

@@ -51,6 +51,7 @@ class InlineCalls(Generic[P]):
         self._recorder = recorder
         self._size = size
         self._plans: dict[_Kind, P] = {}
+        self._pieces: dict[Any, Any] = {}  # What is known of tensors of these kinds where they lie
         self._names: dict[str | None, Name] = {}
         self._busy = False
         self._away = False
@@ -98,6 +99,7 @@ class InlineCalls(Generic[P]):
 
     def _forget(self) -> None:
         self._plans.clear()
+        self._pieces.clear()
         self.learned.clear()
 
     def _call(self, name: str | None) -> Name:

@@ -138,10 +138,6 @@ class InlineMessages(InlineCalls[_Plan]):
         is_small = self._size == 2 and nbytes <= SMALL_BYTES
         return _Plan(number, arithmetic, nbytes, is_small, self._size == 2 and SMALL_BYTES < nbytes <= HALVED_BYTES)
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._pieces.clear()
-
     def _piece(self, address: int, plan: _Plan) -> _Piece:
         if len(self._pieces) >= MOST_KNOWN:
             self._pieces.clear()
