@@ -6,10 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from hvlike.config import IGNORED, SETTINGS, Setting  # noqa: E402
+from hvlike.config import IGNORED, SETTINGS, SWITCH, Setting  # noqa: E402
 
 PAGE = ROOT / "docs" / "knobs.md"
-KNOBS_HEAD = "| name | default | values | effect |\n|---|---|---|---|\n"
+KNOBS_HEAD = "| name | default; allowed | effect |\n|---|---|---|\n"
 IGNORED_HEAD = "| variables | why |\n|---|---|\n"
 OWN_CHOICE = "Each rank may choose its own value for: "
 SHORT = {
@@ -17,8 +17,7 @@ SHORT = {
     "a number of at least ": "≥ ",
     "the path of a file": "path",
     "one of ": "",
-    "0 or 1": "0, 1",
-    "comma-separated numbers of cores, one for each rank of a node": "2,3",
+    "comma-separated numbers of cores, one for each rank of a node": "cores, as 2,3",
 }
 
 
@@ -29,8 +28,10 @@ def row(entry: Setting) -> str:
     values = entry.kind.expected
     for words, short in SHORT.items():
         values = values.replace(words, short)
+    # The effect of a switch says what its other value does.
+    allowed = f"{default}" if entry.kind is SWITCH else f"{default}; {values}"
     star = " *" if entry.horovod else ""
-    return f"| `{entry.name}`{star} | {default} | {values} | {entry.effect} |"
+    return f"| `{entry.name}`{star} | {allowed} | {entry.effect} |"
 
 
 def ignored_rows() -> list[str]:
