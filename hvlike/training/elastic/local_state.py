@@ -179,7 +179,8 @@ class LocalStates:
     def give_up(self, found: Found, part: LocalState) -> None:
         """Have the object go on with what a checkpoint has, which is loaded next. Collective; blocks."""
         self.commits.clear()
-        part.load_local_state_dicts({}, found.ranks)
+        # Nobody has the commit any more where this was interrupted.
+        part.load_local_state_dicts({}, found.ranks or size())
 
     def _fetch(self, commit: Commit, sources: Mapping[int, int]) -> Tensor:
         """This rank's state, from whoever has it. Collective where a rank does not have its own."""

@@ -23,8 +23,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any, TypeVar, overload
 
 from hvlike.collectives.api.barrier_join import barrier
@@ -40,10 +40,11 @@ from hvlike.errors import (
     ShutdownError,
     UsageError,
 )
-from hvlike.training.elastic.at_failure import say_what_a_loss_does
 from hvlike.training.elastic.durable import ended, kept, prepare
 from hvlike.training.elastic.state import State
+from hvlike.transport.failure import fault_tolerance, job_record
 from hvlike.transport.failure.fault_tolerance import Job
+from hvlike.transport.host.find_mpirun import OPEN_MPI, family_of_library
 
 logger = logging.getLogger("hvlike")
 
@@ -147,7 +148,9 @@ class _Session:
         self._job: Job | None = context.current().world.job
         context.current().restarts = self._job is not None
         prepare(state)
-        say_what_a_loss_does(os.environ, context.current().world.mpi.get_vendor()[0], rank(), size())
+        text = what_a_loss_does(os.environ, context.current().world.mpi.get_vendor()[0], size())
+        if text and rank() == 0:
+            warn_once(text)
 
     def end(self) -> None:
         if context.is_running():
@@ -235,7 +238,7 @@ class _Session:
             return
         if context.is_running():
             self._sets = context.current().sets
-            self._ranks_before = context.current().world.size
+            self._ranks_before = context.current().place.size
             context.abandon_context()
         if not self._agreed:
             self._job.agree(False)
@@ -262,7 +265,8 @@ class _Session:
         least = context.current().knobs.min_ranks
         if size() < least:
             self._gives_up = True
-            if self._state.durable is not None:
+            # Spares that are left alone have no commit.
+            if self._state.durable is not None and self._state.commits:
                 self._state.durable.write()
             raise HorovodInternalError(
                 f"elastic.run gives up: {size()} of {self._ranks_before} ranks {'is' if size() == 1 else 'are'} left, "
@@ -328,3 +332,19 @@ def _restart_all() -> None:
         everybody.Free()
     shutdown()
     init(ranks, process_sets=sets, gradients=gradients)
+
+
+def what_a_loss_does(environ: Mapping[str, str], vendor: str, size: int) -> str:
+    """Return a sentence where a lost rank ends the job and nothing starts it again, else "". vendor: of the MPI."""
+    if size == 1 or fault_tolerance.is_enabled(environ) or job_record.VARIABLE in environ:
+        return ""
+    goes_on = "go on without it under `mpirun --with-ft ulfm`, and " if family_of_library(vendor) == OPEN_MPI else ""
+    return (
+        "elastic.run: an error is answered by going back to the last commit, but a lost rank ends this job. The "
+        f"others {goes_on}start again under `python -m hvlike launch` (docs/elastic.md)."
+    )
+
+
+@cache
+def warn_once(text: str) -> None:
+    logger.warning("%s", text)

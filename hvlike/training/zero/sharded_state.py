@@ -373,6 +373,9 @@ class ShardedState(Optimizer):
                     "ZeroRedundancyOptimizer: ranks were lost before the first commit, and with them a part of the "
                     "state that was loaded before elastic.run. Load it inside, after the first commit."
                 )
+            if ranks_before:
+                # As in a job that starts from a checkpoint: a rank that has come anew has counted less.
+                self._step = 0
             self._version = self._step
             return
         own = set(self._partition.owned(self.rank))

@@ -1,9 +1,11 @@
 """elastic.run when processes are lost under `mpirun --with-ft ulfm`. The campaign of support.kills does more of it."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
-from support.job import IS_OPEN_MPI, run_job
+from support.job import IS_OPEN_MPI, LAUNCHER, OPEN_MPI_FLAGS, RunningJob, job_environment, run_job
 from support.kills.campaign import FLAGS, run_once
 from support.kills.judge import commits_of, read_lines, what_is_wrong
 
@@ -155,7 +157,7 @@ def test_an_exception_on_all_ranks_ends_the_job(tmp_path: os.PathLike[str]) -> N
 
 
 TOO_FEW = """
-import os, signal
+import os, signal, sys
 import hvlike as hvd
 
 hvd.init()
@@ -164,23 +166,42 @@ born = hvd.rank()
 
 @hvd.elastic.run
 def train(state):
-    if born == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    hvd.barrier()
+    os.write(1, f"rank {hvd.rank()} of {hvd.size()} begins at {state.step}\\n".encode())
+    first = state.step == 0
+    while state.step < 6:
+        hvd.barrier()
+        state.step += 1
+        state.commit()
+        if first and state.step == 4 and born == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-train(hvd.elastic.ObjectState())
-print("done")
+train(hvd.elastic.ObjectState(step=0))
 """
 
 
-@pytest.mark.timeout(90)
-def test_too_few_ranks_end_the_job(tmp_path: os.PathLike[str]) -> None:
-    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "HVLIKE_MIN_RANKS": "2"}
-    job = run_job(TOO_FEW, 2, env=env, flags=FLAGS)
+@pytest.mark.timeout(120)
+def test_too_few_ranks_write_their_commit_and_end_and_launch_starts_again_from_it(tmp_path: Path) -> None:
+    program, memory = tmp_path / "train.py", tmp_path / "memory"
+    program.write_text(TOO_FEW)
+    memory.mkdir()
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(memory), "HVLIKE_MIN_RANKS": "2"}
+    launch = [sys.executable, "-m", "hvlike", "launch", "--checkpoint", str(tmp_path / "commits"), "--"]
+    command = [*launch, str(LAUNCHER), *OPEN_MPI_FLAGS, *FLAGS, "-n", "2", sys.executable, str(program)]
+    with RunningJob(command, job_environment(env), tmp_path) as running:
+        job = running.wait(100).check()
     assert "1 of 2 ranks is left, and HVLIKE_MIN_RANKS=2" in job.stderr, job.describe()
-    assert job.returncode == 1
-    assert "done" not in job.stdout
+    begun = [f"rank {rank} of 2 begins at {step}" for rank in (0, 1) for step in (0, 4)]
+    assert sorted(job.stdout.splitlines()) == begun
+
+
+@pytest.mark.timeout(120)
+def test_two_neighbours_lost_at_once_take_their_shards_from_the_disk() -> None:
+    job, killed, _, left = run_once(3, 0, STEPS, [(0.1, [1, 2])], LIMIT, "zero")
+    lines = read_lines(job.stdout)
+    assert what_is_wrong(lines, 3, 0, killed, commits_of(lines)) == [], job.describe()
+    assert (job.survivors, left) == ((), [])
+    assert "what only ranks [1] of 3 had of optimizer is lost. elastic.run goes back to the disk" in job.stderr
 
 
 ENDS_EARLY = """

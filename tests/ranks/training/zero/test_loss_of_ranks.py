@@ -65,6 +65,24 @@ def test_fewer_ranks_share_the_state_anew(hvd: ModuleType, lost: list[int], opti
     assert optimizer.sharded_state_dict()["shard"] == {"rank": hvd.rank(), "size": hvd.size(), "step": 6}
 
 
+def test_a_checkpoint_takes_the_place_of_shards_that_are_lost(hvd: ModuleType) -> None:
+    """Ranks that are new have counted fewer steps: all count from the checkpoint on."""
+    plain, reference = pair()
+    ours = net()
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Adam, lr=0.5)
+    train(ours, optimizer, range(4))
+    held = after_loss(hvd, shards_of(reference, hvd.size() + 2, 3), [0, 1])
+    found = held.find(COMMIT)
+    assert found.lost == [0]
+    held.give_up(found, optimizer)
+    ours.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(deepcopy(reference.state_dict()))
+    train(ours, optimizer, range(3, 6))
+    train(plain, reference, range(3, 6))
+    assert difference(ours, plain) == 0
+    assert optimizer.sharded_state_dict()["shard"]["step"] == 3
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_spare_takes_over_the_shard_of_a_lost_rank(hvd: ModuleType) -> None:
     plain, reference = pair()
