@@ -5,10 +5,12 @@ import re
 import pytest
 from support.job import IS_OPEN_MPI, Job, run_job
 
+pytestmark = pytest.mark.together
+
 TWO_NODES = {"HVLIKE_RANKS_PER_NODE": "2"}
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, threading, time
 import torch
 import hvlike as hvd
 from hvlike.collectives.session.context import current
@@ -66,17 +68,45 @@ elif rank == 3:
 assert hvd.join() in range(3)
 for number in range(3):
     operation(number)
-say("done")
+say("counted")
+"""
+
+LEFT = """
+hvd.broadcast_(torch.ones(3), 3, name="before")
+hvd.barrier()
+if rank == 2:
+    time.sleep(1.0)
+    LEAVE
+else:
+    OTHERS
+    started = time.monotonic()
+    pending = hvd.broadcast_async(torch.ones(3), 3, name="pending")
+    say(error_of(lambda: hvd.broadcast(torch.ones(3), 3, name="waited for")))
+    say(error_of(lambda: hvd.synchronize(pending)))
+    say(error_of(lambda: hvd.barrier()))
+    say(f"in time: {time.monotonic() - started < 20}")
+"""
+
+AGAIN = """
+hvd.shutdown()
+hvd.init()
 """
 
 
+def left(leave: str, others: str = "pass", end: str = "") -> str:
+    """Rank 2, which leads rank 3, leaves in this way."""
+    return LEFT.replace("LEAVE", leave).replace("OTHERS", others) + end
+
+
 @pytest.fixture(scope="module")
-def counted() -> Job:
-    return run_job(PROGRAM + COUNTED, 4, env=TWO_NODES).check()
+def starts() -> Job:
+    """One after the other."""
+    parts = [PROGRAM + COUNTED, left("hvd.shutdown()"), left("sys.exit(0)")]
+    return run_job(AGAIN.join(parts), 4, env=TWO_NODES).check()
 
 
-def test_the_coordinator_takes_and_sends_a_message_for_each_node(counted: Job) -> None:
-    found = re.findall(r"rank (\d): {'ready': ([\d.]+), 'responses': ([\d.]+)}", counted.stdout)
+def test_the_coordinator_takes_and_sends_a_message_for_each_node(starts: Job) -> None:
+    found = re.findall(r"rank (\d): {'ready': ([\d.]+), 'responses': ([\d.]+)}", starts.stdout)
     ready = {int(rank): float(count) for rank, count, _ in found}
     responses = {int(rank): float(count) for rank, _, count in found}
     assert responses == {0: 2.0, 1: 0.0, 2: 1.0, 3: 0.0}
@@ -85,17 +115,16 @@ def test_the_coordinator_takes_and_sends_a_message_for_each_node(counted: Job) -
     assert 1.0 <= ready[2] < 1.5
 
 
-def test_errors_name_the_ranks_behind_a_leader(counted: Job) -> None:
+def test_errors_name_the_ranks_behind_a_leader(starts: Job) -> None:
     mismatch = "ShapeMismatchError: Mismatched ALLREDUCE tensor shapes for 'mismatch': "
     mismatch += "ranks 0, 1, 2 passed [3], rank 3 passed [4]."
     deadlock = "DeadlockError: no rank can go on: rank 0 waits in allreduce 'name 0', rank 1 waits in allreduce "
     deadlock += "'name 0', rank 2 waits in allreduce 'name 0', rank 3 waits in allreduce 'name 1'."
-    for text in (mismatch, deadlock, "done"):
-        assert counted.stdout.count(text) == 4, counted.describe()
+    for text in (mismatch, deadlock, ": counted"):
+        assert starts.stdout.count(text) == 4, starts.describe()
 
 
 STALLS = """
-import os, signal, threading
 processes = hvd.allgather_object(os.getpid())
 if rank == 3:
     time.sleep(3.0)
@@ -106,7 +135,7 @@ hvd.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
 hvd.allreduce(torch.ones(3), name="leader late")
-say("done")
+say("reported")
 """
 
 
@@ -118,42 +147,20 @@ def test_reports_name_who_is_missing_behind_a_leader_and_a_leader_that_is_stuck(
     assert re.search(waits + "which does not answer", job.stderr), job.describe()
     through = "rank 2, through which this node asks, is stuck inside hvlike"
     assert re.search(rf"rank 3 has waited for \d+ s in allreduce 'leader late', .*: {through}", job.stderr)
-    assert job.stdout.count("done") == 4
+    assert job.stdout.count(": reported") == 4
 
 
-LEFT = """
-import os, signal
-hvd.broadcast_(torch.ones(3), 3, name="before")
-hvd.barrier()
-if rank == 2:
-    time.sleep(1.0)
-    LEAVE
-started = time.monotonic()
-pending = hvd.broadcast_async(torch.ones(3), 3, name="pending")
-say(error_of(lambda: hvd.broadcast(torch.ones(3), 3, name="waited for")))
-say(error_of(lambda: hvd.synchronize(pending)))
-say(error_of(lambda: hvd.barrier()))
-say(f"in time: {time.monotonic() - started < 20}")
-END
-"""
-
-
-@pytest.mark.parametrize(
-    ("leave", "error"), [("sys.exit(0)", "PeerLeftError"), ("hvd.shutdown(); sys.exit(0)", "ShutdownError")]
-)
-def test_a_leader_that_leaves_ends_what_waits_for_it(leave: str, error: str) -> None:
-    job = run_job((PROGRAM + LEFT).replace("LEAVE", leave).replace("END", ""), 4, env=TWO_NODES).check()
-    assert job.stdout.count("in time: True") == 3, job.describe()
-    assert len(re.findall(rf"rank [013]: {error}: .*rank 2", job.stdout)) == 9, job.describe()
+def test_a_leader_that_leaves_ends_what_waits_for_it(starts: Job) -> None:
+    assert starts.stdout.count("in time: True") == 2 * 3, starts.describe()
+    for error in ("ShutdownError", "PeerLeftError"):
+        assert len(re.findall(rf"rank [013]: {error}: .*rank 2", starts.stdout)) == 9, starts.describe()
 
 
 @pytest.mark.skipif(not IS_OPEN_MPI, reason="a flag of Open MPI's mpirun")
 def test_a_leader_that_dies_ends_what_its_members_wait_for() -> None:
-    program = PROGRAM + LEFT.replace("LEAVE", "os.kill(os.getpid(), signal.SIGKILL)")
     # The others are told by nobody here: a launcher ends the job.
-    program = program.replace("END", "os._exit(0)").replace(
-        "started =", "if rank < 2: time.sleep(8); os._exit(0)\nstarted ="
-    )
+    others = "if rank < 2: time.sleep(8); os._exit(0)"
+    program = PROGRAM + left("os.kill(os.getpid(), signal.SIGKILL)", others, "os._exit(0)")
     job = run_job(program, 4, env=TWO_NODES, flags=["--enable-recovery"])
     said = re.findall(r"rank 3: (\w+): .*rank 2", job.stdout)
     assert said == ["PeerLeftError"] * 3, job.describe()

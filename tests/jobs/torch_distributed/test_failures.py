@@ -143,6 +143,6 @@ ENDS = {
 def test_programs_end_in_any_order(end: str) -> None:
     program = START + "dist.init_process_group('hvlike')\nrank = dist.get_rank()\n"
     program += f"dist.all_reduce(torch.ones(1))\n{ENDS[end]}\nprint('end')\n"
-    job = run_job(program, 3, timeout=60).check()
-    assert job.stdout.count("end") == 3
+    job = run_job(program, 2, timeout=60).check()
+    assert job.stdout.count("end") == 2
     assert "Traceback" not in job.stderr, job.describe()
