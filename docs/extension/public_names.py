@@ -1,10 +1,10 @@
 """The directive `public-names`: the reference of the names that a table of a page lists.
 
-    ```{public-names} hvlike Collectives
+    ```{public-names} hvlike api.md
     ```
 
-documents every name in the first column of the tables below that heading of api.md, in their order; a row may have
-several. Without a section: the module, and every name of its `__all__` but modules.
+documents the names in the first column of that page's tables, under the page's headings; a row may have several.
+Without a page: the module, and every name of its `__all__` but modules.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from sphinx.util.docutils import SphinxDirective
 ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \|", flags=re.MULTILINE)
 
 
-def listed(page: str, section: str) -> list[str]:
-    """The names in the tables of one section of a page."""
-    found = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise ValueError(f"no section {section!r}")
-    return [name for row in ROW.findall(found[1]) for name in re.findall(r"\w+", row)]
+def listed(page: str) -> dict[str, list[str]]:
+    """The names in the tables of a page, by heading."""
+    sections = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)[1:]
+    rows = [ROW.findall(text) for text in sections[1::2]]
+    return {title: re.findall(r"\w+", " ".join(row)) for title, row in zip(sections[::2], rows, strict=True)}
 
 
 def lines_for(module: str, name: str) -> list[str]:
@@ -47,17 +46,25 @@ class PublicNames(SphinxDirective):
 
     required_arguments = 1
     optional_arguments = 1
-    final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        """The nodes of all names."""
-        module, *section = self.arguments
-        if section:
-            path = Path(self.env.srcdir) / "api.md"
-            self.env.note_dependency(str(path))
-            names, head = listed(path.read_text(), section[0]), []
-        else:
-            names, head = importlib.import_module(module).__all__, [f".. automodule:: {module}", ""]
+        """The nodes of all names, or a section for each heading of the page."""
+        module, *page = self.arguments
+        if not page:
+            return self.documented(module, importlib.import_module(module).__all__, [f".. automodule:: {module}", ""])
+        path = Path(self.env.srcdir) / page[0]
+        self.env.note_dependency(str(path))
+        found: list[nodes.Node] = []
+        for title, names in listed(path.read_text()).items():
+            name = nodes.fully_normalize_name(title)
+            section = nodes.section("", nodes.title(title, title), names=[name])
+            self.state.document.note_implicit_target(section, section)
+            section += self.documented(module, names, [])
+            found.append(section)
+        return found
+
+    def documented(self, module: str, names: list[str], head: list[str]) -> list[nodes.Node]:
+        """The nodes of some names below what stands before them."""
         lines = [line for name in names for line in lines_for(module, name)]
         return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *head, *lines, "```"]))
 

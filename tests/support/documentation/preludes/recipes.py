@@ -12,7 +12,9 @@ loader = make_loader(4)
 images, labels = loader[0]
 model = Net()
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-state = {"model": Net().state_dict(), "optimizer": torch.optim.SGD(Net().parameters()).state_dict(), "epoch": 3}
+generator, discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+for network in (generator, discriminator):
+    hvd.broadcast_parameters(network.state_dict(), root_rank=0)
 loss = loss_of(model(images), labels)
 
 
