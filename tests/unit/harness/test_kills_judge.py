@@ -1,7 +1,7 @@
 """The judge of support.kills finds what is wrong: each wrong output is one line away from a right one."""
 
 import pytest
-from support.kills.judge import read_lines, what_is_wrong
+from support.kills.judge import own_states_of, read_lines, what_is_wrong, what_is_wrong_with_own_states
 
 REFERENCE = {0: "a", 1: "b", 2: "c"}
 SPARE_TOOK_OVER = """\
@@ -45,3 +45,29 @@ def test_one_wrong_line_is_found(right: str, wrong: str, said: str) -> None:
 def test_another_result_than_without_failures_is_found() -> None:
     other = SPARE_TOOK_OVER.replace(" 2 c", " 2 x")
     assert "the result is not that of the run without failures" in judge(other)
+
+
+UNDISTURBED = """\
+0 BEGIN 0 2 0 0 a x 0,0,0,0
+0 COMMIT 1 2 b y 4,1,-2,3
+"""
+
+
+def judge_own(begin: str, *, from_disk: bool = False) -> list[str]:
+    """What is wrong when two ranks began, and then some again, from the first commit."""
+    reference = own_states_of(read_lines(UNDISTURBED))
+    lines = read_lines(f"0 BEGIN 0 2 0 0 a x 0,0,0,0\n0 BEGIN {begin}\n")
+    return what_is_wrong_with_own_states(lines, 2, reference, from_disk=from_disk)
+
+
+def test_states_of_the_ranks_come_back_bit_for_bit_to_as_many_and_in_sum_to_fewer() -> None:
+    assert judge_own("0 2 1 3 b y 4,1,-2,3") == []
+    assert judge_own("0 1 1 3 b z 3.5,1.000001,-2,3") == []
+    assert judge_own("0 1 1 3 b z 0,0,0,0", from_disk=True) == []
+
+
+@pytest.mark.parametrize(
+    "begin", ["0 2 1 3 b z 4,1,-2,3", "0 1 1 3 b y 4,1,-2,3.1", "0 1 1 3 b y 5,1,-2,3", "0 1 1 3 b z 0,0,0,0"]
+)
+def test_states_of_the_ranks_that_are_wrong_are_found(begin: str) -> None:
+    assert judge_own(begin)
