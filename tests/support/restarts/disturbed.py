@@ -14,6 +14,8 @@ from pathlib import Path
 from support.hosts import Hosts
 from support.job import IS_OPEN_MPI, LAUNCHER, MARK, OPEN_MPI_FLAGS, job_environment, marked_processes, run_job
 
+from hvlike.training.elastic.checkpoint_files import digest_of
+
 PROGRAM = Path(__file__).with_name("program.py")
 STEPS = 60
 ARGUMENTS = ("--pause", "0.03")
@@ -141,7 +143,8 @@ class Disturbed:
         time.sleep(0.5)
         files = self._files()
         damage = ""
-        if aims[what] and files:
+        # Without a whole one elastic.run raises an error, rather than begin at the beginning.
+        if aims[what] and sum(map(is_whole, files)) > 1:
             damage = self.chance.choice([" and flipped a bit", " and cut the file", ""])
             damaged(files[-1], damage)
         self.events.append(f"killed {what if aims[what] else 'nothing'}{damage}")
@@ -195,6 +198,11 @@ def children(pid: int) -> list[int]:
             if int(parent) == pid and state != "Z":
                 found.append(int(path.parent.name))
     return sorted(found)
+
+
+def is_whole(file: Path) -> bool:
+    """Whether its contents fit its name."""
+    return file.exists() and digest_of(file.read_bytes()) in file.name
 
 
 def damaged(file: Path, how: str) -> None:
