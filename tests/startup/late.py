@@ -14,15 +14,8 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 KERNELS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
-TRANSFORMS = "torch.func"
-HIGHER_ORDER = "torch._higher_order_ops"
-SUBGRAPHS = f"{HIGHER_ORDER}.invoke_subgraph"
-# In the order in which torch imports them, and what may only be imported after them: they need each other.
-KINDS_OF_MODELS = ("torchgen.model", "torch.distributions", "torch.nested", "torch.nn.intrinsic", "torch.nn.qat")
-KINDS_OF_MODELS += ("torch.nn.quantizable", "torch.nn.quantized", "torch.quantization", "torch.masked", TRANSFORMS)
-KINDS_OF_MODELS += (HIGHER_ORDER, SUBGRAPHS, "torch.fx.passes", "torch.fx.experimental.proxy_tensor")
 # What torch's compiler and its exporter need, and next to no program else: most of what importing torch takes.
-OF_TORCH = (*KINDS_OF_MODELS, *KERNELS, "torch.export", COMPILER)
+OF_TORCH = (*KERNELS, "torch.export", COMPILER)
 # The examples need nothing of it but the digits.
 OF_SKLEARN = ("sklearn", "sklearn.datasets")
 LATE = (*OF_TORCH, *OF_SKLEARN)
@@ -59,29 +52,6 @@ class NoKernels(Late):
         vars(sys.modules["torch.testing._comparison"])["_HAS_DTENSOR"] = False
 
 
-class NoTransforms(Late):
-    """torch has one of them among its own names."""
-
-    def vmap(self, *arguments: Any, **more: Any) -> Any:
-        return import_late(self.__name__).vmap(*arguments, **more)
-
-
-class NoHigherOrder(Late):
-    """torch has two of them among its own names."""
-
-    def cond(self, *arguments: Any, **more: Any) -> Any:
-        return import_late(self.__name__).cond(*arguments, **more)
-
-    def while_loop(self, *arguments: Any, **more: Any) -> Any:
-        return import_late(self.__name__).while_loop(*arguments, **more)
-
-
-class NoSubgraphs(Late):
-    """torch.compiler has one of its types in an annotation."""
-
-    NestedCompileRegionOptions = object
-
-
 class OnlyDigits(Late):
     """Of scikit-learn's data sets."""
 
@@ -95,7 +65,6 @@ class OnlyDigits(Late):
 
 
 STAND_INS: dict[str, type[Late]] = {COMPILER: NoCompiler, KERNELS[0]: NoKernels, "sklearn.datasets": OnlyDigits}
-STAND_INS |= {TRANSFORMS: NoTransforms, HIGHER_ORDER: NoHigherOrder, SUBGRAPHS: NoSubgraphs}
 
 
 class Finder:
@@ -130,18 +99,13 @@ class Loader(abc.Loader):
 def find_real(name: str) -> Any:
     """Where it is; None: not installed."""
     parent, _, _ = name.rpartition(".")
-    path = find_real(parent).submodule_search_locations if parent in LATE else None
+    path = find_real(parent).submodule_search_locations if parent in OF_SKLEARN else None
     return PathFinder.find_spec(name, path or getattr(sys.modules.get(parent), "__path__", None))
 
 
 def import_late(wanted: str) -> ModuleType:
-    """The real one; with it what others expect to be there before, in torch's order."""
-    if wanted in brought:
-        return import_module(wanted)
-    first = OF_SKLEARN[:1] if wanted in OF_SKLEARN else KINDS_OF_MODELS
-    if wanted not in (*OF_SKLEARN, *KINDS_OF_MODELS):
-        # Who compiles or exports needs the kernels too.
-        first += KERNELS
+    """The real one; who compiles or exports needs the kernels too."""
+    first = KERNELS if wanted in OF_TORCH else OF_SKLEARN[:1]
     for name in (*first, wanted):
         brought.add(name)
         if isinstance(sys.modules.get(name), Late):
