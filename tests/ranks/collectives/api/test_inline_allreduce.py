@@ -1,5 +1,7 @@
 """An inline allreduce gives what the ordinary way gives; whatever is not alike on all ranks takes that."""
 
+import os
+import subprocess
 import threading
 import time
 
@@ -99,6 +101,21 @@ def test_a_late_rank_takes_part_on_the_ordinary_way(hvd, inline, count):
         if late and hvd.rank() == hvd.size() - 1:
             time.sleep(0.2)
         assert hvd.allreduce_(torch.ones(count), op=hvd.Sum, name="late").eq(hvd.size()).all()
+
+
+def test_a_rank_that_is_held_up_is_no_deadlock(hvd, inline):
+    """It hears how long the others have waited before it sees what rank 1 offers, and has not answered that."""
+    tensor = torch.full((3,), float(hvd.rank()))
+    hvd.barrier()
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+        hvd.allreduce_(tensor, name="held up")
+    else:
+        handle = hvd.allreduce_async_(tensor, name="held up")
+        hold = f"sleep 0.1; kill -STOP {os.getpid()}; sleep 1.2; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", hold if hvd.rank() == 0 else "true"]):
+            hvd.synchronize(handle)
+    same(tensor, torch.full((3,), (hvd.size() - 1) / 2))
 
 
 @pytest.mark.parametrize("count", [FEW, MANY])
