@@ -127,7 +127,7 @@ def _me() -> str:
 
 
 _LAUNCHERS = ("prted", "prterun", "prte", "mpirun", "mpiexec")
-_SCAN_SECONDS = 0.5
+_SCAN_SECONDS, _LONGEST_SCAN_SECONDS = 0.5, 4.0  # All ranks of a node look through all of its processes
 
 
 @contextmanager
@@ -139,8 +139,9 @@ def start_watchdog(environ: Mapping[str, str]) -> Iterator[None]:
     launcher = _find_daemon(environ)
 
     def watch() -> None:
-        incomplete = False
-        while not done.wait(_SCAN_SECONDS):
+        incomplete, pause = False, _SCAN_SECONDS
+        while not done.wait(pause):
+            pause = min(2 * pause, _LONGEST_SCAN_SECONDS)
             before, living = incomplete, _living_ranks(environ, launcher)
             incomplete = len(living) < int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
             # Twice: a process that is just being started has not its own environment yet.
