@@ -10,6 +10,8 @@ import pytest
 from support.hosts import hosts
 from support.restarts.disturbed import Disturbed, Outcome, reference
 
+pytestmark = pytest.mark.timeout(300)
+
 RANKS = 2
 
 

@@ -86,7 +86,7 @@ def interrupted(self, connect):
     self.begin(connect)
     if born == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    while not self.comm.Get_failed().size:
+    while not (self.comm.Get_failed().size or self.comm.Is_revoked()):
         with contextlib.suppress(self.mpi.Exception):
             self.comm.Iprobe()
         time.sleep(0.01)

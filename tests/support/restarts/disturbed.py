@@ -20,6 +20,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 STEPS = 60
 ARGUMENTS = ("--pause", "0.03")
 _LIMIT_SECONDS = 240.0
+_CHECKPOINT_SECONDS = 150.0  # To the next one, a restart included
 _PREEMPTED = 75
 _TOO_EARLY = -signal.SIGUSR1, -signal.SIGTERM  # Python was still starting: nothing has begun
 
@@ -116,9 +117,14 @@ class Disturbed:
 
     def _wait_for_checkpoint(self, launch: "subprocess.Popen[bytes]") -> bool:
         """Wait until the job writes a new one; False if it ends before."""
-        seen = set(self._files())
+        seen, until = set(self._files()), time.monotonic() + _CHECKPOINT_SECONDS
         while not set(self._files()) - seen:
             if launch.poll() is not None:
+                return False
+            if time.monotonic() > until:
+                said = (self.folder / "output").read_text()
+                self.faults.append(f"no checkpoint for {_CHECKPOINT_SECONDS} s:\n{said}")
+                launch.kill()
                 return False
             time.sleep(0.05)
         return True
