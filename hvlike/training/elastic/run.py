@@ -166,7 +166,7 @@ class _Session:
         job = self._job
         if job is None or not job.waits:
             return False
-        if job.agree(True):
+        if job.agree(True) and not job.only_spares:
             # Python's own way to end: the exit handlers run.
             sys.exit(0)
         self._agreed = True

@@ -45,6 +45,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _PROGRESS_TAG = 15  # Of which there is no message
+_SPARE = 2  # In an agreement
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
@@ -249,6 +250,7 @@ class Job:
         self.number: int | None = self.comm.rank if self.comm.rank < self.size else None
         self.holds = self.number is not None  # Whether this process has the state of the training
         self._begun = False
+        self.only_spares = False  # Whether none that trains was in the last agreement
         self.spares = list(range(self.size, self.comm.size))  # Positions in `comm`
         self.renumbered: dict[int, int] = {}  # From the numbers when this process has last called settle() to now
         self.settle()
@@ -358,7 +360,8 @@ class Job:
 
     def agree(self, answer: bool) -> bool:
         """Whether all processes that are left say yes: the same on each of them, also once this was revoked. Blocks."""
-        flag = np.array([answer], np.int32)
+        # MPI combines the bits by AND.
+        flag = np.array([answer | _SPARE * self.waits], np.int32)
         self.comm.Ack_failed()
         request = self.comm.Iagree(flag)
         self._left.append((request, flag))
@@ -368,7 +371,8 @@ class Job:
             while not request.Get_status():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-        return bool(flag[0])
+        self.only_spares = bool(flag[0] & _SPARE)
+        return bool(flag[0] & 1)
 
     def release_spares(self, comm: Communicator) -> None:
         """Go on without spares, which end, in the communicator of those that train. Local, after all have agreed."""

@@ -29,6 +29,15 @@ def test_a_spare_takes_over_and_the_result_is_the_same_bit_for_bit(reference: di
     assert "goes on with 2 of 2 ranks and 0 spares" in job.stderr
 
 
+@pytest.mark.timeout(120)
+def test_a_spare_that_is_left_alone_trains_from_the_beginning() -> None:
+    job, killed, _, left = run_once(1, 1, STEPS, [(0.1, [0])], LIMIT)
+    assert killed == [0]
+    assert "1 BEGIN 0 1 0 0" in job.stdout, job.describe()
+    assert "1 RESULT 0 1" in job.stdout, job.describe()
+    assert (job.survivors, left) == ((), [])
+
+
 PROCESS_SETS = """
 import os, signal, sys
 import torch
