@@ -224,8 +224,9 @@ class _Session:
         answers = allgather_object((self._failures, skip_sync, goes_back, held), name="elastic.agree")
         self._check(max(failures for failures, *_ in answers), reason)
         commits = [held for *_, held in answers if held is not None]
-        if any(back for _, _, back, _ in answers) and self._holds:
-            common = set(commits[0]).intersection(*commits)
+        if any(back for _, _, back, _ in answers) and (self._holds or not commits):
+            # Spares that are left alone: the ranks may have been lost while these took over their state.
+            common = set(commits[0]).intersection(*commits) if commits else set()
             state.restore_commit(max(common, default=None))
         self._commits = state.commits
         state.on_reset()

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -46,6 +47,7 @@ EXCLUDED = "^han,cuda,hcoll,portals4"
 _SETTLE_SECONDS, _FINALIZE_SECONDS = 2.0, 5.0  # From a loss to MPI_Finalize, and how long that may take
 _PROGRESS_TAG = 15  # Of which there is no message
 _SPARE = 2  # In an agreement
+_GARBAGE = pickle.UnpicklingError, EOFError  # From a collective of Open MPI that a loss has cut short without an error
 _MOST_UNSHARED = 8  # Communicators that a lost process may have had before the survivors had them
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-3, 10e-3
 
@@ -77,9 +79,9 @@ def exclude_collectives(environ: MutableMapping[str, str], *, initialised: bool)
 
 
 def is_failure(mpi: ModuleType, error: BaseException) -> bool:
-    """Whether an exception of mpi4py says that a process is lost, or that the communicator was revoked."""
+    """Whether an exception says that a process is lost, or that the communicator was revoked."""
     if not isinstance(error, mpi.Exception):
-        return False
+        return isinstance(error, _GARBAGE)
     kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
     return error.Get_error_class() in kinds
 
@@ -300,7 +302,7 @@ class Job:
             if self._begun:
                 self._renumber()
             connect()
-        except self.mpi.Exception as error:
+        except (self.mpi.Exception, *_GARBAGE) as error:
             if not is_failure(self.mpi, error):
                 raise
             # The others may wait for this one where it has not come to.
