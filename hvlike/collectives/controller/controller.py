@@ -140,12 +140,10 @@ class Controller:
         self._fabric.loop.post(self._flush, wake=wake)
         return handle
 
-    def wait(
-        self, key: RequestKey, done: Callable[[], bool], timeout: float | None, *, peers_answer: bool = False
-    ) -> bool:
+    def wait(self, key: RequestKey, done: Callable[[], bool], timeout: float | None, *, certain: bool = True) -> bool:
         """Wait for the operation `key`; tells the coordinator when that takes long. Without time: one turn of work.
 
-        peers_answer: they do so whatever they wait for, so this is no part of a deadlock, however late they are.
+        certain: see WaitReport. False where the peers answer whatever they wait for, however late.
         """
         if mpi_library.ForkMark.forked:
             mpi_library.check_not_forked()
@@ -159,7 +157,7 @@ class Controller:
         if timeout is not None and timeout <= patience:
             return False
         # With several threads another one may still ask for what the peers lack.
-        certain = self.tensor_queue.has_one_thread() and not peers_answer
+        certain = certain and self.tensor_queue.has_one_thread()
         waiting = WaitReport(key, self.names.counts(), dict(self.steps), certain)
         loop.post(lambda: self._report(WAITING, waiting), wake=False)
         try:

@@ -119,7 +119,7 @@ class InlineCalls(Generic[P]):
         key = (STEP, STEPS)
         self._controller.enter_step(key, number, find_call_site(), name, stop)
         try:
-            self._controller.wait(key, lambda: bool(ended), None, peers_answer=True)
+            self._controller.wait(key, lambda: bool(ended), None, certain=False)
         finally:
             self._controller.leave_step(key)
         error = ended[0].error
