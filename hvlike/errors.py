@@ -142,6 +142,10 @@ class PeerLeftError(HorovodInternalError):
     """A rank that has to take part has already ended its program."""
 
 
+class RestartError(PeerLeftError):
+    """Another rank starts again after an error that this one has not met."""
+
+
 class WorkerLostError(RpcError, PeerLeftError):
     """A worker that a call involves has left, or its process is gone. The text names it.
 

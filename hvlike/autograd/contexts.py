@@ -74,6 +74,9 @@ class Contexts:
     def begin(self, agent: Agent) -> None:
         """A session of RPC begins. Called before the agent takes messages."""
         self.agent = agent
+        with self._lock:
+            # The agent before may have heard of a lost worker after `end`.
+            self._released.clear()
         if self._rank != agent.rank:
             # Kept from session to session: a thread that outlives its session finds no context of the next one.
             self._rank = agent.rank
@@ -93,7 +96,6 @@ class Contexts:
             self.agent = None
             self._contexts.clear()
             self._own.clear()
-            self._released.clear()
         for each in left:
             each.release()
 

@@ -22,7 +22,14 @@ from hvlike.collectives.session.process_set_state import (
     what_is_wrong,
 )
 from hvlike.config import DYNAMIC, Config, differing, read_config
-from hvlike.errors import HorovodInternalError, NotInitializedError, PeerLeftError, ShutdownError, UsageError
+from hvlike.errors import (
+    HorovodInternalError,
+    NotInitializedError,
+    PeerLeftError,
+    RestartError,
+    ShutdownError,
+    UsageError,
+)
 from hvlike.observe.log import set_up_log
 from hvlike.observe.recorder import check_writable, path_of_restart
 from hvlike.transport.fabric import Fabric
@@ -277,7 +284,7 @@ class Context:
         if lost:
             self._lose({rank: PeerLeftError(self._describe_lost(rank)) for rank in lost})
         elif not self._ends and self.world.is_revoked():
-            self._end_with(PeerLeftError("Another rank has met an error, and starts again without lost ranks."))
+            self._end_with(RestartError("Another rank has met an error, and starts again without lost ranks."))
 
     def _describe_lost(self, rank: int) -> str:
         process = self._processes.get(rank)

@@ -36,7 +36,7 @@ from hvlike.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     NotInitializedError,
-    PeerLeftError,
+    RestartError,
     ShutdownError,
     UsageError,
 )
@@ -117,7 +117,7 @@ def _run_with(func: Callable[..., Any], retries: int) -> Callable[..., Any]:
         reason: Exception | None = None
         try:
             if session.waits():
-                reason = PeerLeftError("a rank was lost, and this process takes part from now on")
+                reason = RestartError("a rank was lost, and this process takes part from now on")
             while True:
                 reason, result = session.attempt(reason, lambda: train(state, *args, **kwargs))
                 if reason is None:
@@ -142,6 +142,7 @@ class _Session:
         self._losses = 0
         self._gives_up = False
         self._times: dict[str, float] = {}
+        self._cause = ""  # The error behind the last restart, as it was on a rank that has met it
         self._ranks_before = 0
         self._sets: Sequence[ProcessSet] = context.current().sets
         self._gradients = context.current().knobs.gradients
@@ -221,16 +222,19 @@ class _Session:
         skip_sync = isinstance(reason, HostsUpdatedInterrupt) and reason.skip_sync
         goes_back = not isinstance(reason, HostsUpdatedInterrupt)
         held = state.held_commits() if self._holds else None
-        answers = allgather_object((self._failures, skip_sync, goes_back, held), name="elastic.agree")
+        text = f"{type(reason).__name__}: {reason}"
+        met = None if isinstance(reason, RestartError) else text
+        answers = allgather_object((self._failures, skip_sync, goes_back, held, met), name="elastic.agree")
+        self._cause = next((met for *_, met in answers if met), text)
         self._check(max(failures for failures, *_ in answers), reason)
-        commits = [held for *_, held in answers if held is not None]
-        if any(back for _, _, back, _ in answers) and (self._holds or not commits):
+        commits = [held for _, _, _, held, _ in answers if held is not None]
+        if any(back for _, _, back, _, _ in answers) and (self._holds or not commits):
             # Spares that are left alone: the ranks may have been lost while these took over their state.
             common = set(commits[0]).intersection(*commits) if commits else set()
             state.restore_commit(max(common, default=None))
         self._commits = state.commits
         state.on_reset()
-        return all(skip for _, skip, _, held in answers) and len(commits) == len(answers)
+        return all(skip for _, skip, *_ in answers) and len(commits) == len(answers)
 
     def _restart(self) -> None:
         """Start hvlike anew: with the same ranks and process sets, or with those that are left. Collective; blocks."""
@@ -271,26 +275,25 @@ class _Session:
                 self._state.durable.write()
             raise HorovodInternalError(
                 f"elastic.run gives up: {size()} of {self._ranks_before} ranks {'is' if size() == 1 else 'are'} left, "
-                f"and HVLIKE_MIN_RANKS={least}. {reason}"
+                f"and HVLIKE_MIN_RANKS={least}. {self._cause}"
             ) from reason
 
     def report(self, reason: Exception) -> None:
         """Say what happened, once training can go on."""
         if self._job is not None:
             self._job.holds = True
-        kind = type(reason).__name__
         if self._job is None or not self._ranks_before:
-            logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), kind, reason)
+            logger.warning("rank %d: elastic.run has started again after %s: %s", rank(), type(reason).__name__, reason)
             return
         now, times = time.monotonic(), self._times
         began = times.get("noticed", times["agreed"])
         recorder = context.current().fabric.recorder
         if recorder.on:
-            recorder.instant(recorder.row("elastic"), "RECOVERED", {"reason": str(reason), "seconds": now - began})
+            recorder.instant(recorder.row("elastic"), "RECOVERED", {"reason": self._cause, "seconds": now - began})
         if rank() == 0:
             logger.warning(
                 "elastic.run goes on with %d of %d ranks and %d spares from commit %d, %.3f s after it was noticed "
-                "(agreed %.3f, rebuilt %.3f, restored %.3f). %s: %s",
+                "(agreed %.3f, rebuilt %.3f, restored %.3f). %s",
                 size(),
                 self._ranks_before,
                 len(self._job.spares),
@@ -299,8 +302,7 @@ class _Session:
                 times["agreed"] - began,
                 times["rebuilt"] - times["agreed"],
                 now - times["rebuilt"],
-                kind,
-                reason,
+                self._cause,
             )
 
     def finish(self) -> None:
@@ -313,7 +315,7 @@ class _Session:
         if self._job is not None:
             self._agreed = True
             if not self._job.agree(True):
-                raise PeerLeftError("Another rank has met an error, and starts again from the last commit.")
+                raise RestartError("Another rank has met an error, and starts again from the last commit.")
             self._agreed = False
             self._job.release_spares(context.current().world.comm)
 

@@ -1,6 +1,7 @@
 """elastic.run when processes are lost under `mpirun --with-ft ulfm`. The campaign of support.kills does more of it."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -134,9 +135,14 @@ hvd.init()
 born = hvd.rank()
 
 
+errors = sys.argv[2:]
+
+
 @hvd.elastic.run
 def train(state):
     hvd.barrier()
+    if born == 1 and errors:
+        raise hvd.HorovodInternalError(errors.pop())
     if str(born) in sys.argv[1]:
         raise KeyError("no such file")
     hvd.barrier()
@@ -150,8 +156,10 @@ print("done", hvd.rank(), hvd.size(), flush=True)
 @pytest.mark.timeout(90)
 def test_an_exception_on_one_rank_ends_that_rank_only(tmp_path: os.PathLike[str]) -> None:
     env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
-    job = run_job(ERROR_ON_RANKS, 2, env=env, flags=FLAGS, args=["1"])
+    job = run_job(ERROR_ON_RANKS, 2, env=env, flags=FLAGS, args=["1", "met by rank 1 alone"])
     assert "done 0 1" in job.stdout, job.describe()
+    # Rank 0, which tells of it, has only heard that another rank starts again.
+    assert re.search(r"goes on with 2 of 2 ranks .* HorovodInternalError: met by rank 1 alone", job.stderr)
     assert "KeyError: 'no such file'" in job.stderr
     assert "rank 1 of 2" in job.stderr
     assert "the others go on without it" in job.stderr

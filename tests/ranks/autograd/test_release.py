@@ -307,6 +307,17 @@ def test_contexts_of_a_worker_that_is_gone_go_with_it() -> None:
 
 
 @pytest.mark.pure
+def test_a_worker_that_leaves_the_session_before_is_there_in_the_next_one() -> None:
+    contexts, agent = worker(1)
+    contexts.end()
+    for tell in agent.when_lost:
+        tell(2, RuntimeError("gone"))
+    contexts.begin(Told(1))  # type: ignore[arg-type]
+    contexts.came((2 << 48, 0), 2, ())
+    assert contexts.live() == [2 << 48]
+
+
+@pytest.mark.pure
 def test_ten_thousand_contexts_leave_nothing() -> None:
     creator, agent = worker(0)
     other, its_agent = worker(1)
